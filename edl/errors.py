@@ -1,0 +1,105 @@
+"""Every error that EDL raises on purpose, in one tree.
+
+::
+
+    EDLError
+    ├── SettingsError              a value that the user gave cannot be used (also a ValueError)
+    ├── ClosedError                the object was closed, or inherited through a fork
+    ├── TemporaryError             the same call may succeed later
+    │   ├── DiscoveryError         the registry or store cannot be reached
+    │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
+    │   └── OverloadedError        a teacher's queue is full
+    └── PermanentError             the same call will fail again
+        ├── ConflictError          a compare-and-set, lock or name was taken by somebody else
+        ├── LeaseLostError         a lease expired before it was renewed
+        ├── SourceError            the user's data source yields something that cannot be sent
+        ├── RejectedError          teachers refuse the request itself
+        ├── BadOutputError         teachers answer with outputs that cannot be used
+        └── ProtocolError          bytes or messages that break the wire protocol
+
+`TemporaryError` and `PermanentError` are the two that a caller decides on; the leaves say what to do.
+Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls them, with `raise … from`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BadOutputError",
+    "ClosedError",
+    "ConflictError",
+    "DiscoveryError",
+    "EDLError",
+    "LeaseLostError",
+    "NoTeacherError",
+    "OverloadedError",
+    "PermanentError",
+    "ProtocolError",
+    "RejectedError",
+    "SettingsError",
+    "SourceError",
+    "TemporaryError",
+]
+
+
+class EDLError(Exception):
+    """Base of all errors of EDL."""
+
+
+class SettingsError(EDLError, ValueError):
+    """A setting, argument or URL is unusable. The message names the value and what is accepted."""
+
+
+class ClosedError(EDLError, RuntimeError):
+    """The object was closed, or belongs to the process that this one was forked from."""
+
+
+class TemporaryError(EDLError):
+    """The same call may succeed later."""
+
+
+class DiscoveryError(TemporaryError):
+    """The registry or the store did not answer. Never used for "there is nothing"."""
+
+
+class NoTeacherError(TemporaryError, TimeoutError):
+    """No teacher was live for `teacher_timeout_s`. The message lists the teachers set aside, and why."""
+
+
+class OverloadedError(TemporaryError):
+    """A teacher's queue is full.
+
+    Attributes:
+        retry_after_s: seconds after which the teacher expects to have room.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class PermanentError(EDLError):
+    """The same call will fail again."""
+
+
+class ConflictError(PermanentError):
+    """Somebody else holds the key, lock or name."""
+
+
+class LeaseLostError(PermanentError):
+    """The lease expired: what was attached to it is gone, and may be somebody else's by now."""
+
+
+class SourceError(PermanentError):
+    """The data source yields something that cannot be sent to a teacher. Names the sample and the field."""
+
+
+class RejectedError(PermanentError):
+    """Teachers refuse a request as invalid. Carries their words."""
+
+
+class BadOutputError(PermanentError):
+    """Several teachers answered the same samples with unusable outputs (NaN, wrong shape or name)."""
+
+
+class ProtocolError(PermanentError):
+    """Bytes or messages that do not follow the wire protocol."""

@@ -1,0 +1,11 @@
+"""What travels between students and teachers: KServe v2 over gRPC.
+
+`kserve` has the message classes, `codec` turns requests into bytes and back, `tensors` turns those into numpy arrays,
+`names` lists the names on the wire. What does not belong here: connections, retries, or anything that waits.
+"""
+
+from __future__ import annotations
+
+from edl.protocol import codec, kserve, names, tensors
+
+__all__ = ["codec", "kserve", "names", "tensors"]

@@ -1,0 +1,155 @@
+"""KServe v2 tensors as numpy arrays: names of types, sizes, raw bytes and typed contents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from edl.errors import ProtocolError
+from edl.protocol import kserve
+from edl.protocol.codec import Buffer
+
+__all__ = ["Array", "datatype_of", "dtype_of", "expected_nbytes", "from_contents", "from_raw", "to_raw"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype("<u1"),
+    "UINT16": np.dtype("<u2"),
+    "UINT32": np.dtype("<u4"),
+    "UINT64": np.dtype("<u8"),
+    "INT8": np.dtype("<i1"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP16": np.dtype("<f2"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+    "BYTES": np.dtype(np.object_),
+}
+_DATATYPES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def dtype_of(datatype: str) -> np.dtype[Any]:
+    """The numpy dtype in which EDL hands over a tensor of KServe's `datatype` (BF16 becomes float32)."""
+    if datatype == "BF16":
+        return np.dtype("<f4")
+    try:
+        return _DTYPES[datatype]
+    except KeyError:
+        known = ", ".join([*_DTYPES, "BF16"])
+        raise ProtocolError(f"unknown datatype {datatype!r}; known: {known}") from None
+
+
+def datatype_of(dtype: np.dtype[Any]) -> str:
+    """KServe's name of a numpy dtype; strings and bytes are `BYTES`."""
+    if dtype.kind in "SUO":
+        return "BYTES"
+    try:
+        return _DATATYPES[dtype.newbyteorder("<")]
+    except KeyError:
+        raise ProtocolError(f"numpy dtype {dtype} has no KServe datatype") from None
+
+
+def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
+    """Bytes of a tensor in raw form; None for BYTES, whose elements have sizes of their own."""
+    if any(size < 0 for size in shape):
+        raise ProtocolError(f"shape {list(shape)} has a negative size")
+    if datatype == "BYTES":
+        return None
+    itemsize = 2 if datatype == "BF16" else dtype_of(datatype).itemsize
+    return math.prod(shape) * itemsize
+
+
+def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
+    """A tensor in raw form as an array; a read-only view of `raw` where the type allows one.
+
+    Raises:
+        ProtocolError: byte count and shape do not agree, or the type is unknown.
+    """
+    expected = expected_nbytes(datatype, shape)
+    nbytes = memoryview(raw).nbytes
+    if expected is None:
+        return _from_length_prefixed(shape, memoryview(raw).cast("B"))
+    if nbytes != expected:
+        raise ProtocolError(f"{datatype} of shape {list(shape)} takes {expected} bytes, not {nbytes}")
+    if datatype == "BF16":
+        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+    return np.frombuffer(raw, _DTYPES[datatype]).reshape(shape)
+
+
+def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
+    count = math.prod(shape)
+    if count * 4 > len(raw):
+        raise ProtocolError(f"BYTES of shape {list(shape)} takes at least {count * 4} bytes, not {len(raw)}")
+    out = np.empty(count, np.object_)
+    at = 0
+    for index in range(count):
+        if at + 4 > len(raw):
+            raise ProtocolError(f"BYTES element {index} of {count} is cut off")
+        length = int.from_bytes(raw[at : at + 4], "little")
+        at += 4
+        if at + length > len(raw):
+            raise ProtocolError(f"BYTES element {index} claims {length} bytes, {len(raw) - at} are left")
+        out[index] = bytes(raw[at : at + length])
+        at += length
+    if at != len(raw):
+        raise ProtocolError(f"BYTES of shape {list(shape)} has {len(raw) - at} bytes too many")
+    return out.reshape(shape)
+
+
+def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTensorContents) -> Array:
+    """A tensor sent as typed `contents` rather than raw bytes.
+
+    Raises:
+        ProtocolError: the element count and the shape do not agree, a value is out of range, or the type
+            cannot travel so.
+    """
+    field = _CONTENTS.get(datatype)
+    if field is None:
+        raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
+    expected_nbytes(datatype, shape)
+    values = getattr(contents, field)
+    if len(values) != math.prod(shape):
+        raise ProtocolError(
+            f"{datatype} of shape {list(shape)} takes {math.prod(shape)} elements, {field} has {len(values)}"
+        )
+    if datatype == "BYTES":
+        out = np.empty(len(values), np.object_)
+        out[:] = list(values)
+        return out.reshape(shape)
+    try:
+        return np.array(values, _DTYPES[datatype]).reshape(shape)
+    except OverflowError as exc:
+        raise ProtocolError(f"a value in {field} does not fit {datatype}: {exc}") from exc
+
+
+def to_raw(array: Array) -> Buffer:
+    """An array's elements in raw form, little-endian, C order; a view of the array where it is so already."""
+    if array.dtype.kind in "SUO":
+        parts = bytearray()
+        for item in array.reshape(-1):
+            data = item.encode() if isinstance(item, str) else bytes(item)
+            parts += len(data).to_bytes(4, "little") + data
+        return parts
+    wire = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    return wire.reshape(-1).view(np.uint8).data if wire.size else b""

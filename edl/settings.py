@@ -1,0 +1,118 @@
+"""Every setting that can come from the environment, read here and nowhere else.
+
+An argument wins over the environment, the environment over the default. The ancestor's `PADDLE_DISTILL_*` names are
+accepted as aliases, with a deprecation note.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from edl.errors import SettingsError
+
+__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url"]
+
+T = TypeVar("T")
+
+_ALIASES = {
+    "EDL_DISCOVERY": "PADDLE_DISTILL_BALANCE_SERVER",
+    "EDL_SERVICE": "PADDLE_DISTILL_SERVICE_NAME",
+    "EDL_MAX_TEACHERS": "PADDLE_DISTILL_MAX_TEACHER",
+}
+
+
+def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None = None) -> T | None:
+    """The variable `name`, or its old name, parsed; None where neither is set.
+
+    Raises:
+        SettingsError: `parse` refused the value with a ValueError.
+    """
+    environ = os.environ if environ is None else environ
+    alias = _ALIASES.get(name, "")
+    if name not in environ and alias in environ:
+        warnings.warn(f"{alias} is deprecated: set {name} instead", DeprecationWarning, stacklevel=3)
+        name = alias
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return parse(text)
+    except ValueError as exc:
+        raise SettingsError(f"environment variable {name}={text!r}: {exc}") from exc
+
+
+def positive_int(text: str) -> int:
+    """A whole number above zero."""
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be above 0")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A finite number above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("must be a finite number above 0")
+    return value
+
+
+def default_discovery_url() -> str:
+    """One SQLite file for all of this user's processes on this machine."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return f"sqlite:///{cache}/edl/discovery.sqlite"
+
+
+@dataclass(frozen=True)
+class DiscoverySettings:
+    """Where services register.
+
+    Attributes:
+        url: `sqlite:///path/to/file` or `consul://host:8500`. `EDL_DISCOVERY`.
+        ttl_s: how long a process may be silent before others see it gone. `EDL_TTL_S`.
+    """
+
+    url: str
+    ttl_s: float = 10.0
+
+    @classmethod
+    def of(
+        cls, url: str | None = None, ttl_s: float | None = None, environ: Mapping[str, str] | None = None
+    ) -> DiscoverySettings:
+        """Arguments over the environment over the default."""
+        return cls(
+            url=url or read("EDL_DISCOVERY", str, environ) or default_discovery_url(),
+            ttl_s=ttl_s or read("EDL_TTL_S", positive_float, environ) or 10.0,
+        )
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """Which teachers a student looks for, when its code does not say.
+
+    Attributes:
+        discovery: the registry's URL, None if only fixed teachers are named. `EDL_DISCOVERY`.
+        service: the service that the teachers register under. `EDL_SERVICE`.
+        endpoints: fixed teachers, `host:port` each. `EDL_TEACHERS`, separated by commas.
+        max_teachers: how many to use at most, None for no limit. `EDL_MAX_TEACHERS`.
+    """
+
+    discovery: str | None = None
+    service: str | None = None
+    endpoints: tuple[str, ...] = ()
+    max_teachers: int | None = None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> TeacherSettings:
+        """What the environment says."""
+        endpoints = read("EDL_TEACHERS", str, environ) or ""
+        return cls(
+            discovery=read("EDL_DISCOVERY", str, environ),
+            service=read("EDL_SERVICE", str, environ),
+            endpoints=tuple(part.strip() for part in endpoints.split(",") if part.strip()),
+            max_teachers=read("EDL_MAX_TEACHERS", positive_int, environ),
+        )

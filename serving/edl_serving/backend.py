@@ -1,0 +1,117 @@
+"""What a model looks like to the teacher server."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.tensors import Array, dtype_of
+
+__all__ = ["Array", "Backend", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, type and shape of an input or output.
+
+    Attributes:
+        name: its name on the wire.
+        datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
+        shape: of one row, without the batch dimension; -1 is a dimension of any size.
+
+    Raises:
+        SettingsError: an empty name, an unknown datatype, or a dimension that is neither -1 nor above 0.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SettingsError("a tensor needs a name")
+        try:
+            dtype_of(self.datatype)
+        except ProtocolError as exc:
+            raise SettingsError(f"tensor {self.name!r}: {exc}") from exc
+        bad = [size for size in self.shape if size != -1 and size <= 0]
+        if bad:
+            raise SettingsError(f"tensor {self.name!r}: shape {list(self.shape)} has a size of {bad[0]}")
+
+
+class Backend(abc.ABC):
+    """One instance of a model.
+
+    The server calls `warm_up`, `predict` and `close` of one backend from one worker thread, never at the same time;
+    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
+    """
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What `predict` takes."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What `predict` returns."""
+
+    @property
+    def version(self) -> str:
+        """Identifies the weights: students key their cache of soft labels by it, so two models must differ in it."""
+        return "1"
+
+    @property
+    def platform(self) -> str:
+        """What `ModelMetadata` calls the platform."""
+        return "python"
+
+    @property
+    def inline(self) -> bool:
+        """True for a `predict` that takes microseconds: the server then calls it on its event loop.
+
+        Everything else (health checks, other requests) waits meanwhile, so no real model may say so.
+        """
+        return False
+
+    @abc.abstractmethod
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs for a batch.
+
+        Args:
+            inputs: every name in `inputs`, each `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays
+                of bytes), C-contiguous. They may be read-only, and are valid only until `predict` returns: the
+                buffers are used again for the next batch, so an output must not alias an input.
+
+        Returns:
+            Every name in `outputs`, each `[rows, *shape]` with the same number of rows and in the same order, in the
+            dtype of its datatype. The server has read them before it calls `predict` again, so a backend may return
+            the same arrays every time. More names than that are ignored.
+
+        Raises:
+            Exception: any; the students of this batch are told its type and message, and the server serves on.
+        """
+
+    def warm_up(self, max_rows: int) -> None:
+        """Make the first request as fast as the rest; called before the server is ready. Default: two calls on zeros.
+
+        Args:
+            max_rows: the most rows that `predict` will be given at once.
+        """
+        for rows in {1, max_rows}:
+            self.predict({spec.name: zeros(spec, rows) for spec in self.inputs})
+
+    def close(self) -> None:  # noqa: B027 - most models have nothing to release
+        """Release what the model holds. Called once, after the last `predict`."""
+
+
+def zeros(spec: TensorSpec, rows: int) -> Array:
+    """A batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become 1."""
+    shape = (rows, *(1 if size == -1 else size for size in spec.shape))
+    if spec.datatype == "BYTES":
+        return np.full(shape, b"", np.object_)
+    return np.zeros(shape, dtype_of(spec.datatype))

@@ -1,0 +1,100 @@
+"""The command line: `edl NAME`, one module `cmd_NAME` for each command, with `main(argv)`.
+
+`main` here finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for
+wrong usage, 130 after Ctrl-C. `_commands` knows which commands there are without importing any of them.
+
+What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import edl
+from edl.cli import _commands
+from edl.errors import EDLError, SettingsError
+from edl.settings import read
+
+__all__ = ["main"]
+
+_INTRODUCTION = """\
+EDL turns idle GPUs into soft labels. Teachers serve a model and register
+themselves. Students find the teachers that are live and pull soft labels from
+them while they train. Teachers may join, leave or die at any moment: every
+sample still gets its label, once and in order."""
+
+_FIRST_STEPS = """\
+First steps (discovery is a SQLite file on this machine: no server to install):
+  edl demo
+      all of it in about two minutes, on handwritten digits
+  edl serve --callable mymodel:predict --model digits --service digits
+      a teacher: any Python callable over numpy arrays; start as many as you like
+  edl teachers --watch
+      who is live, as it changes
+
+Then, in the student's program:
+  from edl.distill.torch import distill
+  for (images, labels), soft in distill(loader, teachers="digits",
+                                        inputs=["image", None], outputs=["logits"]):
+      ...
+
+Across machines, give every command and program the same registry:
+  --discovery consul://HOST:8500, or EDL_DISCOVERY in the environment"""
+
+_USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
+
+EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED = 1, 2, 141, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `edl` with the arguments `argv` (without the program's name; None: those of this process).
+
+    Returns:
+        The exit code. `argparse` may raise SystemExit instead.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"edl {edl.__version__}")
+        return 0
+    return _run(arguments[0], arguments[1:])
+
+
+def _help() -> str:
+    commands = _commands.find()
+    width = max(len(name) for name in commands)
+    lines = [f"  {name:<{width}}  {command.summary()}" for name, command in commands.items()]
+    listing = "\n".join(["Commands:", *lines])
+    ending = "`edl COMMAND --help` explains a command."
+    return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    commands = _commands.find()
+    if name not in commands:
+        near = _commands.nearest(name, commands)
+        hint = f"did you mean `edl {near}`?" if near else f"there are: {', '.join(commands)}."
+        print(f"edl: there is no command {name!r}; {hint} (`edl --help` explains)", file=sys.stderr)
+        return EXIT_USAGE
+    try:
+        code = commands[name].load()(arguments)
+        sys.stdout.flush()  # here rather than at exit, where a broken pipe could not be caught
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`edl teachers | head`). What is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (EDLError, ModuleNotFoundError) as exc:
+        message = str(exc) if isinstance(exc, EDLError) else _commands.explain_missing(exc)
+        if message is None or read("EDL_TRACEBACK", str) is not None:
+            raise
+        print(f"edl {name}: {message or type(exc).__name__}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(exc, SettingsError) else EXIT_FAILED
+    return code or 0

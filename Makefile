@@ -1,0 +1,70 @@
+# Developer's commands. `make help` lists them. Nothing here is needed to use EDL: `pip install edl`.
+#
+#   make test PYTHON=python3.12 VENV=/tmp/venv      another interpreter, another folder
+#   make test PYTEST_ARGS="-k reader -x"            some of the tests
+#   make demo DEMO_ARGS="--quick"                   options of `edl demo`
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench tools protocol wheel clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
+	@$(BIN)/edl demo $(DEMO_ARGS)
+
+test: $(VENV)/.dev tools lint ## set everything up, then lint and run all tests
+	$(BIN)/python -m pytest -p tests.plugins_house $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.dev tools ## run every benchmark and write docs/benchmarks.md
+	$(BIN)/python -m benchmarks
+
+tools: ## fetch the real Consul and Triton that some tests and benchmarks run against, into .tools
+	@bash tools/consul.sh
+	@PYTHON=$(PYTHON) bash tools/triton.sh
+
+# The stubs are those of a file kserve_pb2; ours is named kserve and builds its classes in a pool of its own.
+protocol: $(VENV)/.dev ## compile edl/protocol/kserve.proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/kserve.binpb \
+		--pyi_out=edl/protocol kserve.proto
+	mv edl/protocol/kserve_pb2.pyi edl/protocol/kserve.pyi
+
+wheel: $(VENV)/.dev ## build the wheel into dist/
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean: ## remove what was made here, the virtual environment too
+	rm -rf $(VENV) .tools build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# --- Environments. A stamp tells that its packages are installed; editing a file it hangs on installs again. ---
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(BIN)/pip
+	@echo "Installing torch into $(VENV) ..."
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	@echo "Installing what the demo needs into $(VENV) ..."
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.torch
+	@echo "Installing everything for development into $(VENV), about a minute ..."
+	@$(PIP) --editable '.[dev]' paddlepaddle
+	@touch $@ $(VENV)/.demo

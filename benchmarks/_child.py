@@ -1,0 +1,151 @@
+"""A side of a benchmark as a process of its own, told what to do by JSON lines; the standard library is all it needs.
+
+So each side has an interpreter, an allocator and an environment to itself, and sides can take turns in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ROOT", "Child", "Usage", "answer", "processes", "usage"]
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What processes used up so far: CPU in seconds, and minor page faults."""
+
+    cpu_s: float = 0.0
+    faults: int = 0
+
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(self.cpu_s - other.cpu_s, self.faults - other.faults)
+
+
+def processes(pid: int) -> list[int]:
+    """`pid` and all its descendants (Linux)."""
+    found = [pid]
+    for one in found:
+        for task in pathlib.Path(f"/proc/{one}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in task.read_text().split()]
+            except FileNotFoundError:
+                continue  # the thread ended meanwhile
+    return found
+
+
+def usage(pids: Iterable[int]) -> Usage:
+    """Use of `pids` together, from their start; see proc_pid_stat(5)."""
+    cpu = faults = 0
+    for pid in pids:
+        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        faults += int(fields[7])
+        cpu += int(fields[11]) + int(fields[12])
+    return Usage(cpu / _TICKS, faults)
+
+
+def answer(handle: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """The child's end: answer each line of standard input until it is closed.
+
+    Standard output belongs to the answers; whatever the code prints goes to standard error.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    print(json.dumps({"ready": True}), file=out, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(handle(json.loads(line))), file=out, flush=True)
+
+
+class Child:
+    """The parent's end.
+
+    Raises:
+        RuntimeError: from any method, if the child ended or a deadline passed; with the end of what it printed.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str] | None = None, start_timeout_s: float = 90.0
+    ) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when the child fails, closed by `close`
+        self._process = subprocess.Popen(
+            [*command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            start_new_session=True,
+        )
+        self._buffer = b""
+        try:
+            self._read(start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, timeout_s: float = 120.0, **request: Any) -> dict[str, Any]:
+        """Send `request`, wait for the answer."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure("the child ended") from None
+        return self._read(timeout_s)
+
+    def close(self) -> None:
+        """End the child and everything that it started. May be called twice."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(15)
+        except subprocess.TimeoutExpired:
+            pass  # killed below, with its children
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(10)
+        self._process.stdout.close()
+        self._log.close()
+
+    def _read(self, timeout_s: float) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_s
+        stream = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([stream], [], [], left)[0]:
+                raise self._failure(f"no answer within {timeout_s} s")
+            data = os.read(stream, 65536)
+            if not data:
+                raise self._failure("the child ended")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        found = json.loads(line)
+        assert isinstance(found, dict)
+        return found
+
+    def _failure(self, what: str) -> RuntimeError:
+        self._log.seek(0)
+        return RuntimeError(f"{' '.join(map(str, self._process.args))}: {what}\n{self._log.read()[-3000:]}")  # type: ignore[arg-type]
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,151 @@
+"""What all benchmarks share: options, sides that take turns, medians and spread of ratios, a table and one JSON line.
+
+A machine's speed changes from minute to minute, so figures of one run are divided by one another round by round, and
+only the ratios are compared with goals::
+
+    def measure(options: Options) -> dict[str, list[float]]:
+        rounds = take_turns({"ours": ours, "peer": peer}, options.repeats)
+        return {"vs_peer": divide(rounds["ours"], rounds["peer"])}
+
+    if __name__ == "__main__":
+        main("example", measure, [Goal("vs_peer", 0.9)], __doc__)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+__all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "take_turns"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the figure `key` should be: at least `value`, or at most."""
+
+    key: str
+    value: float
+    sense: Literal["at least", "at most"] = "at least"
+
+    def met(self, figure: float) -> bool:
+        """Whether `figure` meets it."""
+        return figure >= self.value if self.sense == "at least" else figure <= self.value
+
+    def __str__(self) -> str:
+        return f"{self.sense} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        repeats: rounds; every side is measured once a round.
+        seconds: how long a side runs in a round.
+        quick: only show that everything works; the figures mean little.
+    """
+
+    repeats: int
+    seconds: float
+    quick: bool
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and extremes of the rounds."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.min:.3g} to {self.max:.3g})"
+
+
+def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, list[T]]:
+    """Measure every side once a round, each round starting with another side."""
+    rounds: dict[str, list[T]] = {name: [] for name in sides}
+    order = list(sides)
+    for number in range(repeats):
+        turn = number % len(order)
+        for name in order[turn:] + order[:turn]:
+            rounds[name].append(sides[name]())
+    return rounds
+
+
+def divide(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [one / other for one, other in zip(ours, theirs, strict=True)]
+
+
+def note(text: str = "") -> None:
+    """Say something beside the ratios: to standard error, since standard output may be one JSON line."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(
+    name: str,
+    measure: Callable[[Options], Mapping[str, Sequence[float]]],
+    goals: Sequence[Goal],
+    description: str | None,
+    argv: Sequence[str] | None = None,
+) -> None:
+    """Run one benchmark from the command line.
+
+    Args:
+        measure: returns for each key what every round gave: ratios, or seconds for a key that ends in `_s`.
+        goals: for some or all of the keys.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, prog=f"benchmarks/{name}.py"
+    )
+    parser.add_argument("--repeats", type=_positive, help="rounds (default 5)")
+    parser.add_argument("--seconds", type=float, help="how long a side runs in a round (default 4)")
+    parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
+    given = parser.parse_args(argv)
+    options = Options(
+        repeats=given.repeats or (1 if given.quick else 5),
+        seconds=given.seconds or (0.5 if given.quick else 4.0),
+        quick=given.quick,
+    )
+    spreads = {key: Spread.of(values) for key, values in measure(options).items()}
+    if given.json:
+        ratios = {key: {"median": one.median, "min": one.min, "max": one.max} for key, one in spreads.items()}
+        print(json.dumps({"benchmark": name, "ratios": ratios}))
+    else:
+        print(table(spreads, goals))
+
+
+def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
+    """A Markdown table of figures and goals; a goal without a figure is shown as not measured."""
+    wanted = {goal.key: goal for goal in goals}
+    lines = ["| figure | median | lowest | highest | goal | |", "| --- | ---: | ---: | ---: | --- | --- |"]
+    for key in [*spreads, *(key for key in wanted if key not in spreads)]:
+        goal = wanted.get(key)
+        if key not in spreads:
+            lines.append(f"| {key} | | | | {goal} | not measured |")
+            continue
+        one = spreads[key]
+        verdict = "" if goal is None else "met" if goal.met(one.median) else "**missed**"
+        lines.append(f"| {key} | {one.median:.3g} | {one.min:.3g} | {one.max:.3g} | {goal or ''} | {verdict} |")
+    return "\n".join(lines)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value

@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench tools protocol wheel clean

@@ -55,35 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. `argparse` may raise SystemExit instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["help"]:
-        arguments = [*arguments[1:2], "--help"]
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return 0 if arguments else EXIT_USAGE
-    if arguments[0] in ("-V", "--version"):
-        print(f"edl {edl.__version__}")
-        return 0
-    return _run(arguments[0], arguments[1:])
-
-
-def _help() -> str:
-    commands = _commands.find()
-    width = max(len(name) for name in commands)
-    lines = [f"  {name:<{width}}  {command.summary()}" for name, command in commands.items()]
-    listing = "\n".join(["Commands:", *lines])
-    ending = "`edl COMMAND --help` explains a command."
-    return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])
-
-
-def _run(name: str, arguments: list[str]) -> int:
-    commands = _commands.find()
-    if name not in commands:
-        near = _commands.nearest(name, commands)
-        hint = f"did you mean `edl {near}`?" if near else f"there are: {', '.join(commands)}."
-        print(f"edl: there is no command {name!r}; {hint} (`edl --help` explains)", file=sys.stderr)
-        return EXIT_USAGE
     try:
-        code = commands[name].load()(arguments)
+        code = _dispatch(arguments)
         sys.stdout.flush()  # here rather than at exit, where a broken pipe could not be caught
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -95,6 +68,34 @@ def _run(name: str, arguments: list[str]) -> int:
         message = str(exc) if isinstance(exc, EDLError) else _commands.explain_missing(exc)
         if message is None or read("EDL_TRACEBACK", str) is not None:
             raise
-        print(f"edl {name}: {message or type(exc).__name__}", file=sys.stderr)
+        print(f"edl {arguments[0]}: {message or type(exc).__name__}", file=sys.stderr)
         return EXIT_USAGE if isinstance(exc, SettingsError) else EXIT_FAILED
-    return code or 0
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] in ("-V", "--version"):
+        print(f"edl {edl.__version__}")
+        return 0
+    name = arguments[0]
+    commands = _commands.find()
+    if name not in commands:
+        near = _commands.nearest(name, commands)
+        hint = f"did you mean `edl {near}`?" if near else f"there are {', '.join(commands)}."
+        print(f"edl: there is no command {name!r}; {hint} `edl --help` explains.", file=sys.stderr)
+        return EXIT_USAGE
+    return commands[name].load()(arguments[1:]) or 0
+
+
+def _help() -> str:
+    commands = _commands.find()
+    width = max(len(name) for name in commands)
+    lines = [f"  {name:<{width}}  {command.summary()}" for name, command in commands.items()]
+    listing = "\n".join(["Commands:", *lines])
+    ending = "`edl COMMAND --help` explains a command."
+    return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])

@@ -1,0 +1,177 @@
+"""`edl teachers`: who is live, once or as it changes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
+from edl.discovery import open_registry
+from edl.discovery.registry import Registry, Snapshot, Watch
+from edl.errors import DiscoveryError
+from edl.settings import DiscoverySettings
+
+__all__ = ["main"]
+
+# How often `--watch` without a service's name looks for new services. Within a service nothing is polled.
+_LOOK_FOR_SERVICES_S = 1.0
+
+_STYLES = {
+    "joined": ("+", "green"),
+    "left": ("-", "red"),
+    "changed": ("~", "yellow"),
+    "rejected": ("!", "magenta"),
+    "stale": ("?", "bold red"),
+    "fresh": ("=", "green"),
+}
+
+_DESCRIPTION = """\
+Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
+Registrations that carry nonsense are listed apart, with the reason."""
+
+_EXAMPLES = """\
+examples:
+  edl teachers                     all services of the default registry (a SQLite file of yours)
+  edl teachers digits --watch      joins, leaves and changes of one service, as they come
+  edl teachers --json | jq .       for programs; with --watch one JSON object a line
+  edl teachers --discovery consul://10.0.0.7:8500"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl teachers`."""
+    parser = argparse.ArgumentParser(
+        prog="edl teachers",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("service", nargs="?", help="show only this service")
+    parser.add_argument(
+        "--discovery", metavar="URL", help="sqlite:///path or consul://host:port (default: EDL_DISCOVERY, or your file)"
+    )
+    parser.add_argument("--watch", action="store_true", help="go on, with a line for each change, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    url = DiscoverySettings.of(options.discovery).url
+    with open_registry(url) as registry:
+        if options.watch:
+            _watch(registry, url, options.service, as_json=options.json)
+        else:
+            _show(registry, url, options.service, as_json=options.json)
+    return 0
+
+
+def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
+    services = (service,) if service else registry.services()
+    snapshots = [registry.snapshot(name) for name in services]
+    if as_json:
+        print(json.dumps({"discovery": url, "services": [snapshot_as_dict(snapshot) for snapshot in snapshots]}))
+        return
+    console = _console()
+    if any(snapshot.instances for snapshot in snapshots):
+        console.print(_table(snapshots))
+    else:
+        whom = f"of service {service!r} " if service else ""
+        console.print(Text(printable(f"No teacher {whom}is registered in {url}.")))
+    for snapshot in snapshots:
+        for bad in snapshot.rejected:
+            console.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
+        if snapshot.stale:
+            console.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+
+
+def _console() -> Console:
+    # Not a terminal: a line must not be wrapped at a width that nobody has.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+
+
+def _table(snapshots: Sequence[Snapshot]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("service", "teacher", "endpoint", "model"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("capacity", justify="right")
+    table.add_column("state")
+    table.add_column("tags and metadata", overflow="fold")
+    for snapshot in snapshots:
+        for instance in snapshot.instances:
+            notes = " ".join(filter(None, [",".join(instance.tags), brief_meta(instance.meta)]))
+            cells = (snapshot.service, instance.id, instance.endpoint, instance.model, f"{instance.capacity:g}")
+            style = "green" if instance.state == "ready" else "yellow"
+            table.add_row(
+                *(Text(printable(cell)) for cell in cells), Text(instance.state, style), Text(printable(notes))
+            )
+    return table
+
+
+def _watch(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
+    console = _console()
+    if not as_json:
+        whom = f"service {service!r}" if service else "all services"
+        console.print(Text(printable(f"Watching {whom} in {url}; Ctrl-C ends.")))
+    known: dict[str, Snapshot] = {}
+    for snapshot in _snapshots(registry, service):
+        now = time.time()
+        for change in changes(known.get(snapshot.service), snapshot):
+            if as_json:
+                print(json.dumps({"time": round(now, 3), **asdict(change)}), flush=True)
+            else:
+                _print_change(console, now, change)
+        known[snapshot.service] = snapshot
+
+
+def _print_change(console: Console, now: float, change: Change) -> None:
+    sign, style = _STYLES[change.kind]
+    clock = time.strftime("%H:%M:%S", time.localtime(now))
+    words = {
+        "stale": f"the registry does not answer, the list is as known last: {change.detail}",
+        "fresh": "the registry answers again",
+    }.get(change.kind, f"{change.kind}: {change.detail}")
+    name = f"{change.service}/{change.id}" if change.id else change.service
+    console.print(Text(printable(f"{clock} {sign} {name} {words}"), style))
+
+
+def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
+    """Snapshots of one service, or of every service there is or comes to be, as they change."""
+    if service:
+        with registry.watch(service) as watch:
+            yield from watch
+        return
+    found: queue.SimpleQueue[Snapshot] = queue.SimpleQueue()
+    followed: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        while True:
+            for name in _services(registry, followed):
+                followed.add(name)
+                watch = stack.enter_context(registry.watch(name))
+                threading.Thread(target=_pump, args=(watch, found), daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    yield found.get(timeout=_LOOK_FOR_SERVICES_S)
+
+
+def _pump(watch: Watch, into: queue.SimpleQueue[Snapshot]) -> None:
+    """Pass snapshots on until the watch is closed."""
+    for snapshot in watch:
+        into.put(snapshot)
+
+
+def _services(registry: Registry, followed: set[str]) -> list[str]:
+    """Services not followed yet. The registry may be away for a while; the watches say so."""
+    try:
+        return [name for name in registry.services() if name not in followed]
+    except DiscoveryError:
+        if not followed:
+            raise
+        return []

@@ -1,0 +1,176 @@
+"""The frame of the command line: help without heavy imports, near misses, errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import edl
+from edl.cli import _commands, main
+
+AddCommand = Callable[[str, str], None]
+
+HEAVY = ("torch", "paddle", "numpy", "grpc", "google.protobuf", "rich", "sqlite3", "sklearn", "edl_serving")
+
+
+def run(*arguments: str, code: str = "import sys; from edl.cli import main; sys.exit(main())") -> tuple[int, str, str]:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def add_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddCommand:
+    """Installs a package that offers the command NAME with a body of `main(argv)`."""
+
+    def add(name: str, body: str) -> None:
+        module = f"offered_{name}"
+        source = f'"""`edl {name}`: offered by another package."""\n\ndef main(argv):\n    {body}\n'
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[edl.commands]\n{name} = {module}:main\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    monkeypatch.delenv("EDL_TRACEBACK", raising=False)
+    return add
+
+
+def test_help_names_every_command_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, command in _commands.find().items():
+        summary = command.summary()
+        assert not summary.startswith("("), f"edl {name}: its module's docstring cannot be read"
+        assert f"  {name}" in text
+        assert summary in text
+        assert len(summary) < 100
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_every_command_the_issue_names_is_there() -> None:
+    assert {"serve", "register", "teachers", "label", "bench", "demo"} <= set(_commands.find())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"import sys; from edl.cli import main; main(['--help']); print([m for m in {HEAVY} if m in sys.modules])"
+    _, out, err = run(code=code)
+    assert out.splitlines()[-1] == "[]", err
+
+
+@pytest.mark.parametrize("name", sorted(_commands.find()))
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: edl {name}")
+
+
+def test_help_of_a_command_in_two_ways(add_command: AddCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    add_command("greet", "print(argv)")
+    assert main(["help", "greet"]) == 0
+    assert main(["greet", "--help"]) == 0
+    assert capsys.readouterr().out == "['--help']\n" * 2
+
+
+def test_without_a_command_the_help_is_shown_and_the_code_says_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: edl" in capsys.readouterr().out
+
+
+def test_version_agrees_with_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"edl {edl.__version__}\n"
+
+
+def test_python_m_edl_is_edl() -> None:
+    done = subprocess.run([sys.executable, "-m", "edl", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"edl {edl.__version__}\n"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("techers", "teachers"), ("SERVE", "serve"), ("regsiter", "register")])
+def test_a_mistyped_command_suggests_the_near_one(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([typed]) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean `edl {meant}`?" in error
+    assert error.count("\n") == 1
+
+
+def test_a_command_like_no_other_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["zzzzzz"]) == 2
+    assert "teachers" in capsys.readouterr().err
+
+
+def test_another_package_adds_a_command(add_command: AddCommand, capsys: pytest.CaptureFixture[str]) -> None:
+    add_command("greet", "print('hello', *argv)")
+    assert main(["greet", "you"]) == 0
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("hello you\n")
+    assert "offered by another package." in out
+
+
+def test_another_package_cannot_replace_a_command_of_ours(add_command: AddCommand) -> None:
+    add_command("teachers", "raise AssertionError")
+    assert _commands.find()["teachers"].target == "edl.cli.cmd_teachers:main"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("from edl.errors import NoTeacherError; raise NoTeacherError('nobody\\'s there')", 1, "nobody's there"),
+        ("from edl.errors import SettingsError; raise SettingsError('port=-1: ...')", 2, "port=-1"),
+        ("from edl.errors import DiscoveryError; raise DiscoveryError()", 1, "DiscoveryError"),
+        ("import a_module_that_is_not_there", 1, "'a_module_that_is_not_there' is not installed"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("return 7", 7, ""),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_code(
+    body: str, code: int, words: str, add_command: AddCommand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_command("fail", body)
+    assert main(["fail"]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error == "" or (error.startswith("edl fail: ") and error.count("\n") == 1)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = _commands.explain_missing(ModuleNotFoundError("", name="sklearn.datasets"))
+    assert told is not None
+    assert "edl[demo]" in told
+    assert _commands.explain_missing(ModuleNotFoundError("", name="edl.gone")) is None
+
+
+def test_the_traceback_is_shown_on_request(add_command: AddCommand, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_command("fail", "from edl.errors import NoTeacherError; raise NoTeacherError('gone')")
+    monkeypatch.setenv("EDL_TRACEBACK", "1")
+    with pytest.raises(edl.errors.NoTeacherError):
+        main(["fail"])
+
+
+def test_a_bug_is_not_disguised(add_command: AddCommand) -> None:
+    add_command("fail", "return 1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        main(["fail"])
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "edl", "--help"], stdout=write_end, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    finally:
+        os.close(write_end)
+    assert done.stderr == b""
+    assert done.returncode == 141

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from edl.errors import ProtocolError
 from edl.protocol import kserve
 
-__all__ = ["Buffer", "decode_request", "decode_response", "encode_request", "encode_response"]
+__all__ = ["Buffer", "decode_request", "decode_response", "encode_request", "encode_response", "join_request"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -98,6 +98,11 @@ def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
 def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> bytes:
     """A `ModelInferRequest` with `raw` (C-contiguous buffers, one an input) as its `raw_input_contents`."""
     return _join(header.SerializeToString(), _RAW_INPUT, raw)
+
+
+def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:
+    """`encode_request` for a header that is serialized already."""
+    return _join(header, _RAW_INPUT, raw)
 
 
 def encode_response(header: kserve.ModelInferResponse, raw: Sequence[Buffer]) -> bytes:

@@ -1,0 +1,279 @@
+"""One teacher's connection: KServe v2 over gRPC, shared memory on the same host.
+
+Whatever goes wrong leaves here as `RequestFailed` with a `Failure` that the dispatcher understands.
+What does not belong here: retries, or any choice between teachers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import numpy as np
+
+from edl.distill.arena import Region
+from edl.distill.compress import TopK, top_k
+from edl.distill.dispatch import Failure, FailureKind
+from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.tensors import Array
+from edl.protocol.transport import grpc
+
+__all__ = ["RequestFailed", "TeacherClient"]
+
+logger = logging.getLogger("edl.distill")
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # readers do not share, and so do not break, each other's connections
+    ("grpc.enable_retries", 0),  # the dispatcher decides that
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+_REJECTED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+}
+
+
+class RequestFailed(Exception):
+    """A request, or the attempt to connect, came to nothing."""
+
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.failure = Failure(kind, message, retry_after_s)
+
+
+class TeacherClient:
+    """A connection to one teacher. All methods run on the event loop of the reader."""
+
+    def __init__(self, endpoint: str, ask: Ask, *, shared_memory: bool = True) -> None:
+        self.endpoint = endpoint
+        self.ask = ask
+        self.spec = ModelSpec("", "", {}, {})
+        self.shares_memory = shared_memory and _is_local(endpoint)
+        self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+        self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
+            names.method("ModelInfer")
+        )
+        self._regions: set[str] = set()
+        self._registering = asyncio.Lock()
+        self._headers: dict[Any, bytes] = {}
+        self._server_top_k = False
+
+    async def open(self, timeout_s: float) -> ModelSpec:
+        """Connect, and see that the server is ready and what its model looks like.
+
+        Raises:
+            RequestFailed: LOST if it cannot be reached or is not ready, REJECTED if it has no such model.
+        """
+        deadline = time.monotonic() + timeout_s
+        ready = await self._ask("ServerReady", kserve.ServerReadyRequest(), deadline)
+        if not ready.ready:
+            raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready")
+        server = await self._ask("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
+        model = self.ask.model or await self._only_model(deadline)
+        model_ready = await self._ask("ModelReady", kserve.ModelReadyRequest(name=model), deadline)
+        if not model_ready.ready:
+            raise RequestFailed(FailureKind.LOST, f"model {model!r} of {self.endpoint} is not ready")
+        meta = await self._ask("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
+        self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
+        self._server_top_k = names.EXTENSION_TOP_K in server.extensions
+        self.spec = ModelSpec(
+            name=model,
+            version=meta.versions[-1] if meta.versions else "",
+            inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
+            outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
+        )
+        return self.spec
+
+    def encode(self, payload: Payload) -> None:
+        """Make the message for `payload` ahead of time, in any thread, so that the loop need not copy tensors."""
+        if payload.slot is None:
+            payload.message(self._header(payload, in_slot=False))
+
+    async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
+        """Ask for the outputs of `payload`.
+
+        Returns:
+            Arrays [rows, ...], read-only, or `TopK` where `ask.top_k` is set.
+
+        Raises:
+            RequestFailed: there is no usable answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        message = await self._message(payload, deadline)
+        try:
+            answer = await self._infer(message, timeout=max(deadline - time.monotonic(), 0.001))
+        except grpc.aio.AioRpcError as exc:
+            raise _translated(exc, self.endpoint) from exc
+        try:
+            header, raw = codec.decode_response(answer)
+            found = _arrays(header, raw)
+        except ProtocolError as exc:
+            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
+        return {name: self._output(name, found, payload.rows) for name in self.ask.outputs}
+
+    async def close(self) -> None:
+        """Close the connection; requests under way end with LOST."""
+        await self._channel.close()
+
+    # Requests
+
+    async def _message(self, payload: Payload, deadline: float) -> bytes:
+        in_slot = self.shares_memory and payload.slot is not None
+        if in_slot and payload.slot is not None:
+            in_slot = await self._registered(payload.slot.region, deadline)
+        header = self._header(payload, in_slot=in_slot)
+        return header if in_slot else payload.message(header)
+
+    def _header(self, payload: Payload, *, in_slot: bool) -> bytes:
+        slot = payload.slot if in_slot else None
+        key = payload.inputs if slot is None else (payload.inputs, slot.region.name, slot.offset)
+        header = self._headers.get(key)
+        if header is None:
+            if len(self._headers) > 1024:
+                self._headers.clear()
+            header = request_header(self.ask, self.spec.name, payload, compressed=self._server_top_k, in_slot=in_slot)
+            self._headers[key] = header
+        return header
+
+    async def _registered(self, region: Region, deadline: float) -> bool:
+        """Tell the server of a region, once. If it cannot have it (another container, say), use gRPC from now on."""
+        async with self._registering:
+            if region.name in self._regions or not self.shares_memory:
+                return self.shares_memory
+            request = kserve.SystemSharedMemoryRegisterRequest(
+                name=region.name, key=region.key, offset=0, byte_size=region.nbytes
+            )
+            try:
+                await self._ask("SystemSharedMemoryRegister", request, deadline)
+            except RequestFailed as exc:
+                if exc.failure.kind is FailureKind.LOST:
+                    raise
+                logger.info("%s does not take shared memory: %s", self.endpoint, exc)
+                self.shares_memory = False
+            else:
+                self._regions.add(region.name)
+            return self.shares_memory
+
+    async def _only_model(self, deadline: float) -> str:
+        index = await self._ask("RepositoryIndex", kserve.RepositoryIndexRequest(ready=True), deadline)
+        found = sorted({model.name for model in index.models})
+        if len(found) != 1:
+            has = f"serves {', '.join(found)}" if found else "serves no model"
+            raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} {has}: say which one with model=")
+        return str(found[0])
+
+    async def _ask(self, method: str, request: Any, deadline: float) -> Any:
+        answer_type = getattr(kserve, f"{method}Response")
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(names.method(method))
+        timeout_s = deadline - time.monotonic()
+        try:
+            return answer_type.FromString(await call(request.SerializeToString(), timeout=max(timeout_s, 0.001)))
+        except grpc.aio.AioRpcError as exc:
+            failed = _translated(exc, self.endpoint)
+            if failed.failure.kind is FailureKind.TIMEOUT:
+                failed = RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}")
+            raise failed from exc
+
+    # Answers
+
+    def _output(self, name: str, found: dict[str, Array], rows: int) -> Array | TopK:
+        if self.ask.top_k is None:
+            return self._checked(name, found, rows)
+        ids_name, values_name, tail_name = names.top_k_names(name)
+        if ids_name not in found:  # the server knows nothing of top-k: do it here
+            whole = self._checked(name, found, rows)
+            return top_k(whole, min(self.ask.top_k, whole.shape[-1]), self.ask.temperature)
+        width = self.spec.outputs[name].shape[-1] if name in self.spec.outputs else -1
+        return TopK(
+            ids=self._checked(ids_name, found, rows),
+            values=self._checked(values_name, found, rows),
+            tail_lse=self._checked(tail_name, found, rows),
+            temperature=self.ask.temperature,
+            classes=width if width > 0 else None,
+        )
+
+    def _checked(self, name: str, found: dict[str, Array], rows: int) -> Array:
+        array = found.get(name)
+        if array is None:
+            has = ", ".join(found) or "none"
+            raise self._unusable(f"no output {name!r}, only {has}")
+        if array.ndim == 0 or array.shape[0] != rows:
+            raise self._unusable(f"output {name!r} has shape {list(array.shape)} for {rows} rows")
+        spec = self.spec.outputs.get(name)
+        if spec is not None and not spec.fits(array.shape[1:]):
+            raise self._unusable(f"output {name!r} has rows of shape {list(array.shape[1:])}, not {list(spec.shape)}")
+        if array.dtype.kind == "f":
+            if np.isnan(array).any():
+                row = int(np.argwhere(np.isnan(array))[0][0])
+                raise self._unusable(f"output {name!r} is NaN in row {row} of {rows}")
+            if self.ask.dtype is not None and array.dtype != self.ask.dtype:
+                array = array.astype(self.ask.dtype)
+        return array
+
+    def _unusable(self, what: str) -> RequestFailed:
+        return RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint} (model {self.spec.name!r}): {what}")
+
+
+def _is_local(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0].strip("[]")
+    return endpoint.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _spec_of(tensor: Any) -> TensorSpec:
+    return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape)[1:])
+
+
+def _arrays(header: Any, raw: list[memoryview]) -> dict[str, Array]:
+    if raw and len(raw) != len(header.outputs):
+        raise ProtocolError(f"{len(header.outputs)} outputs with {len(raw)} raw contents")
+    if not raw:
+        return {
+            tensor.name: tensors.from_contents(tensor.datatype, tensor.shape, tensor.contents)
+            for tensor in header.outputs
+        }
+    return {
+        tensor.name: tensors.from_raw(tensor.datatype, tuple(tensor.shape), data)
+        for tensor, data in zip(header.outputs, raw, strict=True)
+    }
+
+
+def _translated(exc: grpc.aio.AioRpcError, endpoint: str) -> RequestFailed:
+    code, details = exc.code(), exc.details() or ""
+    message = f"{endpoint}: {details or code.name}"
+    if code is grpc.StatusCode.UNAVAILABLE:
+        hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
+        if hint is None:
+            return RequestFailed(FailureKind.LOST, message)
+        return RequestFailed(FailureKind.OVERLOADED, message, _seconds(hint))
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in details:
+        return RequestFailed(FailureKind.OVERLOADED, message, 0.05)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestFailed(FailureKind.TIMEOUT, message)
+    if code is grpc.StatusCode.CANCELLED:
+        return RequestFailed(FailureKind.LOST, message)
+    if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RequestFailed(FailureKind.REJECTED, message)
+    return RequestFailed(FailureKind.ERROR, message)
+
+
+def _seconds(milliseconds: str | bytes) -> float:
+    try:
+        return min(max(float(milliseconds) / 1000, 0.0), 60.0)
+    except ValueError:
+        return 0.05

@@ -1,0 +1,436 @@
+"""Which request goes to which teacher, when it goes elsewhere, and when it is given up: decisions without I/O.
+
+`Dispatcher` is a plain state machine. Events come in with the time at which they happened; actions go out, for
+`edl.distill.engine` to carry out. It knows tasks by number and teachers by name, and nothing of tensors or networks.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from edl.distill.window import Window
+
+__all__ = ["Action", "Answer", "Dispatcher", "Failure", "FailureKind", "GiveUp", "Policy", "Send", "TeacherState"]
+
+
+class FailureKind(enum.Enum):
+    """What went wrong with one request."""
+
+    LOST = "lost"  # the connection broke: nothing is said about the request
+    OVERLOADED = "overloaded"  # the teacher's queue is full
+    TIMEOUT = "timeout"  # no answer within the request's deadline
+    ERROR = "error"  # the teacher failed to compute it
+    REJECTED = "rejected"  # the teacher says that the request is invalid
+    BAD_OUTPUT = "bad output"  # an answer that cannot be used
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed request. `retry_after_s` is the teacher's own hint, 0 without one."""
+
+    kind: FailureKind
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the dispatcher may do. Durations in seconds.
+
+    Attributes:
+        window: most requests in flight at one teacher.
+        hedge_after: a request older than this many median latencies of its teacher is sent elsewhere too.
+        hedge_budget: extra requests by hedging, as a share of all; 0 turns hedging off.
+        hedge_min_s: no request younger than this is hedged.
+        request_timeout_s: a request without an answer after this is sent elsewhere.
+        failures_to_open: so many failures in a row take a teacher out for a while.
+        open_min_s, open_max_s: for how long; doubled with each time until an answer is good.
+        aside_s: how long a teacher with unusable outputs is left out.
+        task_failures: a task that failed at so many teachers is given up.
+    """
+
+    window: int = 32
+    hedge_after: float = 2.0
+    hedge_budget: float = 0.05
+    hedge_min_s: float = 0.02
+    request_timeout_s: float = 60.0
+    failures_to_open: int = 3
+    open_min_s: float = 0.5
+    open_max_s: float = 30.0
+    aside_s: float = 30.0
+    task_failures: int = 3
+
+
+@dataclass(frozen=True)
+class Send:
+    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends."""
+
+    attempt: int
+    task: int
+    teacher: str
+    timeout_s: float
+    extra: bool  # a hedge
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Action: fail task `task`; `failures` are (teacher, failure) in order."""
+
+    task: int
+    failures: tuple[tuple[str, Failure], ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Action: the attempt's answer is the one to deliver for `task`."""
+
+    task: int
+    teacher: str
+
+
+Action: TypeAlias = Send | GiveUp | Answer
+
+
+@dataclass
+class _Attempt:
+    task: int
+    teacher: str
+    sent_at: float
+    in_flight: int
+    extra: bool
+
+
+@dataclass
+class _Task:
+    attempts: set[int] = field(default_factory=set)
+    failures: list[tuple[str, Failure]] = field(default_factory=list)
+
+    def refused_by(self, teacher: str) -> bool:
+        return any(name == teacher for name, _ in self.failures)
+
+
+@dataclass
+class TeacherState:
+    """What the dispatcher knows of one teacher; read it, do not write it.
+
+    Attributes:
+        live: connected, and known to serve the right model.
+        draining: takes no new requests.
+        closed_until: no requests before this time; `why` says why.
+    """
+
+    window: Window
+    live: bool = True
+    draining: bool = False
+    closed_until: float = 0.0
+    why: str = ""
+    in_flight: set[int] = field(default_factory=set)
+    failures: int = 0
+    opened: int = 0
+    half_open: bool = False
+
+    def usable(self, now: float) -> bool:
+        return self.live and not self.draining and now >= self.closed_until
+
+    def free(self, now: float) -> bool:
+        allowed = 1 if self.half_open else self.window.allowed
+        return self.usable(now) and len(self.in_flight) < allowed
+
+    def expected_s(self) -> float:
+        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured."""
+        median = self.window.median_s
+        return 0.0 if median is None else median * (len(self.in_flight) + 1) / max(self.window.size, 1)
+
+
+class Dispatcher:
+    """State of all open tasks and known teachers. Not thread-safe; every method takes the time `now` in seconds."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.teachers: dict[str, TeacherState] = {}
+        self.sent = self.resent = self.hedged = 0
+        self._tasks: dict[int, _Task] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
+        self._numbers = itertools.count()
+        self._hedge_tokens = 4.0
+        self._wanted: int | None = None
+
+    # Events
+
+    def add(self, task: int, now: float) -> list[Action]:
+        """A new task, numbered in the order of delivery."""
+        self._tasks[task] = _Task()
+        heapq.heappush(self._waiting, task)
+        return self._assign(now)
+
+    def drop(self, task: int) -> list[int]:
+        """Forget a task. Returns the attempts under way, which the caller should cancel and need not report."""
+        gone = self._tasks.pop(task, None)
+        if gone is None:
+            return []
+        attempts = sorted(gone.attempts)
+        for number in attempts:
+            self._end(number)
+        return attempts
+
+    def teacher_up(self, teacher: str, now: float) -> list[Action]:
+        """A teacher is connected, for the first time or again."""
+        state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
+        if not state.live:
+            state.window.reset()
+        state.live, state.draining = True, False
+        return self._assign(now)
+
+    def teacher_draining(self, teacher: str) -> None:
+        """A teacher finishes what it has and takes no more."""
+        if teacher in self.teachers:
+            self.teachers[teacher].draining = True
+
+    def teacher_down(self, teacher: str) -> None:
+        """A teacher's connection broke. Its attempts fail one by one."""
+        if teacher in self.teachers:
+            self.teachers[teacher].live = False
+
+    def teacher_removed(self, teacher: str) -> None:
+        """A teacher left for good."""
+        state = self.teachers.pop(teacher, None)
+        if state is not None:
+            state.live = False
+
+    def set_aside(self, teacher: str, why: str, now: float) -> None:
+        """A teacher cannot be used for a while, for a reason that a person should see."""
+        state = self.teachers.get(teacher)
+        if state is not None:
+            state.closed_until, state.why = now + self.policy.aside_s, why
+
+    def answered(self, attempt: int, now: float) -> list[Action]:
+        """A good answer came. There is an `Answer` among the actions if it is the first for its task."""
+        ended = self._end(attempt)
+        if ended is None:
+            return []
+        actions: list[Action] = []
+        state = self.teachers.get(ended.teacher)
+        if state is not None:
+            state.failures = state.opened = 0
+            state.half_open, state.why = False, ""
+            state.window.answered(now - ended.sent_at, ended.in_flight, now)
+        task = self._tasks.pop(ended.task, None)
+        if task is not None:
+            # Others on the same task are left to end: their teachers are busy with them, and this keeps it known.
+            for name, failure in task.failures:
+                if failure.kind is FailureKind.REJECTED:
+                    self.set_aside(name, f"refused what {ended.teacher} accepted: {failure.message}", now)
+            actions.append(Answer(ended.task, ended.teacher))
+        return actions + self._assign(now)
+
+    def failed(self, attempt: int, failure: Failure, now: float) -> list[Action]:
+        """An attempt failed: send its task elsewhere, or give it up, and treat its teacher accordingly."""
+        ended = self._end(attempt)
+        if ended is None:
+            return []
+        actions: list[Action] = []
+        state = self.teachers.get(ended.teacher)
+        if state is not None:
+            self._blame(state, ended.teacher, failure, now)
+        task = self._tasks.get(ended.task)
+        if task is not None:
+            if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
+                task.failures.append((ended.teacher, failure))
+            if self._hopeless(task, now):
+                del self._tasks[ended.task]
+                for number in sorted(task.attempts):
+                    self._end(number)
+                actions.append(GiveUp(ended.task, tuple(task.failures)))
+            elif not task.attempts:
+                self.resent += 1
+                heapq.heappush(self._waiting, ended.task)
+        return actions + self._assign(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time went by: hedge what is late, use teachers whose time-out is over."""
+        return self._assign(now)
+
+    def wanted(self, task: int | None, now: float) -> list[Action]:
+        """The consumer waits for `task` now, or, with None, for nothing."""
+        self._wanted = task
+        return self._assign(now) if task is not None else []
+
+    # Questions
+
+    def next_event(self, now: float) -> float | None:
+        """When `tick` should be called next, None if nothing is waiting for time to pass."""
+        times = [state.closed_until for state in self.teachers.values() if state.live and state.closed_until > now]
+        if self.policy.hedge_budget > 0:
+            times.extend(due for _, due in self._hedge_times() if due > now)
+            head_due = self._head_due()
+            if head_due is not None and head_due > now:
+                times.append(head_due)
+        return min(times, default=None)
+
+    def live(self, now: float) -> int:
+        """Teachers that may be given work, now or when they have room."""
+        return sum(state.usable(now) for state in self.teachers.values())
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that no teacher has now."""
+        return sum(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
+
+    def _waiting_now(self) -> bool:
+        return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
+
+    @property
+    def open_tasks(self) -> int:
+        """Tasks without an answer."""
+        return len(self._tasks)
+
+    @property
+    def room(self) -> int:
+        """Requests that all live teachers together want in flight."""
+        return sum(state.window.size for state in self.teachers.values() if state.live and not state.draining)
+
+    # Decisions
+
+    def _end(self, attempt: int) -> _Attempt | None:
+        ended = self._attempts.pop(attempt, None)
+        if ended is not None:
+            if ended.teacher in self.teachers:
+                self.teachers[ended.teacher].in_flight.discard(attempt)
+            if ended.task in self._tasks:
+                self._tasks[ended.task].attempts.discard(attempt)
+        return ended
+
+    def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
+        if failure.kind is FailureKind.OVERLOADED:
+            state.window.overloaded()
+            state.closed_until = max(state.closed_until, now + max(failure.retry_after_s, 0.01))
+            state.why = failure.message
+            return
+        if failure.kind is FailureKind.BAD_OUTPUT:
+            self.set_aside(teacher, failure.message, now)
+            return
+        if failure.kind is FailureKind.REJECTED:
+            return  # judged when another teacher has seen the same request
+        state.failures += 1
+        if state.failures >= self.policy.failures_to_open or state.half_open:
+            pause = min(self.policy.open_min_s * 2**state.opened, self.policy.open_max_s)
+            state.opened += 1
+            state.failures = 0
+            state.half_open = True
+            state.closed_until, state.why = now + pause, failure.message
+
+    def _hopeless(self, task: _Task, now: float) -> bool:
+        if len(task.failures) >= self.policy.task_failures:
+            return True
+        rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
+        if not rejected:
+            return False
+        usable = {name for name, state in self.teachers.items() if state.usable(now)}
+        return len(rejected) >= 2 or usable <= rejected
+
+    def _assign(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        put_back: list[int] = []
+        free = [(name, state) for name, state in self.teachers.items() if state.free(now)]
+        while self._waiting and free:
+            number = heapq.heappop(self._waiting)
+            task = self._tasks.get(number)
+            if task is None or task.attempts:
+                continue
+            choice = self._choose(free, task)
+            if choice is None:
+                put_back.append(number)
+                continue
+            actions.append(self._send(number, task, choice, now, extra=False))
+            if not self.teachers[choice].free(now):
+                free = [(name, state) for name, state in free if name != choice]
+        for number in put_back:
+            heapq.heappush(self._waiting, number)
+        if free and self.policy.hedge_budget > 0:
+            actions.extend(self._hedge(free, now))
+        return actions
+
+    def _choose(self, free: list[tuple[str, TeacherState]], task: _Task) -> str | None:
+        fit = [(name, state) for name, state in free if not task.refused_by(name)]
+        if not fit and task.failures and all(task.refused_by(name) for name in self.teachers):
+            # Nobody else is there to try. An error may pass; a rejection was judged hopeless before.
+            fit = free
+        if not fit:
+            return None
+        return min(fit, key=lambda entry: (entry[1].expected_s(), len(entry[1].in_flight), entry[0]))[0]
+
+    def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:
+        state = self.teachers[teacher]
+        attempt = next(self._numbers)
+        state.in_flight.add(attempt)
+        task.attempts.add(attempt)
+        self._attempts[attempt] = _Attempt(number, teacher, now, len(state.in_flight), extra)
+        self.sent += 1
+        if extra:
+            self.hedged += 1
+            self._hedge_tokens -= 1
+        else:
+            self._hedge_tokens = min(self._hedge_tokens + self.policy.hedge_budget, 16.0)
+        return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
+
+    def _hedge_times(self) -> Iterator[tuple[int, float]]:
+        """Attempts that are the only one of their task, and from when on each is late."""
+        for number, attempt in self._attempts.items():
+            task = self._tasks.get(attempt.task)
+            state = self.teachers.get(attempt.teacher)
+            if task is None or len(task.attempts) != 1:
+                continue
+            late_s = self._late_s(state)
+            if late_s is not None:
+                yield number, attempt.sent_at + late_s
+
+    def _late_s(self, state: TeacherState | None) -> float | None:
+        if state is None:
+            return self.policy.hedge_min_s
+        median, usual = state.window.median_s, state.window.usual_s
+        if median is None or usual is None:
+            medians = [s.window.median_s for s in self.teachers.values() if s.window.median_s is not None]
+            if not medians:
+                return None
+            median = usual = max(medians)
+        return max(self.policy.hedge_after * median, 1.2 * usual, self.policy.hedge_min_s)
+
+    def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
+        """Send elsewhere too what is late, and, with nothing else to do, what a faster teacher would end sooner."""
+        late = [(self._attempts[number].task, number) for number, due in self._hedge_times() if due <= now]
+        head_due = self._head_due()
+        if head_due is not None and head_due <= now and self._wanted is not None:
+            late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)
+        for number, attempt in sorted(set(late)):
+            if self._hedge_tokens < 1:
+                return
+            task, here = self._tasks[number], self._attempts[attempt].teacher
+            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task)
+            if choice is not None and len(task.attempts) == 1:
+                yield self._send(number, task, choice, now, extra=True)
+
+    def _head_due(self) -> float | None:
+        """When the task that the consumer waits for is worth asking an idle teacher for, too."""
+        head = self._tasks.get(self._wanted) if self._wanted is not None else None
+        if head is None or len(head.attempts) != 1 or self._waiting_now():
+            return None
+        attempt = self._attempts[next(iter(head.attempts))]
+        here = self.teachers.get(attempt.teacher)
+        idle = [
+            state.window.median_s
+            for name, state in self.teachers.items()
+            if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
+        ]
+        if not idle:
+            return None
+        gain_s = max(1.5 * min(idle), self.policy.hedge_min_s)
+        median = here.window.median_s if here is not None else None
+        if median is None or median > gain_s:
+            return attempt.sent_at
+        return attempt.sent_at + median + gain_s

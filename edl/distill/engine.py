@@ -1,0 +1,436 @@
+"""The teachers of one service at work: carries out what the dispatcher decides, on the reader's event loop.
+
+`Engine` methods marked "any thread" may be called from anywhere; the rest runs on the loop. What does not belong here:
+the user's data source, the order of delivery, and decisions, which are the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from edl.discovery.registry import Instance, Snapshot
+from edl.distill.arena import Arena
+from edl.distill.client import RequestFailed
+from edl.distill.compress import TopK
+from edl.distill.dispatch import Action, Answer, Dispatcher, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.link import Link
+from edl.distill.loop import LoopThread
+from edl.distill.request import Ask, ModelSpec, Outputs, Payload
+from edl.distill.stats import ReaderStats, TeacherStats
+from edl.errors import BadOutputError, EDLError, NoTeacherError, PermanentError, RejectedError
+
+__all__ = ["Engine", "Job"]
+
+logger = logging.getLogger("edl.distill")
+
+_REMIND_S = 10.0
+
+
+@dataclass(eq=False)
+class Job:
+    """One request's worth of rows. `done` is called on the loop, once, with outputs or an error, and the version."""
+
+    number: int
+    payload: Payload
+    done: Callable[[Outputs | EDLError, str], None]
+    running: int = 0
+    finished: bool = False
+
+
+@dataclass
+class _Counts:
+    rows: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+@dataclass
+class _Totals:
+    asked: int = 0
+    received: int = 0
+    resent: int = 0
+    hedged: int = 0
+    counts: dict[str, _Counts] = field(default_factory=dict)
+    endpoints: dict[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """All teachers of one service.
+
+    Args:
+        name: for messages: the service, or the fixed endpoints.
+        teacher_timeout_s: how long work may wait while no teacher is live.
+    """
+
+    def __init__(
+        self, name: str, ask: Ask, *, thread: LoopThread, arena: Arena | None, policy: Policy, teacher_timeout_s: float
+    ) -> None:
+        self.name = name
+        self.ask = ask
+        self.spec: ModelSpec | None = None
+        self.stale = ""
+        self._thread, self._arena = thread, arena
+        self._timeout_s = teacher_timeout_s
+        self._dispatcher = Dispatcher(policy)
+        self._links: dict[str, Link] = {}
+        self._leaving: set[str] = set()
+        self._jobs: dict[int, Job] = {}
+        self._spec_known = threading.Event()
+        self._row_shapes: dict[str, tuple[int, ...]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._nobody_since: float | None = None
+        self._progress_at = 0.0
+        self._reminded_at = 0.0
+        self._totals = _Totals()
+        self._closed = False
+
+    # Any thread
+
+    @property
+    def wants_arena(self) -> bool:
+        """Whether a teacher on this host reads shared memory."""
+        return any(link.shares_memory for link in list(self._links.values()))
+
+    @property
+    def room(self) -> int:
+        """Requests that all live teachers together want in flight."""
+        return self._dispatcher.room
+
+    def await_spec(self, timeout_s: float) -> ModelSpec | None:
+        """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
+        self._spec_known.wait(timeout_s)
+        return self.spec
+
+    def encode(self, payload: Payload) -> None:
+        """Make the message to send ahead of time, in the calling thread rather than on the loop."""
+        link = next((link for link in list(self._links.values()) if link.spec is not None), None)
+        if link is not None:
+            link.encode(payload)
+
+    def no_teacher(self) -> NoTeacherError:
+        """The error for a wait that was in vain, with what is known of each teacher."""
+        known = [f"{link.instance.id}: {self._state(link)[1] or 'connecting'}" for link in list(self._links.values())]
+        found = "; ".join(known) if known else "none is registered"
+        stale = f"; discovery: {self.stale}" if self.stale else ""
+        return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found}{stale})")
+
+    def stats(self) -> ReaderStats:
+        """Counters and gauges of this service."""
+        teachers = {}
+        for name, counts in list(self._totals.counts.items()):
+            link, state = self._links.get(name), self._dispatcher.teachers.get(name)
+            status, why = self._state(link) if link is not None else ("gone", "")
+            teachers[name] = TeacherStats(
+                endpoint=self._totals.endpoints.get(name, ""),
+                state=status,
+                why=why,
+                rows=counts.rows,
+                requests=counts.requests,
+                failures=counts.failures,
+                in_flight=len(state.in_flight) if state else 0,
+                window=state.window.size if state else 0,
+                median_s=(state.window.median_s or 0.0) if state else 0.0,
+            )
+        return ReaderStats(
+            rows_asked=self._totals.asked,
+            rows_received=self._totals.received,
+            rows_resent=self._totals.resent,
+            rows_hedged=self._totals.hedged,
+            teachers_live=self._dispatcher.live(time.monotonic()),
+            teachers=teachers,
+            discovery=self.stale,
+        )
+
+    # On the loop
+
+    def set_teachers(self, snapshot: Snapshot) -> None:
+        """The registry's present view."""
+        if self._closed:
+            return
+        if snapshot.stale and snapshot.stale != self.stale:
+            logger.warning("discovery of %s: %s; going on with the teachers last known", self.name, snapshot.stale)
+        elif self.stale and not snapshot.stale:
+            logger.info("discovery of %s answers again", self.name)
+        self.stale = snapshot.stale
+        wanted = {instance.id: instance for instance in snapshot.instances if instance.state == "ready"}
+        draining = {instance.id for instance in snapshot.instances if instance.state == "draining"}
+        for name, link in list(self._links.items()):
+            moved = name in wanted and wanted[name].endpoint != link.instance.endpoint
+            if name not in wanted or moved:
+                self._retire(name, "draining" if name in draining else "left")
+                if moved:
+                    self._drop_link(name)
+        for name, instance in wanted.items():
+            self._join(name, instance)
+
+    def submit(self, job: Job) -> None:
+        """Ask for a job's labels. Jobs are numbered in the order of delivery."""
+        if self._closed:
+            job.done(NoTeacherError("the reader is closed"), "")
+            return
+        if not self._jobs:
+            self._progress_at = self._now()
+        self._jobs[job.number] = job
+        self._totals.asked += job.payload.rows
+        self._apply(self._dispatcher.add(job.number, self._now()))
+
+    def wanted(self, number: int) -> None:
+        """The training loop waits for this job."""
+        if number in self._jobs:
+            self._apply(self._dispatcher.wanted(number, self._now()))
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Nobody wants these jobs any more."""
+        for number in numbers:
+            job = self._jobs.pop(number, None)
+            if job is not None:
+                job.finished = True
+                self._dispatcher.drop(number)
+                self._release(job)
+
+    async def close(self) -> None:
+        """End all connections; open jobs are never called back."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        jobs, self._jobs = list(self._jobs.values()), {}
+        for job in jobs:
+            job.finished = True
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for job in jobs:
+            self._release(job)
+        self._links.clear()
+
+    # Teachers
+
+    def _join(self, name: str, instance: Instance) -> None:
+        if name in self._leaving:
+            self._leaving.discard(name)
+            self._drop_link(name)
+        if name in self._links:
+            return
+        self._totals.counts.setdefault(name, _Counts())
+        self._totals.endpoints[name] = instance.endpoint
+        self._links[name] = Link(
+            instance,
+            self.ask,
+            shared_memory=self._arena is not None,
+            accept=self._unsuitable,
+            up=self._teacher_up,
+            down=self._teacher_down,
+        )
+
+    def _retire(self, name: str, why: str) -> None:
+        """No new requests; the connection ends with the last request under way."""
+        if name in self._leaving:
+            return
+        logger.info("teacher %s of %s: %s", name, self.name, why)
+        self._leaving.add(name)
+        self._dispatcher.teacher_draining(name)
+        self._end_if_idle(name)
+
+    def _end_if_idle(self, name: str) -> None:
+        state = self._dispatcher.teachers.get(name)
+        if name in self._leaving and (state is None or not state.in_flight):
+            self._leaving.discard(name)
+            self._drop_link(name)
+
+    def _drop_link(self, name: str) -> None:
+        link = self._links.pop(name, None)
+        self._leaving.discard(name)
+        self._dispatcher.teacher_removed(name)
+        if link is not None:
+            self._spawn(link.close())
+        self._set_timer()
+
+    def _unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
+        missing = [name for name in self.ask.outputs if spec.outputs and name not in spec.outputs]
+        if missing:
+            return f"its model {spec.name!r} has no output {missing[0]!r}, only {', '.join(spec.outputs)}"
+        known = self.spec
+        if known is not None and spec.inputs and known.inputs:
+            differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
+            if differing or len(spec.inputs) != len(known.inputs):
+                return f"its model {spec.name!r} takes other inputs than the teachers before it"
+        if known is not None and known.version != spec.version:
+            logger.warning(
+                "teacher %s has version %r of its model, others %r", instance.id, spec.version, known.version
+            )
+        return ""
+
+    def _teacher_up(self, link: Link) -> None:
+        logger.info("teacher %s of %s is ready", link.instance.id, self.name)
+        if self.spec is None:
+            self.spec = link.spec
+            self._spec_known.set()
+        self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
+
+    def _teacher_down(self, link: Link) -> None:
+        logger.warning("teacher %s of %s is lost: %s", link.instance.id, self.name, link.why)
+        self._dispatcher.teacher_down(link.instance.id)
+        self._set_timer()
+
+    def _state(self, link: Link) -> tuple[str, str]:
+        state = self._dispatcher.teachers.get(link.instance.id)
+        if link.instance.id in self._leaving:
+            return "draining", ""
+        if state is not None and link.state == "ready" and state.closed_until > time.monotonic():
+            return "set aside", state.why
+        return link.state, link.why
+
+    # Requests
+
+    def _apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                job = self._jobs[action.task]
+                job.running += 1
+                if action.extra:
+                    self._totals.hedged += job.payload.rows
+                self._spawn(self._attempt(action, job))
+            elif isinstance(action, GiveUp):
+                self._finish(self._jobs.pop(action.task), _error_of(action), "")
+        self._set_timer()
+
+    async def _attempt(self, send: Send, job: Job) -> None:
+        link = self._links.get(send.teacher)
+        counts = self._totals.counts[send.teacher]
+        try:
+            if link is None:
+                raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
+            version = link.spec.version if link.spec is not None else ""
+            outputs = await link.infer(job.payload, send.timeout_s)
+            self._check_shapes(send.teacher, outputs)
+        except RequestFailed as exc:
+            counts.failures += 1
+            resent = self._dispatcher.resent
+            actions = self._dispatcher.failed(send.attempt, exc.failure, self._now())
+            self._totals.resent += (self._dispatcher.resent - resent) * job.payload.rows
+            self._log_failure(send.teacher, exc.failure)
+        else:
+            counts.requests += 1
+            actions = self._dispatcher.answered(send.attempt, self._now())
+            if any(isinstance(action, Answer) for action in actions):
+                self._progress_at = self._now()
+                counts.rows += job.payload.rows
+                self._totals.received += job.payload.rows
+                del self._jobs[job.number]
+                self._finish(job, outputs, version)
+        job.running -= 1
+        self._release(job)
+        self._apply(actions)
+        self._end_if_idle(send.teacher)
+
+    def _finish(self, job: Job, result: Outputs | EDLError, version: str) -> None:
+        job.finished = True
+        job.done(result, version)
+        self._release(job)
+
+    def _release(self, job: Job) -> None:
+        """Give the job's memory back once no request reads it."""
+        if job.finished and not job.running:
+            job.payload.forget_message()
+            slot, job.payload.slot = job.payload.slot, None
+            if slot is not None and self._arena is not None:
+                self._arena.give(slot)
+
+    def _check_shapes(self, teacher: str, outputs: Outputs) -> None:
+        """All teachers of a service must agree on the shape of a row, also where their metadata leaves it open."""
+        for name, output in outputs.items():
+            shape = tuple(output.ids.shape[1:] if isinstance(output, TopK) else output.shape[1:])
+            if self._row_shapes.setdefault(name, shape) != shape:
+                raise RequestFailed(
+                    FailureKind.BAD_OUTPUT,
+                    f"{teacher}: output {name!r} has rows of shape {list(shape)}, "
+                    f"the teachers before it {list(self._row_shapes[name])}",
+                )
+
+    def _log_failure(self, teacher: str, failure: Failure) -> None:
+        if failure.kind is FailureKind.BAD_OUTPUT:
+            logger.warning("teacher %s of %s is set aside: %s", teacher, self.name, failure.message)
+        elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
+            logger.warning("teacher %s of %s, %s: %s", teacher, self.name, failure.kind.value, failure.message)
+
+    # Time
+
+    def _set_timer(self) -> None:
+        if self._closed:
+            return
+        now = self._now()
+        due = self._dispatcher.next_event(now)
+        nobody = self._watch_for_nobody(now)
+        due = nobody if due is None else due if nobody is None else min(due, nobody)
+        if self._timer is not None:
+            if due is not None and abs(self._timer.when() - due) < 0.001:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_at(max(due, now + 0.001), self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._apply(self._dispatcher.tick(self._now()))
+
+    def _watch_for_nobody(self, now: float) -> float | None:
+        """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""
+        if not self._jobs:
+            self._nobody_since = None
+            return None
+        stuck_at = self._progress_at + self._timeout_s + self._dispatcher.policy.request_timeout_s
+        if self._dispatcher.live(now):
+            self._nobody_since = None
+            if now >= stuck_at:
+                self._fail_all()
+                return None
+            return stuck_at
+        if self._nobody_since is None:
+            self._nobody_since, self._reminded_at = now, now
+            logger.warning("no live teacher for %s: waiting up to %g s", self.name, self._timeout_s)
+        given_up_at = min(self._nobody_since + self._timeout_s, stuck_at)
+        if now >= given_up_at:
+            self._fail_all()
+            return None
+        if now >= self._reminded_at + _REMIND_S:
+            self._reminded_at = now
+            logger.warning("no live teacher for %s since %.0f s", self.name, now - self._nobody_since)
+        return min(given_up_at, self._reminded_at + _REMIND_S)
+
+    def _fail_all(self) -> None:
+        error = self.no_teacher()
+        self._nobody_since = None
+        jobs, self._jobs = self._jobs, {}
+        for number, job in jobs.items():
+            self._dispatcher.drop(number)
+            self._finish(job, error, "")
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.error("a bug in the engine of %s", self.name, exc_info=task.exception())
+
+
+def _error_of(action: GiveUp) -> PermanentError:
+    words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
+    kinds = {failure.kind for _, failure in action.failures}
+    if FailureKind.REJECTED in kinds:
+        return RejectedError(f"teachers refuse a request: {words}")
+    return BadOutputError(f"no teacher could label a request: {words}")

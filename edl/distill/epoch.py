@@ -1,0 +1,173 @@
+"""One pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from edl.distill.labeller import Labeller
+from edl.distill.source import Chunk, Cutter, Item
+from edl.errors import ClosedError, EDLError
+
+__all__ = ["Epoch"]
+
+logger = logging.getLogger("edl.distill")
+
+_SOURCE_STOP_S = 5.0
+_PATIENCE_S = 0.01
+"""How long the training loop waits before it tells the engine which chunk it is waiting for."""
+
+
+class Epoch:
+    """An iterator over items whose chunks are done. Closing it drops what is under way.
+
+    The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
+    is held than the labeller allows.
+    """
+
+    def __init__(self, labeller: Labeller, source: Iterator[Any], cutter: Cutter) -> None:
+        self._labeller, self._source, self._cutter = labeller, source, cutter
+        self._changed = threading.Condition()
+        self._items: deque[Item] = deque()
+        self._open: set[Chunk] = set()
+        self._open_nbytes = 0
+        self._fed = False
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._feeder = threading.Thread(target=self._feed, name="edl-feed", daemon=True)
+        self._feeder.start()
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Item:
+        self._labeller.check()
+        started = time.monotonic()
+        try:
+            item = self._next_item()
+            for chunk, _, _ in item.parts:
+                self._await(chunk)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._labeller.waited(time.monotonic() - started)
+        return item
+
+    def taken(self, item: Item) -> None:
+        """The item's outputs have been read; its memory may go."""
+        with self._changed:
+            for chunk, start, stop in item.parts:
+                chunk.left -= stop - start
+                if not chunk.left and chunk in self._open:
+                    self._open.remove(chunk)
+                    self._open_nbytes -= chunk.nbytes
+            self._changed.notify_all()
+        self._labeller.delivered(item.rows)
+
+    def close(self) -> None:
+        """Drop what is under way. May be called twice, and from any thread but the source's own."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        self._feeder.join(_SOURCE_STOP_S)
+        if self._feeder.is_alive():
+            logger.warning("the data source is still busy %g s after the epoch was closed; left alone", _SOURCE_STOP_S)
+        with self._changed:
+            chunks, self._open = self._open, set()
+            self._items.clear()
+        self._labeller.cancel(chunks)
+
+    # The training loop's thread
+
+    def _next_item(self) -> Item:
+        with self._changed:
+            while True:
+                if self._closed:
+                    raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
+                if self._items:
+                    return self._items.popleft()
+                if self._fed:
+                    if self._failure is not None:
+                        raise self._failure
+                    raise StopIteration
+                self._changed.wait()
+
+    def _await(self, chunk: Chunk) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: chunk.done or self._closed, _PATIENCE_S):
+                self._labeller.wanted(chunk)
+                # The engine answers every chunk, with an error at the latest when its own deadlines have passed.
+                self._changed.wait_for(lambda: chunk.done or self._closed)
+            if self._closed:
+                raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
+        if chunk.error is not None:
+            raise chunk.error
+
+    # The feeding thread
+
+    def _feed(self) -> None:
+        failure: BaseException | None = None
+        try:
+            for value in self._source:
+                item, ready = self._cutter.put(value)
+                self._offer(item)
+                if not self._submit(ready):
+                    return
+            self._submit(self._cutter.finish())
+        except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, in its place in the order
+            failure = exc
+        finally:
+            close = getattr(self._source, "close", None)
+            if close is not None:
+                with contextlib.suppress(RuntimeError):
+                    close()
+            with self._changed:
+                self._fed, self._failure = True, failure
+                if failure is not None:
+                    self._drop_unsent()
+                self._changed.notify_all()
+
+    def _offer(self, item: Item) -> None:
+        with self._changed:
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def _drop_unsent(self) -> None:
+        """Items with rows that were never sent come behind the failure."""
+        while self._items and any(chunk not in self._open and not chunk.done for chunk, _, _ in self._items[-1].parts):
+            self._items.pop()
+
+    def _submit(self, chunks: list[Chunk]) -> bool:
+        for chunk in chunks:
+            with self._changed:
+                self._changed.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
+                if self._closed:
+                    return False
+                self._open.add(chunk)
+                self._open_nbytes += chunk.nbytes
+            try:
+                self._labeller.submit(chunk, self._answered, lambda: self._closed)
+            except EDLError as exc:
+                chunk.error = exc
+                raise
+        return not self._closed
+
+    def _has_room(self, chunk: Chunk) -> bool:
+        if len(self._open) < 2:
+            return True
+        fits = self._open_nbytes + chunk.nbytes <= self._labeller.memory_bytes
+        return fits and len(self._open) < self._labeller.depth
+
+    # The event loop's thread
+
+    def _answered(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

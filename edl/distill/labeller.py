@@ -1,0 +1,200 @@
+"""Soft labels for chunks of rows, from one service or several: engines, shared memory and the cache behind one front.
+
+A `Labeller` belongs to one reader and lives across its epochs. It is started by the first and ended by `close`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from edl.discovery.registry import Snapshot
+from edl.distill.arena import Arena
+from edl.distill.dispatch import Policy
+from edl.distill.engine import Engine, Job
+from edl.distill.loop import LoopThread
+from edl.distill.request import Ask, ModelSpec, Outputs, Payload, select_inputs
+from edl.distill.source import Chunk
+from edl.distill.stats import ReaderStats, merged
+from edl.distill.teachers import Following, Teachers
+from edl.errors import ClosedError, EDLError, SettingsError
+from edl.memory import keep_freed_memory
+
+__all__ = ["Labeller", "Options"]
+
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a reader goes about its work. Durations in seconds.
+
+    Attributes:
+        teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
+        memory_bytes: inputs held ahead of the training loop, at most.
+        shared_memory: use it for teachers on this host.
+        policy: windows, hedging, retries.
+    """
+
+    teacher_timeout_s: float = 60.0
+    memory_bytes: int = 512 << 20
+    shared_memory: bool = True
+    policy: Policy = field(default_factory=Policy)
+
+    def __post_init__(self) -> None:
+        if not self.teacher_timeout_s > 0:
+            raise SettingsError(f"teacher_timeout_s={self.teacher_timeout_s}: must be above 0")
+        if self.memory_bytes < 1 << 20:
+            raise SettingsError(f"memory_bytes={self.memory_bytes}: must be at least one MiB")
+
+
+class Labeller:
+    """See the module. `submit` is for the feeding thread, the rest for any."""
+
+    def __init__(self, teachers: list[Teachers], ask: Ask, options: Options) -> None:
+        self.teachers = teachers
+        self.memory_bytes = options.memory_bytes
+        self._options = options
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._delivered = self._cached = self._buffered = 0
+        self._wait_s = 0.0
+        keep_freed_memory()
+        self._thread = LoopThread.acquire()
+        self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
+        self._engines: list[Engine] = []
+        self._following: list[Following] = []
+        try:
+            for group in teachers:
+                self._add(group, replace(ask, model=group.model or ask.model))
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, group: Teachers, ask: Ask) -> None:
+        engine = Engine(
+            group.name,
+            ask,
+            thread=self._thread,
+            arena=self._arena,
+            policy=self._options.policy,
+            teacher_timeout_s=self._options.teacher_timeout_s,
+        )
+        self._engines.append(engine)
+
+        def changed(snapshot: Snapshot) -> None:
+            self._thread.call(engine.set_teachers, snapshot)
+
+        self._following.append(Following(group, changed))
+
+    @property
+    def depth(self) -> int:
+        """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
+        return max(8, 4 * max(engine.room for engine in self._engines))
+
+    def check(self) -> None:
+        """Raise `ClosedError` if closed, or in a forked child."""
+        if self._closed:
+            raise ClosedError("the reader is closed")
+        self._thread.check()
+
+    def submit(self, chunk: Chunk, answered: Callable[[], None], stopped: Callable[[], bool]) -> None:
+        """Ask every service for the chunk's labels; `answered` is called when it may be done.
+
+        Raises:
+            NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
+            SourceError: the model cannot take these inputs.
+        """
+        self._buffered += chunk.rows
+        for index, engine in enumerate(self._engines):
+            spec = self._spec(engine, stopped)
+            if spec is None:
+                return
+            payload = Payload.of(select_inputs(spec, chunk.fields), self._arena if engine.wants_arena else None)
+            engine.encode(payload)
+            number = next(self._numbers)
+            chunk.jobs.append((index, number))
+            self._thread.call(engine.submit, Job(number, payload, _Answer(chunk, index, answered)))
+
+    def wanted(self, chunk: Chunk) -> None:
+        """The training loop waits for this chunk now."""
+        for index, number in chunk.jobs:
+            self._thread.call(self._engines[index].wanted, number)
+
+    def cancel(self, chunks: Iterable[Chunk]) -> None:
+        """Nobody wants these chunks any more."""
+        numbers: dict[int, list[int]] = {}
+        for chunk in chunks:
+            self._buffered -= chunk.rows
+            for index, number in chunk.jobs:
+                numbers.setdefault(index, []).append(number)
+        if self._closed or os.getpid() != self._pid:
+            return
+        for index, gone in numbers.items():
+            self._thread.call(self._engines[index].cancel, gone)
+
+    def delivered(self, rows: int) -> None:
+        """So many rows went to the training loop."""
+        self._delivered += rows
+        self._buffered -= rows
+
+    def waited(self, seconds: float) -> None:
+        """The training loop waited so long."""
+        self._wait_s += seconds
+
+    def stats(self) -> ReaderStats:
+        """Counters of this reader."""
+        return replace(
+            merged(engine.stats() for engine in self._engines),
+            rows_cached=self._cached,
+            rows_delivered=self._delivered,
+            rows_buffered=max(self._buffered, 0),
+            wait_s=self._wait_s,
+        )
+
+    def close(self) -> None:
+        """End connections, threads and shared memory. Does nothing in a forked child, whose parent owns them."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+        for following in self._following:
+            following.close()
+        for engine in self._engines:
+            self._thread.run(engine.close(), _CLOSE_S)
+        self._thread.release()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
+        """Wait for the first teacher; None if the epoch was closed meanwhile."""
+        deadline = time.monotonic() + self._options.teacher_timeout_s
+        while not stopped():
+            spec = engine.await_spec(0.2)
+            if spec is not None:
+                return spec
+            if time.monotonic() > deadline:
+                raise engine.no_teacher()
+        return None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Puts a job's outputs into its chunk, on the loop."""
+
+    chunk: Chunk
+    service: int
+    answered: Callable[[], None]
+
+    def __call__(self, result: Outputs | EDLError, version: str) -> None:
+        if isinstance(result, EDLError):
+            self.chunk.error = result
+        else:
+            self.chunk.outputs[self.service] = result
+        self.answered()

@@ -1,0 +1,138 @@
+"""One teacher as the engine sees it: connect, check, and connect again until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+from edl.discovery.registry import Instance
+from edl.distill.client import RequestFailed, TeacherClient
+from edl.distill.dispatch import FailureKind
+from edl.distill.request import Ask, ModelSpec, Outputs, Payload
+
+__all__ = ["Link"]
+
+logger = logging.getLogger("edl.distill")
+
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 2.0
+
+
+class Link:
+    """Keeps one instance connected, on the event loop.
+
+    Args:
+        accept: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
+        up, down: called when requests may be sent, and when they no longer may.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        ask: Ask,
+        *,
+        shared_memory: bool,
+        accept: Callable[[Instance, ModelSpec], str],
+        up: Callable[[Link], None],
+        down: Callable[[Link], None],
+    ) -> None:
+        self.instance = instance
+        self.state = "connecting"
+        self.why = ""
+        self._ask = ask if ask.model or not instance.model else _with_model(ask, instance.model)
+        self._shared_memory = shared_memory
+        self._accept, self._up, self._down = accept, up, down
+        self._client: TeacherClient | None = None
+        self._using: dict[TeacherClient, int] = {}
+        self._broken = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._client is not None and self._client.shares_memory
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """What the teacher's model looks like, None while it is not connected."""
+        return self._client.spec if self._client is not None else None
+
+    def encode(self, payload: Payload) -> None:
+        """Make the message for `payload` ahead of time, in any thread."""
+        client = self._client
+        if client is not None:
+            client.encode(payload)
+
+    async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
+        """See `TeacherClient.infer`. A lost connection is noticed here and made anew in the background."""
+        client = self._client
+        if client is None:
+            raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
+        self._using[client] = self._using.get(client, 0) + 1
+        try:
+            return await client.infer(payload, timeout_s)
+        except RequestFailed as exc:
+            if exc.failure.kind is FailureKind.LOST and client is self._client:
+                self.why = exc.failure.message
+                self._leave()
+            raise
+        finally:
+            self._using[client] -= 1
+            if not self._using[client]:
+                del self._using[client]
+                if client is not self._client:
+                    await client.close()
+
+    async def close(self) -> None:
+        """Disconnect; requests under way end with LOST."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        clients = {*self._using, *([self._client] if self._client is not None else [])}
+        self._client = None
+        for client in clients:
+            await client.close()
+
+    def _leave(self) -> None:
+        """Stop using the present connection; requests under way on it may still end well."""
+        client, self._client = self._client, None
+        self.state = "connecting"
+        self._down(self)
+        self._broken.set()
+        if client is not None and client not in self._using:
+            asyncio.get_running_loop().create_task(client.close())
+
+    async def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            client = TeacherClient(self.instance.endpoint, self._ask, shared_memory=self._shared_memory)
+            connected = False
+            try:
+                spec = await client.open(_CONNECT_TIMEOUT_S)
+                refused = self._accept(self.instance, spec)
+                connected = not refused
+                self.state = "ready" if connected else "set aside"
+            except RequestFailed as exc:
+                refused = exc.failure.message
+                self.state = "set aside" if exc.failure.kind is FailureKind.REJECTED else "connecting"
+            finally:
+                if not connected:
+                    await client.close()
+            if connected:
+                backoff_s = _FIRST_BACKOFF_S
+                self._client, self.why = client, ""
+                self._broken.clear()
+                self._up(self)
+                await self._broken.wait()
+                continue  # at once: the process may be back already, and the next failure waits
+            if refused != self.why:
+                level = logging.WARNING if self.state == "set aside" else logging.INFO
+                logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
+                self.why = refused
+            await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
+            backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
+
+
+def _with_model(ask: Ask, model: str) -> Ask:
+    return Ask(ask.outputs, model, ask.top_k, ask.temperature, ask.dtype)

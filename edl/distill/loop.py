@@ -1,0 +1,93 @@
+"""One event loop in one background thread, shared by all readers of a process.
+
+It starts with the first reader and ends with the last. grpc.aio wants all its channels on one loop, and a forked child
+inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from edl.errors import ClosedError
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
+
+    _lock = threading.Lock()
+    _shared: LoopThread | None = None
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> LoopThread:
+        """The process's loop, started if need be."""
+        with cls._lock:
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+            cls._shared._users += 1
+            return cls._shared
+
+    def release(self) -> None:
+        """Give the reference back; the last one stops the loop and waits for its thread."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._pid != os.getpid():
+                return
+            LoopThread._shared = None
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Run a function on the loop soon, from any thread."""
+        self.check()
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Raises:
+            TimeoutError: it took longer than `timeout_s`; it is cancelled then.
+        """
+        self.check()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise TimeoutError(f"no result within {timeout_s:g} s") from None
+
+    def check(self) -> None:
+        """Raise if this process is not the one that started the loop."""
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"this reader belongs to process {self._pid} and cannot be used in process {os.getpid()}, forked "
+                "from it: create the reader after the fork, or use a spawned process"
+            )
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        finally:
+            self.loop.close()

@@ -1,0 +1,268 @@
+"""`DistillReader`: a data source in, the same data with soft labels out, in order and each sample exactly once.
+
+The contract is that of PaddlePaddle EDL 0.3's class of the same name, so that its users' programs go on working.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+from edl.distill.delivery import Combine, Combiner, in_order, rows_of
+from edl.distill.epoch import Epoch
+from edl.distill.labeller import Labeller, Options
+from edl.distill.request import Ask
+from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
+from edl.distill.stats import ReaderStats
+from edl.distill.teachers import Teachers
+from edl.errors import ClosedError, SettingsError
+
+__all__ = ["DistillReader"]
+
+_CUTTERS: dict[str, type[Cutter]] = {"sample": SampleCutter, "sample_list": SampleListCutter, "batch": BatchCutter}
+
+
+class DistillReader:
+    """Adds teachers' predictions to what a data source yields.
+
+    ::
+
+        reader = DistillReader(ins=["image", None], predicts=["logits"])   # (image, label) samples; label is not sent
+        reader.set_dynamic_teacher("consul://10.0.0.1:8500", "resnet-teacher")
+        reader.set_batch_generator(batches)
+        for image, label, logits in reader():
+            ...
+
+    Args:
+        ins: for each field of a sample, the name of the teachers' input that it is, or None if it only passes through.
+            Fields behind the last name pass through, too; a name that the teachers' model does not have is not sent.
+        predicts: names of the teachers' outputs, which are added behind the fields.
+        teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
+            or a list of `Teachers` for an ensemble.
+        combine: what to make of an ensemble's answers; see `edl.distill.delivery.Combiner`. With "each" the
+            predictions of all services follow one another, in the order of `teachers`.
+        top_k, temperature, dtype: what is asked for; see `edl.distill.request.Ask`.
+        options: deadlines, memory, hedging; see `Options`.
+
+    The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
+    yield new arrays each time, not one buffer filled again and again.
+    """
+
+    def __init__(
+        self,
+        ins: Sequence[str | None],
+        predicts: Sequence[str],
+        *,
+        teachers: str | Sequence[str] | Teachers | Sequence[Teachers] | None = None,
+        teacher_batch_size: int | None = None,
+        combine: Combine = "each",
+        top_k: int | None = None,
+        temperature: float = 1.0,
+        dtype: Literal["float16", "float32"] | None = None,
+        options: Options | None = None,
+    ) -> None:
+        if isinstance(ins, str) or not any(ins):
+            raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
+        if isinstance(predicts, str):
+            raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
+        self._ins = tuple(ins)
+        self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype)
+        self._options = options or Options()
+        self._combine = combine
+        self._teachers: list[Teachers] = [] if teachers is None else _groups(teachers)
+        self._max_teachers: int | None = None
+        self._batch_size = self._checked_batch_size(teacher_batch_size)
+        self._kind: Literal["sample", "sample_list", "batch"] | None = None
+        self._source: Callable[[], Iterable[Any]] | None = None
+        self._labeller: Labeller | None = None
+        self._epoch: Epoch | None = None
+        self._closed = False
+        self._finalizer: weakref.finalize[[Labeller], DistillReader] | None = None
+
+    # Configuration
+
+    def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+        """`reader()` yields samples: tuples of fields. Delivered: the tuple with the predictions behind it."""
+        return self._set_source("sample", reader)
+
+    def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+        """`reader()` yields lists of samples. Delivered: lists of the same lengths."""
+        return self._set_source("sample_list", reader)
+
+    def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+        """`reader()` yields batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind."""
+        return self._set_source("batch", reader)
+
+    def set_fixed_teacher(self, teachers: str | Sequence[str]) -> DistillReader:
+        """Use these teachers: `host:port`, separated by commas or as a list."""
+        parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
+        self._not_started("set_fixed_teacher")
+        self._teachers = [Teachers(endpoints=tuple(part.strip() for part in parts if part.strip()))]
+        return self
+
+    def set_dynamic_teacher(
+        self,
+        discovery_servers: str | Sequence[str] | None,
+        teacher_service_name: str,
+        require_max_teacher: int | None = None,
+    ) -> DistillReader:
+        """Use the teachers that register as `teacher_service_name`.
+
+        Args:
+            discovery_servers: URL of the registry, `consul://host:8500` or `sqlite:///path`; None for `EDL_DISCOVERY`
+                or this machine's SQLite file. Of a list, the first is used.
+            require_max_teacher: use so many at most, None for all.
+        """
+        self._not_started("set_dynamic_teacher")
+        urls = [discovery_servers] if isinstance(discovery_servers, str) else list(discovery_servers or ())
+        self._teachers = [
+            Teachers(
+                service=teacher_service_name,
+                discovery=urls[0].strip() if urls else None,
+                max_teachers=require_max_teacher,
+            )
+        ]
+        return self
+
+    def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
+        """Use so many teachers of a dynamic service at most."""
+        self._not_started("set_require_max_teacher")
+        if require_max_teacher < 1:
+            raise SettingsError(f"require_max_teacher={require_max_teacher}: must be at least 1")
+        self._max_teachers = require_max_teacher
+        return self
+
+    def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
+        """Rows of one request. Default: 32 with samples, the whole batch with batches."""
+        self._not_started("set_teacher_batch_size")
+        self._batch_size = self._checked_batch_size(teacher_batch_size)
+        return self
+
+    def print_config(self) -> None:
+        """Print what is set."""
+        config = {
+            "ins": list(self._ins),
+            "predicts": list(self._ask.outputs),
+            "source": self._kind or "not set",
+            "teacher_batch_size": self._batch_size or "the source's",
+            "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
+            "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
+            "require_max_teacher": self._max_teachers or "no limit",
+            "combine": self._combine,
+            "top_k": self._ask.top_k,
+            "dtype": self._ask.dtype,
+            "options": self._options,
+        }
+        print("DistillReader:")  # noqa: T201 - printing is what this is for
+        for name, value in config.items():
+            print(f"  {name}: {value}")  # noqa: T201
+
+    # Use
+
+    def __call__(self) -> Iterator[Any]:
+        """One epoch. Starting one ends the one before it."""
+        if self._closed:
+            raise ClosedError("the reader is closed")
+        if self._source is None or self._kind is None:
+            raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
+        labeller = self._start()
+        labeller.check()
+        if self._epoch is not None:
+            self._epoch.close()
+        getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
+        cutter = _CUTTERS[self._kind](getters, self._batch_size, len(labeller.teachers))
+        epoch = self._epoch = Epoch(labeller, iter(self._source()), cutter)
+        return self._deliver(epoch, Combiner(self._combine, [group.weight for group in labeller.teachers]))
+
+    def stats(self) -> ReaderStats:
+        """What has been done so far; may be called from any thread while the reader runs."""
+        return self._labeller.stats() if self._labeller is not None else ReaderStats()
+
+    def close(self) -> None:
+        """End the epoch and all connections. The reader cannot be used again."""
+        self._closed = True
+        if self._epoch is not None:
+            self._epoch.close()
+        if self._labeller is not None:
+            self._labeller.close()
+
+    def __enter__(self) -> DistillReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> Labeller:
+        if self._labeller is None:
+            groups = self._teachers or [Teachers.from_env()]
+            if self._max_teachers is not None:
+                groups = [_limited(group, self._max_teachers) for group in groups]
+            self._labeller = Labeller(groups, self._ask, self._options)
+            self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
+        return self._labeller
+
+    def _deliver(self, epoch: Epoch, combiner: Combiner) -> Iterator[Any]:
+        services = range(len(self._labeller.teachers)) if self._labeller is not None else range(0)
+        shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
+        try:
+            for item in epoch:
+                combined = combiner([rows_of(item, service) for service in services])
+                epoch.taken(item)
+                predictions = [in_order(outputs, self._ask.outputs) for outputs in combined]
+                yield shape(item, list(itertools.chain.from_iterable(predictions)))
+        finally:
+            epoch.close()
+
+    def _set_source(
+        self, kind: Literal["sample", "sample_list", "batch"], reader: Callable[[], Iterable[Any]]
+    ) -> DistillReader:
+        if self._source is not None:
+            raise SettingsError(f"the data source is set already (as {self._kind})")
+        if not callable(reader):
+            raise SettingsError(
+                f"{reader!r} is not callable: pass a function that returns an iterator, not the iterator"
+            )
+        self._kind, self._source = kind, reader
+        return self
+
+    def _not_started(self, method: str) -> None:
+        if self._labeller is not None:
+            raise SettingsError(f"{method} after the first epoch has started: make a new reader")
+
+    @staticmethod
+    def _checked_batch_size(rows: int | None) -> int | None:
+        if rows is not None and (not isinstance(rows, int) or rows < 1):
+            raise SettingsError(f"teacher_batch_size={rows!r}: must be a whole number of at least 1")
+        return rows
+
+
+def _groups(teachers: str | Sequence[str] | Teachers | Sequence[Teachers]) -> list[Teachers]:
+    if isinstance(teachers, str | Teachers):
+        return [Teachers.parse(teachers)]
+    if teachers and all(isinstance(group, Teachers) for group in teachers):
+        return [group for group in teachers if isinstance(group, Teachers)]
+    return [Teachers.parse([part for part in teachers if isinstance(part, str)])]
+
+
+def _limited(group: Teachers, most: int) -> Teachers:
+    if group.service is None:
+        return group
+    return Teachers(group.service, (), group.discovery, most, group.model, group.weight)
+
+
+def _field(index: int) -> Callable[[Any], Any]:
+    return lambda value: value[index]
+
+
+def _sample(item: Item, predictions: list[Any]) -> tuple[Any, ...]:
+    return (*item.value, *(values[0] for values in predictions))
+
+
+def _sample_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
+    return [(*sample, *(values[row] for values in predictions)) for row, sample in enumerate(item.value)]
+
+
+def _batch(item: Item, predictions: list[Any]) -> tuple[Any, ...]:
+    return (*item.value, *predictions)

@@ -1,0 +1,191 @@
+"""What is asked of teachers, and the bytes of one request: values shared by the engine and its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from edl.distill.arena import Arena, Slot
+from edl.distill.compress import TopK
+from edl.errors import SettingsError, SourceError
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.tensors import Array
+
+__all__ = ["Ask", "ModelSpec", "Outputs", "Payload", "TensorSpec"]
+
+Outputs = dict[str, Array | TopK]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a student wants of a teacher for each request.
+
+    Attributes:
+        outputs: names of the model's outputs.
+        model: the model's name in KServe v2 requests; empty for the only model of the server.
+        top_k: deliver the k largest logits of each row as `TopK`, None for whole outputs.
+        temperature: at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
+    """
+
+    outputs: tuple[str, ...]
+    model: str = ""
+    top_k: int | None = None
+    temperature: float = 1.0
+    dtype: Literal["float16", "float32"] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
+            raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
+        if self.top_k is not None and self.top_k < 1:
+            raise SettingsError(f"top_k={self.top_k}: must be at least 1, or None for whole outputs")
+        if not 0 < self.temperature < float("inf"):
+            raise SettingsError(f"temperature={self.temperature}: must be a finite number above 0")
+        if self.dtype not in (None, "float16", "float32"):
+            raise SettingsError(f"dtype={self.dtype!r}: must be 'float16', 'float32' or None")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a model. `shape` is without the rows; -1 is any size."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether one row of `shape` is as the model says."""
+        return len(shape) == len(self.shape) and all(
+            want in (-1, have) for want, have in zip(self.shape, shape, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A teacher's model, as its metadata says.
+
+    Attributes:
+        name, version: of the model.
+        inputs, outputs: by name. Empty if the server does not say.
+    """
+
+    name: str
+    version: str
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+
+
+@dataclass
+class Payload:
+    """The input tensors of one request, ready to send to any teacher of a service.
+
+    They lie either in a slot of shared memory or in `raw`, and are sent from there without another copy but the one
+    that makes them a gRPC message. `wire` keeps that message for a second sending.
+    """
+
+    rows: int
+    inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
+    raw: Sequence[codec.Buffer]
+    slot: Slot | None = None
+    _wire: dict[bytes, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], arena: Arena | None) -> Payload:
+        """Take arrays [rows, ...] in. With an arena, they are copied into its shared memory, if it has room."""
+        rows = next(iter(arrays.values())).shape[0]
+        inputs = tuple((name, tensors.datatype_of(array.dtype), array.shape) for name, array in arrays.items())
+        plain = all(datatype != "BYTES" for _, datatype, _ in inputs)
+        slot = arena.take(sum(array.nbytes for array in arrays.values())) if arena is not None and plain else None
+        if slot is None:
+            return cls(rows, inputs, [tensors.to_raw(array) for array in arrays.values()])
+        raw, at, memory = [], 0, slot.memory
+        for array in arrays.values():
+            part = memory[at : at + array.nbytes]
+            little = array.dtype.newbyteorder("<")
+            np.copyto(part.view(little).reshape(array.shape), array)
+            raw.append(part.data)
+            at += array.nbytes
+        return cls(rows, inputs, raw, slot)
+
+    def message(self, header: bytes) -> bytes:
+        """The whole request behind `header`, a serialized ModelInferRequest without tensors."""
+        wire = self._wire.get(header)
+        if wire is None:
+            wire = codec.join_request(header, self.raw)
+            self._wire = {header: wire}
+        return wire
+
+    def forget_message(self) -> None:
+        """Let go of the bytes kept for a second sending."""
+        self._wire = {}
+
+
+def request_header(ask: Ask, model: str, payload: Payload, *, compressed: bool, in_slot: bool) -> bytes:
+    """A serialized ModelInferRequest with everything but raw tensors.
+
+    Args:
+        compressed: ask the server for `top_k`; else it sends whole outputs.
+        in_slot: name the payload's shared memory in place of raw tensors.
+    """
+    header = kserve.ModelInferRequest(model_name=model)
+    at = payload.slot.offset if payload.slot is not None else 0
+    for (name, datatype, shape), raw in zip(payload.inputs, payload.raw, strict=True):
+        tensor = header.inputs.add(name=name, datatype=datatype, shape=shape)
+        if in_slot and payload.slot is not None:
+            nbytes = memoryview(raw).nbytes
+            tensor.parameters[names.SHM_REGION].string_param = payload.slot.region.name
+            tensor.parameters[names.SHM_OFFSET].int64_param = at
+            tensor.parameters[names.SHM_NBYTES].int64_param = nbytes
+            at += nbytes
+    outputs = ask.outputs
+    if ask.top_k is not None and compressed:
+        header.parameters[names.TOP_K].int64_param = ask.top_k
+        header.parameters[names.TEMPERATURE].double_param = ask.temperature
+    if ask.dtype is not None:
+        header.parameters[names.DTYPE].string_param = "FP16" if ask.dtype == "float16" else "FP32"
+    for name in outputs:
+        header.outputs.add(name=name)
+    return bytes(header.SerializeToString())
+
+
+def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
+    """Those fields that the model wants, in the types that it wants.
+
+    Raises:
+        SourceError: a field has another shape, or a type that cannot be converted without loss of its kind.
+    """
+    if not spec.inputs:
+        return dict(fields)
+    missing = [name for name in spec.inputs if name not in fields]
+    if missing:
+        raise SourceError(
+            f"the teachers' model {spec.name!r} wants input {missing[0]!r}; the source provides "
+            f"{', '.join(map(repr, fields)) or 'none'}: name it in `ins`"
+        )
+    return {name: _as_wanted(fields[name], wanted, spec.name) for name, wanted in spec.inputs.items()}
+
+
+def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
+    if not wanted.fits(array.shape[1:]):
+        raise SourceError(
+            f"input {wanted.name!r} has rows of shape {list(array.shape[1:])}; "
+            f"model {model!r} wants {list(wanted.shape)} (-1 is any size)"
+        )
+    if wanted.datatype == "BF16":
+        return array if array.dtype.kind in "uif" else _refuse(array, wanted, model)
+    dtype = tensors.dtype_of(wanted.datatype)
+    if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SUO"):
+        return array
+    if dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
+        return _refuse(array, wanted, model)
+    return array.astype(dtype)
+
+
+def _refuse(array: Array, wanted: TensorSpec, model: str) -> Array:
+    raise SourceError(
+        f"input {wanted.name!r} is {array.dtype}; model {model!r} wants {wanted.datatype}, "
+        "and converting would lose information: convert it in your source"
+    )

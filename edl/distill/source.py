@@ -1,0 +1,240 @@
+"""The user's data cut into requests: samples gathered, batches split, and where each row of an item went.
+
+Pure: no threads and no network. Whatever a source yields that cannot be sent is a `SourceError` that names the item,
+the field and the remedy.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edl.distill.request import Outputs
+from edl.errors import EDLError, SourceError
+from edl.protocol.tensors import Array
+
+__all__ = ["BatchCutter", "Chunk", "Cutter", "Item", "SampleCutter", "SampleListCutter", "as_array"]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Rows that are asked for together, and what came back.
+
+    Attributes:
+        outputs: one entry a service, None until its answer is there.
+        error: why there are no outputs; then the chunk counts as done.
+        left: rows that the training loop has not taken yet.
+    """
+
+    services: int
+    rows: int = 0
+    left: int = 0
+    nbytes: int = 0
+    fields: dict[str, Array] = field(default_factory=dict)
+    ids: Sequence[Any] | None = None
+    outputs: list[Outputs | None] = field(default_factory=list)
+    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
+    error: EDLError | None = None
+
+    def __post_init__(self) -> None:
+        self.outputs = [None] * self.services
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(outputs is not None for outputs in self.outputs)
+
+    def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
+        """Set what to send; rows are counted."""
+        self.fields, self.ids = fields, ids
+        self.rows = self.left = next(iter(fields.values())).shape[0]
+        self.nbytes = sum(array.nbytes for array in fields.values())
+        return self
+
+
+@dataclass(eq=False)
+class Item:
+    """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
+
+    value: Any
+    parts: list[tuple[Chunk, int, int]]
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
+
+
+Getter = Callable[[Any], Any]
+
+
+class Cutter(abc.ABC):
+    """Turns what a source yields into items and the chunks that are ready to be sent.
+
+    Args:
+        getters: for each input's name, how to find it in a sample or batch.
+        chunk_rows: rows of a request.
+        services: how many services are asked for each chunk.
+        ids: how to find the sample ids, None without a cache.
+    """
+
+    def __init__(
+        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+    ) -> None:
+        self.getters, self.chunk_rows, self.services, self.ids = getters, chunk_rows, services, ids
+        self.seen = 0
+
+    @abc.abstractmethod
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """One more item of the source; the chunks that are full with it."""
+
+    def finish(self) -> list[Chunk]:
+        """The source is at its end; what was not full."""
+        return []
+
+    def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
+        try:
+            return getter(value)
+        except (LookupError, TypeError, AttributeError) as exc:
+            raise SourceError(f"{what} {self.seen} of the source has no field for input {name!r}: {exc}") from exc
+
+
+class BatchCutter(Cutter):
+    """Items are batches: fields are arrays [rows, ...]. Each is split into requests, never merged with another."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        fields = {
+            name: as_array(self._get(name, getter, value, "batch"), f"batch {self.seen}, input {name!r}")
+            for name, getter in self.getters.items()
+        }
+        rows = _common_rows(fields, self.seen)
+        ids = _as_ids(self.ids(value), rows, self.seen) if self.ids is not None else None
+        step = self.chunk_rows or rows
+        parts, chunks = [], []
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            chunk = Chunk(self.services)
+            chunk.seal(
+                {name: array[start:stop] for name, array in fields.items()},
+                ids[start:stop] if ids is not None else None,
+            )
+            chunks.append(chunk)
+            parts.append((chunk, 0, stop - start))
+        self.seen += 1
+        return Item(value, parts), chunks
+
+
+class _RowGatherer(Cutter):
+    """Gathers single rows into chunks of `chunk_rows`."""
+
+    def __init__(
+        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+    ) -> None:
+        super().__init__(getters, chunk_rows or 32, services, ids)
+        self._open = Chunk(services)
+        self._rows: dict[str, list[Any]] = {name: [] for name in getters}
+        self._ids: list[Any] = []
+        self._first_seen = 0
+
+    def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int]:
+        for name, getter in self.getters.items():
+            self._rows[name].append(self._get(name, getter, sample, "sample"))
+        if self.ids is not None:
+            self._ids.append(self.ids(sample))
+        chunk = self._open
+        chunk.rows += 1
+        self.seen += 1
+        row = chunk.rows - 1
+        if chunk.rows == self.chunk_rows:
+            ready.append(self._sealed())
+        return chunk, row
+
+    def _sealed(self) -> Chunk:
+        fields = {name: self._stacked(name, rows) for name, rows in self._rows.items()}
+        chunk = self._open.seal(fields, list(self._ids) if self.ids is not None else None)
+        self._open = Chunk(self.services)
+        self._first_seen = self.seen
+        self._rows = {name: [] for name in self.getters}
+        self._ids = []
+        return chunk
+
+    def _stacked(self, name: str, rows: list[Any]) -> Array:
+        arrays = [as_array(row, f"sample {self._first_seen + at}, input {name!r}") for at, row in enumerate(rows)]
+        first = arrays[0]
+        for at, array in enumerate(arrays):
+            if array.shape != first.shape:
+                raise SourceError(
+                    f"sample {self._first_seen + at}: input {name!r} has shape {list(array.shape)}, samples before it "
+                    f"{list(first.shape)}: pad them to one shape, or yield batches with set_batch_generator"
+                )
+        return np.stack(arrays)
+
+    def finish(self) -> list[Chunk]:
+        return [self._sealed()] if self._open.rows else []
+
+
+class SampleCutter(_RowGatherer):
+    """Items are samples, each one row."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        ready: list[Chunk] = []
+        chunk, row = self._row(value, ready)
+        return Item(value, [(chunk, row, row + 1)]), ready
+
+
+class SampleListCutter(_RowGatherer):
+    """Items are lists of samples; a request may hold rows of several lists."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        ready: list[Chunk] = []
+        parts: list[tuple[Chunk, int, int]] = []
+        for sample in value:
+            chunk, row = self._row(sample, ready)
+            if parts and parts[-1][0] is chunk:
+                parts[-1] = (chunk, parts[-1][1], row + 1)
+            else:
+                parts.append((chunk, row, row + 1))
+        return Item(value, parts), ready
+
+
+def as_array(value: Any, what: str) -> Array:
+    """A numpy array of whatever holds numbers or strings: arrays, tensors of any framework, lists."""
+    if isinstance(value, np.ndarray):
+        array = value
+    elif hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor of torch or paddle, wherever it lies
+        tensor = value.detach().cpu()
+        array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError as exc:
+            raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
+        if array.dtype.kind == "U" or isinstance(value, bytes):
+            array = array.astype(object)
+    if array.dtype.kind not in "biufSUO":
+        raise SourceError(f"{what}: dtype {array.dtype} cannot be sent; numbers, booleans, bytes and strings can")
+    if array.dtype.kind == "O" and not all(isinstance(element, bytes | str) for element in array.reshape(-1)[:64]):
+        raise SourceError(f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings")
+    return array
+
+
+def _common_rows(fields: Mapping[str, Array], seen: int) -> int:
+    counts = {name: array.shape[0] if array.ndim else -1 for name, array in fields.items()}
+    if -1 in counts.values():
+        name = next(name for name, count in counts.items() if count == -1)
+        raise SourceError(f"batch {seen}: input {name!r} is a single number; a batch has rows first")
+    if len(set(counts.values())) > 1:
+        raise SourceError(f"batch {seen}: inputs have different numbers of rows: {counts}")
+    rows = next(iter(counts.values()))
+    if rows == 0:
+        raise SourceError(f"batch {seen} has no rows")
+    return rows
+
+
+def _as_ids(ids: Any, rows: int, seen: int) -> Sequence[Any]:
+    found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(found) != rows:
+        raise SourceError(f"batch {seen} has {len(found)} sample ids for {rows} rows")
+    return found

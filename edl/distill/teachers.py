@@ -1,0 +1,159 @@
+"""Where a reader's teachers come from: fixed endpoints, or a service followed through discovery."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from edl.discovery import Registry, Snapshot, open_registry, open_store
+from edl.discovery.group import BalanceGroup
+from edl.discovery.registry import Instance
+from edl.errors import DiscoveryError, SettingsError
+from edl.settings import DiscoverySettings, TeacherSettings
+
+__all__ = ["Following", "Teachers"]
+
+logger = logging.getLogger("edl.distill")
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """The teachers of one service, or a fixed list of them.
+
+    Attributes:
+        service: name under which they register; or
+        endpoints: `host:port` of each.
+        discovery: URL of the registry; None for `EDL_DISCOVERY`, or this machine's SQLite file.
+        max_teachers: talk to so many at most; students of the same service share them out evenly then.
+        model: model name in requests; empty for what the teacher registered, or the only one that it serves.
+        weight: share in a weighted average with other services.
+    """
+
+    service: str | None = None
+    endpoints: tuple[str, ...] = ()
+    discovery: str | None = None
+    max_teachers: int | None = None
+    model: str = ""
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if bool(self.service) == bool(self.endpoints):
+            raise SettingsError("name either a service or endpoints of teachers (and not both)")
+        if self.max_teachers is not None and self.max_teachers < 1:
+            raise SettingsError(f"max_teachers={self.max_teachers}: must be at least 1, or None for no limit")
+        if not 0 < self.weight < float("inf"):
+            raise SettingsError(f"weight={self.weight}: must be a finite number above 0")
+        for endpoint in self.endpoints:
+            _instance(endpoint)
+
+    @classmethod
+    def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
+        """A service's name, `host:port[,host:port…]`, a list of `host:port`, or what is parsed already."""
+        if isinstance(teachers, Teachers):
+            return teachers
+        parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
+        parts = [part.strip() for part in parts if part.strip()]
+        if not parts:
+            raise SettingsError(f"teachers={teachers!r}: name a service, or host:port of each teacher")
+        if len(parts) == 1 and ":" not in parts[0]:
+            return cls(service=parts[0], discovery=discovery)
+        return cls(endpoints=tuple(parts))
+
+    @classmethod
+    def from_env(cls) -> Teachers:
+        """What `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, say."""
+        settings = TeacherSettings.from_env()
+        if settings.endpoints:
+            return cls(endpoints=settings.endpoints)
+        if settings.service:
+            return cls(service=settings.service, discovery=settings.discovery, max_teachers=settings.max_teachers)
+        raise SettingsError(
+            "no teachers named: call set_dynamic_teacher or set_fixed_teacher, "
+            "or set EDL_SERVICE (with EDL_DISCOVERY) or EDL_TEACHERS in the environment"
+        )
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.service or ", ".join(self.endpoints)
+
+
+def _instance(endpoint: str) -> Instance:
+    if endpoint.startswith("unix:"):
+        return Instance(service="fixed", id=endpoint, address=endpoint, port=0)
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500")
+    return Instance(service="fixed", id=endpoint, address=host.strip("[]"), port=int(port))
+
+
+class Following:
+    """Tells `changed` of every snapshot, from a thread of its own, until closed."""
+
+    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
+        self._teachers, self._changed = teachers, changed
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._registry: Registry | None = None
+        self._model = teachers.model
+        if teachers.service is None:
+            fixed = tuple(replace(_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
+            changed(Snapshot(teachers.name, fixed))
+            return
+        self._url = DiscoverySettings.of(teachers.discovery).url
+        self._registry = open_registry(self._url)  # a bad URL is the caller's error, here and now
+        self._thread = threading.Thread(target=self._follow, name=f"edl-follow-{teachers.service}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(10.0)
+        if self._registry is not None:
+            self._registry.close()
+
+    def _follow(self) -> None:
+        service = self._teachers.service
+        assert service is not None
+        while not self._closing.is_set():
+            try:
+                self._watch(service)
+            except DiscoveryError as exc:
+                self._changed(Snapshot(service, (), stale=str(exc)))
+                self._closing.wait(1.0)
+
+    def _watch(self, service: str) -> None:
+        assert self._registry is not None
+        if self._teachers.max_teachers is None:
+            with self._registry.watch(service) as watch:
+                self._pass_on(watch.get)
+            return
+        store = open_store(self._url)
+        try:
+            with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:
+                self._pass_on(group.get)
+        finally:
+            store.close()
+
+    def _pass_on(self, get: Callable[[float | None], Snapshot | None]) -> None:
+        while not self._closing.is_set():
+            snapshot = get(0.5)
+            if snapshot is None:
+                continue
+            for rejected in snapshot.rejected:
+                logger.warning("registration %s of %s is left out: %s", rejected.id, snapshot.service, rejected.reason)
+            if self._model:
+                named = tuple(replace(instance, model=self._model) for instance in snapshot.instances)
+                snapshot = replace(snapshot, instances=named)
+            self._changed(snapshot)
+
+
+def _student_id() -> str:
+    place = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{os.urandom(4).hex()}"
+    return hashlib.sha256(place.encode()).hexdigest()[:16]

@@ -1,0 +1,193 @@
+"""Soft labels made smaller: the k largest logits of each row with the mass of the rest, and float16.
+
+numpy only: neither torch nor paddle is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+
+__all__ = ["TopK", "to_float16", "top_k"]
+
+_FLOAT16_MAX = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """The k largest logits of each row, and how much the classes left out weigh together.
+
+    With `temperature` T, the teacher's probability of class `ids[i, j]` is `exp(values[i, j] / T - L[i])`, and that of
+    all classes left out together `exp(tail_lse[i] - L[i])`, where L is the log of the sum of both. Nothing but the
+    distribution within the tail is lost.
+
+    Attributes:
+        ids: int32 [rows, ..., k], classes by falling logit; no class twice in a row.
+        values: float16 or float32 [rows, ..., k], their logits.
+        tail_lse: float32 [rows, ...], log of the sum of exp(logit / temperature) over the classes left out; -inf if
+            there are none.
+        temperature: at which the tail was summed up; the tail cannot be converted to another one.
+        classes: how many classes there are, None if unknown.
+
+    Raises:
+        SettingsError: arrays that do not fit together, or a class id that cannot be.
+    """
+
+    ids: Array
+    values: Array
+    tail_lse: Array
+    temperature: float = 1.0
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if self.ids.dtype.kind not in "iu" or self.values.dtype.kind != "f" or self.tail_lse.dtype.kind != "f":
+            raise SettingsError(
+                f"top-k labels of types {self.ids.dtype}, {self.values.dtype}, {self.tail_lse.dtype}: "
+                "ids must be integers, values and tail_lse floating-point"
+            )
+        if self.ids.ndim < 2 or self.values.shape != self.ids.shape or self.tail_lse.shape != self.ids.shape[:-1]:
+            raise SettingsError(
+                f"top-k labels of shapes {list(self.ids.shape)}, {list(self.values.shape)}, "
+                f"{list(self.tail_lse.shape)}: ids and values must be [rows, ..., k], tail_lse [rows, ...]"
+            )
+        if self.classes is not None and self.k > self.classes:
+            raise SettingsError(f"top-k labels with k={self.k} of {self.classes} classes")
+        if self.ids.size:
+            low, high = int(self.ids.min()), int(self.ids.max())
+            if low < 0 or (self.classes is not None and high >= self.classes):
+                raise SettingsError(f"top-k labels with class ids from {low} to {high}, of {self.classes} classes")
+
+    @property
+    def k(self) -> int:
+        """Classes kept of each row."""
+        return int(self.ids.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.ids.nbytes + self.values.nbytes + self.tail_lse.nbytes
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice | Array | Sequence[int]) -> TopK:
+        """Some of the rows: a slice (a view of the same memory), indices or a mask."""
+        if isinstance(rows, int | np.integer):
+            raise SettingsError(f"top-k labels are cut by rows: index with a slice or array, not {rows}")
+        return TopK(self.ids[rows], self.values[rows], self.tail_lse[rows], self.temperature, self.classes)
+
+    @staticmethod
+    def concatenate(pieces: Sequence[TopK]) -> TopK:
+        """The rows of all pieces, which must agree in k, temperature and number of classes, in new arrays."""
+        if not pieces:
+            raise SettingsError("no top-k labels to concatenate: pass at least one piece")
+        first = pieces[0]
+        for piece in pieces:
+            if (piece.k, piece.temperature, piece.classes) != (first.k, first.temperature, first.classes):
+                raise SettingsError(
+                    f"top-k labels do not go together: k={first.k}, temperature={first.temperature:g}, "
+                    f"classes={first.classes} and k={piece.k}, temperature={piece.temperature:g}, "
+                    f"classes={piece.classes}"
+                )
+        return TopK(
+            np.concatenate([piece.ids for piece in pieces]),
+            np.concatenate([piece.values for piece in pieces]),
+            np.concatenate([piece.tail_lse for piece in pieces]),
+            first.temperature,
+            first.classes,
+        )
+
+    def to_dense(self, classes: int | None = None) -> Array:
+        """Logits of all classes, float32 [rows, ..., classes].
+
+        An approximation: the tail's mass is spread evenly over the classes left out. At `temperature` the softmax of
+        the kept classes is exact.
+
+        Args:
+            classes: wanted where the labels do not know it.
+        """
+        classes = classes if classes is not None else self.classes
+        if classes is None:
+            raise SettingsError("how many classes there are is unknown: pass classes=")
+        if classes < self.k or (self.ids.size and int(self.ids.max()) >= classes):
+            raise SettingsError(f"classes={classes}: the labels name class {int(self.ids.max())} and have k={self.k}")
+        left_out = max(classes - self.k, 1)
+        even = self.temperature * (self.tail_lse.astype(np.float32) - np.float32(np.log(left_out)))
+        dense = np.repeat(even[..., None], classes, axis=-1)
+        np.put_along_axis(dense, self.ids.astype(np.int64), self.values.astype(np.float32), axis=-1)
+        return dense
+
+
+def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
+    """Keep the `k` largest logits of each row.
+
+    Args:
+        logits: floating-point [rows, ..., classes]. The values kept have the same dtype.
+        k: from 1 to the number of classes; with all of them nothing is lost.
+        temperature: at which a student's loss will use the labels.
+
+    Of equal logits at the border any may be kept.
+    """
+    logits = np.asarray(logits)
+    if logits.ndim < 2 or logits.dtype.kind != "f":
+        raise SettingsError(f"logits are {logits.dtype} {list(logits.shape)}: must be floating-point [rows, classes]")
+    classes = logits.shape[-1]
+    if not 1 <= k <= classes:
+        raise SettingsError(f"k={k}: must be from 1 to the number of classes, {classes}")
+    _check_temperature(temperature)
+    if k < classes:
+        order = np.argpartition(logits, classes - k, axis=-1)
+        kept, rest = order[..., classes - k :], order[..., : classes - k]
+        tail_lse = _log_sum_exp(np.take_along_axis(logits, rest, axis=-1), temperature)
+    else:
+        kept = np.broadcast_to(np.arange(classes), logits.shape)
+        tail_lse = np.full(logits.shape[:-1], -np.inf, np.float32)
+    values = np.take_along_axis(logits, kept, axis=-1)
+    falling = np.argsort(-values, axis=-1, kind="stable")
+    return TopK(
+        ids=np.take_along_axis(kept, falling, axis=-1).astype(np.int32),
+        values=np.take_along_axis(values, falling, axis=-1),
+        tail_lse=tail_lse,
+        temperature=float(temperature),
+        classes=classes,
+    )
+
+
+def _log_sum_exp(logits: Array, temperature: float) -> Array:
+    """float32 [...] of [..., classes]: log of the sum of exp(logits / temperature), without overflow."""
+    scaled = logits.astype(np.float32 if logits.dtype.itemsize <= 4 else logits.dtype) / temperature
+    largest = scaled.max(axis=-1, keepdims=True)
+    # A row of -inf alone has no mass: subtracting its maximum would make NaN of it.
+    shift = np.where(np.isneginf(largest), 0, largest)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.exp(scaled - shift).sum(axis=-1))
+    result: Array = (total + shift[..., 0]).astype(np.float32)
+    return result
+
+
+def to_float16(array: Array) -> Array:
+    """The array as float16; finite values beyond float16's range become its largest, not infinity.
+
+    An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Infinities
+    and NaN that were there stay as they are.
+    """
+    if array.dtype == np.float16:
+        return array
+    clipped = np.clip(array, -_FLOAT16_MAX, _FLOAT16_MAX)
+    if not np.isfinite(array).all():
+        clipped = np.where(np.isfinite(array), clipped, array)
+    result: np.ndarray[Any, np.dtype[Any]] = clipped.astype(np.float16)
+    return result
+
+
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < float("inf"):
+        raise SettingsError(f"temperature={temperature}: must be a finite number above 0")

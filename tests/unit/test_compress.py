@@ -1,0 +1,172 @@
+"""Top-k soft labels and float16, against sums written out in float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.distill.compress import TopK, to_float16, top_k
+from edl.errors import SettingsError
+
+
+def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
+    weights = np.exp(logits.astype(np.float64) / temperature)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    rows=st.integers(1, 5),
+    classes=st.integers(1, 40),
+    temperature=st.sampled_from([0.5, 1.0, 4.0]),
+    data=st.data(),
+)
+def test_the_kept_classes_are_the_largest_and_the_tail_weighs_the_rest(
+    seed: int, rows: int, classes: int, temperature: float, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, classes))
+    logits = np.random.default_rng(seed).normal(0, 3, (rows, classes)).astype(np.float32)
+    labels = top_k(logits, k, temperature)
+    assert labels.ids.dtype == np.int32
+    assert labels.values.dtype == np.float32
+    assert labels.tail_lse.dtype == np.float32
+    assert (labels.k, labels.classes, len(labels)) == (k, classes, rows)
+    for row in range(rows):
+        assert list(labels.values[row]) == sorted(logits[row], reverse=True)[:k]
+        assert np.array_equal(logits[row, labels.ids[row]], labels.values[row])
+        assert len(set(labels.ids[row])) == k
+        left_out = [float(logits[row, c]) for c in range(classes) if c not in set(labels.ids[row])]
+        mass = sum(np.exp(np.float64(logit) / temperature) for logit in left_out)
+        if left_out:
+            assert labels.tail_lse[row] == pytest.approx(np.log(mass), abs=1e-5)
+        else:
+            assert labels.tail_lse[row] == -np.inf
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_dense_labels_keep_the_probabilities_of_the_kept_classes_and_of_the_tail(temperature: float) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, (6, 50)).astype(np.float32)
+    labels = top_k(logits, 7, temperature)
+    exact, dense = softmax(logits, temperature), softmax(labels.to_dense(), temperature)
+    for row in range(6):
+        kept = labels.ids[row]
+        np.testing.assert_allclose(dense[row, kept], exact[row, kept], rtol=1e-5)
+        rest = np.delete(dense[row], kept)
+        np.testing.assert_allclose(rest, rest[0], rtol=1e-5)
+        assert rest.sum() == pytest.approx(np.delete(exact[row], kept).sum(), rel=1e-4)
+
+
+def test_with_every_class_kept_nothing_is_lost() -> None:
+    logits = np.random.default_rng(2).normal(0, 3, (4, 9)).astype(np.float32)
+    np.testing.assert_array_equal(top_k(logits, 9, 2.0).to_dense(), logits)
+
+
+def test_sequences_of_logits_are_cut_along_the_last_axis() -> None:
+    logits = np.random.default_rng(3).normal(0, 3, (2, 5, 30)).astype(np.float32)
+    labels = top_k(logits, 4, 1.5)
+    flat = top_k(logits.reshape(10, 30), 4, 1.5)
+    assert labels.ids.shape == (2, 5, 4)
+    assert labels.tail_lse.shape == (2, 5)
+    np.testing.assert_array_equal(labels.ids.reshape(10, 4), flat.ids)
+    np.testing.assert_allclose(labels.to_dense().reshape(10, 30), flat.to_dense(), rtol=1e-6)
+
+
+def test_huge_logits_and_float16_logits_do_not_overflow() -> None:
+    logits = np.array([[1e4, 9e3, -1e4, 500.0], [-6e4, -6e4, -6e4, -6e4]], np.float16)
+    labels = top_k(logits, 2, 1.0)
+    assert labels.values.dtype == np.float16
+    assert np.isfinite(labels.tail_lse).all()
+    assert labels.tail_lse[0] == pytest.approx(500.0)
+    assert labels.tail_lse[1] == pytest.approx(float(np.float16(-6e4)) + np.log(2))
+
+
+def test_masked_classes_leave_a_tail_without_mass() -> None:
+    logits = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
+    labels = top_k(logits, 2)
+    assert labels.tail_lse[0] == -np.inf
+    np.testing.assert_allclose(softmax(labels.to_dense(), 1.0), softmax(logits, 1.0), rtol=1e-6)
+
+
+def test_rows_are_cut_and_joined() -> None:
+    logits = np.random.default_rng(4).normal(size=(10, 20)).astype(np.float32)
+    whole = top_k(logits, 3, 2.0)
+    again = TopK.concatenate([whole[:4], whole[4:4], whole[np.arange(4, 10)]])
+    for name in ("ids", "values", "tail_lse"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
+    assert (again.temperature, again.classes) == (2.0, 20)
+    assert whole.nbytes == 10 * (3 * 4 + 3 * 4 + 4)
+    assert np.shares_memory(whole[2:5].ids, whole.ids)
+
+
+def test_labels_that_do_not_go_together_are_not_joined() -> None:
+    logits = np.zeros((2, 8), np.float32)
+    with pytest.raises(SettingsError, match=r"temperature=1, classes=8 and k=2, temperature=2"):
+        TopK.concatenate([top_k(logits, 2, 1.0), top_k(logits, 2, 2.0)])
+    with pytest.raises(SettingsError, match="at least one"):
+        TopK.concatenate([])
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "tail", "words"),
+    [
+        ([[0, 1]], [[1.0, 2.0]], [0.0, 1.0], "shapes"),
+        ([[0, 1]], [[1.0]], [0.0], "shapes"),
+        ([0, 1], [1.0, 2.0], 0.0, "shapes"),
+        ([[0.0, 1.0]], [[1.0, 2.0]], [0.0], "types"),
+        ([[0, 9]], [[1.0, 2.0]], [0.0], "class ids from 0 to 9, of 5 classes"),
+        ([[-1, 2]], [[1.0, 2.0]], [0.0], "class ids from -1"),
+    ],
+)
+def test_what_cannot_be_top_k_labels_is_refused(ids: Any, values: Any, tail: Any, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        TopK(np.array(ids), np.array(values, np.float32), np.array(tail, np.float32), classes=5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "k", "temperature", "words"),
+    [
+        (np.zeros((2, 8), np.float32), 0, 1.0, r"k=0: must be from 1 to the number of classes, 8"),
+        (np.zeros((2, 8), np.float32), 9, 1.0, r"k=9"),
+        (np.zeros((2, 8), np.float32), 2, 0.0, r"temperature=0.0"),
+        (np.zeros((2, 8), np.float32), 2, float("nan"), r"temperature=nan"),
+        (np.zeros(8, np.float32), 2, 1.0, r"float32 \[8\]"),
+        (np.zeros((2, 8), np.int64), 2, 1.0, r"int64"),
+    ],
+)
+def test_bad_arguments_are_named(logits: Any, k: int, temperature: float, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        top_k(logits, k, temperature)
+
+
+def test_one_row_is_not_a_cut() -> None:
+    with pytest.raises(SettingsError, match="slice"):
+        top_k(np.zeros((2, 8), np.float32), 2)[0]  # type: ignore[index]
+
+
+def test_dense_labels_need_the_number_of_classes() -> None:
+    labels = TopK(np.array([[3, 1]], np.int32), np.ones((1, 2), np.float32), np.zeros(1, np.float32))
+    with pytest.raises(SettingsError, match="classes="):
+        labels.to_dense()
+    with pytest.raises(SettingsError, match="class 3"):
+        labels.to_dense(3)
+    assert labels.to_dense(4).shape == (1, 4)
+
+
+def test_float16_keeps_finite_values_finite() -> None:
+    array = np.array([1.5, -1e9, 1e9, np.inf, -np.inf, np.nan], np.float32)
+    small = to_float16(array)
+    assert small.dtype == np.float16
+    np.testing.assert_array_equal(small, np.array([1.5, -65504, 65504, np.inf, -np.inf, np.nan], np.float16))
+    assert to_float16(small) is small
+
+
+def test_no_deep_learning_framework_is_imported() -> None:
+    code = "import sys, edl.distill.compress; print([m for m in ('torch', 'paddle') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

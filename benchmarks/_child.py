@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ROOT", "Child", "Usage", "answer", "processes", "usage"]
+__all__ = ["ROOT", "WARM_UP_S", "Child", "Usage", "Window", "answer", "processes", "usage"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+WARM_UP_S = 0.5
+"""How long a load runs before it is measured."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -55,6 +57,39 @@ def usage(pids: Iterable[int]) -> Usage:
         faults += int(fields[7])
         cpu += int(fields[11]) + int(fields[12])
     return Usage(cpu / _TICKS, faults)
+
+
+class Window:
+    """A stretch of time in which requests are counted, and what `pids` used up in it.
+
+    `requests` counts on; only what falls between `open` and `close` matters.
+    """
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self.requests = 0
+        self.closed = False
+
+    def open(self) -> None:
+        """Begin, once the warm-up is over."""
+        self._begin = (self.requests, usage(self._pids), time.perf_counter())
+
+    def close(self) -> None:
+        """End; the load stops when it sees `closed`."""
+        self._end = (self.requests, usage(self._pids), time.perf_counter())
+        self.closed = True
+
+    def figures(self, rows: int) -> dict[str, float]:
+        """Of the window, with `rows` to a request."""
+        requests = self._end[0] - self._begin[0]
+        used = self._end[1] - self._begin[1]
+        if not requests:
+            raise RuntimeError("no request was answered within the window")
+        return {
+            "rows_s": requests * rows / (self._end[2] - self._begin[2]),
+            "cpu_us_row": used.cpu_s / requests / rows * 1e6,
+            "faults_request": used.faults / requests,
+        }
 
 
 def answer(handle: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:

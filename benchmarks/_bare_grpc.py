@@ -1,0 +1,86 @@
+"""The `reader` benchmark's peer: the same bytes through a bare `grpc.aio` client and server, two processes.
+
+No protobuf, no arrays, no model: a request of prebuilt bytes is answered by prebuilt bytes. Runs as a `Child`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+
+from benchmarks._child import WARM_UP_S, Window, answer, processes
+from benchmarks._load import CLASSES, ROTATION, ROWS, request_nbytes
+
+_METHOD = "/bare/Infer"
+_LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+async def serve() -> None:
+    """Answer until standard input is closed; prints the port."""
+    answer_bytes = bytes(ROWS * CLASSES * 4)
+
+    async def infer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        return answer_bytes
+
+    server = grpc.aio.server(options=_LIMITS)
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {"Infer": grpc.unary_unary_rpc_method_handler(infer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await server.stop(0)
+
+
+async def measure(endpoint: str, dtype: str, in_flight: int, seconds: float) -> dict[str, float]:
+    """Rows a second, and what both processes used for it."""
+    requests = [bytes([number]) * request_nbytes(dtype) for number in range(ROTATION)]
+    window = Window(processes(os.getpid()))
+    async with grpc.aio.insecure_channel(endpoint, options=_LIMITS) as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
+
+        async def worker(first: int) -> None:
+            for number in itertools.count(first):
+                if window.closed:
+                    return
+                response = await call(requests[number % ROTATION])
+                assert len(response) == ROWS * CLASSES * 4
+                window.requests += 1
+
+        workers = [asyncio.ensure_future(worker(number)) for number in range(in_flight)]
+        await asyncio.sleep(WARM_UP_S)
+        window.open()
+        await asyncio.sleep(seconds)
+        window.close()
+        await asyncio.gather(*workers)
+    return window.figures(ROWS)
+
+
+def main() -> None:
+    """The child's side of the benchmark, or with `--serve` its server."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--serve", action="store_true")
+    if parser.parse_args().serve:
+        asyncio.run(serve())
+        return
+    with subprocess.Popen(
+        [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
+
+        def handle(request: dict[str, Any]) -> dict[str, float]:
+            return asyncio.run(measure(endpoint, request["dtype"], request["in_flight"], request["seconds"]))
+
+        answer(handle)
+
+
+if __name__ == "__main__":
+    main()

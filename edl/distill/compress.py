@@ -5,7 +5,7 @@ numpy only: neither torch nor paddle is imported here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ class TopK:
     all classes left out together `exp(tail_lse[i] - L[i])`, where L is the log of the sum of both. Nothing but the
     distribution within the tail is lost.
 
+    The arrays are numpy's; `map` makes labels of another framework's tensors, on which only the attributes, `len`,
+    slicing and `map` work.
+
     Attributes:
         ids: int32 [rows, ..., k], classes by falling logit; no class twice in a row.
         values: float16 or float32 [rows, ..., k], their logits.
@@ -47,6 +50,10 @@ class TopK:
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
+        if isinstance(self.ids, np.ndarray):  # tensors come from arrays that were checked; looking costs a GPU a stop
+            self._check_arrays()
+
+    def _check_arrays(self) -> None:
         if self.ids.dtype.kind not in "iu" or self.values.dtype.kind != "f" or self.tail_lse.dtype.kind != "f":
             raise SettingsError(
                 f"top-k labels of types {self.ids.dtype}, {self.values.dtype}, {self.tail_lse.dtype}: "
@@ -83,6 +90,10 @@ class TopK:
         if isinstance(rows, int | np.integer):
             raise SettingsError(f"top-k labels are cut by rows: index with a slice or array, not {rows}")
         return TopK(self.ids[rows], self.values[rows], self.tail_lse[rows], self.temperature, self.classes)
+
+    def map(self, function: Callable[[Array], Any]) -> TopK:
+        """The same labels with `function` (such as `torch.from_numpy`) applied to each of the three arrays."""
+        return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     @staticmethod
     def concatenate(pieces: Sequence[TopK]) -> TopK:

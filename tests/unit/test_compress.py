@@ -144,6 +144,16 @@ def test_bad_arguments_are_named(logits: Any, k: int, temperature: float, words:
         top_k(logits, k, temperature)
 
 
+def test_the_arrays_can_be_those_of_another_framework() -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    labels = top_k(np.arange(16, dtype=np.float32).reshape(2, 8), 3, 2.0)
+    tensors = labels.map(lambda array: torch.from_numpy(array.copy()))
+    assert isinstance(tensors.values, torch.Tensor)
+    assert tensors.values.tolist() == labels.values.tolist()
+    assert (len(tensors), tensors.k, tensors.temperature, tensors.classes) == (2, 3, 2.0, 8)
+    assert tensors[1:].ids.tolist() == labels[1:].ids.tolist()
+
+
 def test_one_row_is_not_a_cut() -> None:
     with pytest.raises(SettingsError, match="slice"):
         top_k(np.zeros((2, 8), np.float32), 2)[0]  # type: ignore[index]

@@ -15,13 +15,23 @@ from google.protobuf.message import DecodeError
 from edl.errors import ProtocolError
 from edl.protocol import kserve
 
-__all__ = ["Buffer", "decode_request", "decode_response", "encode_request", "encode_response", "join_request"]
+__all__ = [
+    "Buffer",
+    "decode_request",
+    "decode_response",
+    "encode_request",
+    "encode_response",
+    "join_request",
+    "wrap_response",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _RAW_INPUT = 7
 _RAW_OUTPUT = 6
+_STREAMED_RESPONSE = 2
 _LENGTH_DELIMITED = 2
+_MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
 
 
 def _varint(value: int) -> bytes:
@@ -67,8 +77,11 @@ def _split(data: Buffer, raw_field: int) -> tuple[bytes, list[memoryview]]:
     view = memoryview(data)
     raw: list[memoryview] = []
     kept: list[memoryview] = []
-    at = kept_from = 0
+    at = kept_from = fields = 0
     while at < len(view):
+        fields += 1
+        if fields > _MAX_FIELDS:
+            raise ProtocolError(f"malformed message: more than {_MAX_FIELDS} fields")
         start = at
         tag, at = _read_varint(view, at)
         at_value = at
@@ -108,6 +121,11 @@ def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:
 def encode_response(header: kserve.ModelInferResponse, raw: Sequence[Buffer]) -> bytes:
     """A `ModelInferResponse` with `raw` as its `raw_output_contents`."""
     return _join(header.SerializeToString(), _RAW_OUTPUT, raw)
+
+
+def wrap_response(response: bytes) -> bytes:
+    """A `ModelStreamInferResponse` around the bytes of a `ModelInferResponse`."""
+    return _varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED) + _varint(len(response)) + response
 
 
 def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryview]]:

@@ -10,7 +10,8 @@ What does not belong here: the student's side, balancing, and training. Only pub
 from __future__ import annotations
 
 from edl_serving.backend import Array, Backend, TensorSpec
-from edl_serving.server import TeacherServer, serve
+from edl_serving.run import serve
+from edl_serving.server import TeacherServer
 from edl_serving.settings import ServerSettings
 
 __all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"]

@@ -20,7 +20,8 @@ class ServerSettings:
         port: TCP port, 0 for a free one.
         uds: path of a Unix socket to listen on as well; None for none.
         max_batch_rows: the most rows in one call of the backend. A request with more is computed in parts.
-        max_delay_s: how long the first request of a batch waits for others to join it, while the model is idle.
+        max_delay_s: how long the first request of a batch waits for others to join it, while the model is idle. With 0
+            a batch is what gathered while the model was busy.
         max_queue_rows: rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
             a request with more rows than this on its own is INVALID_ARGUMENT.
         max_message_bytes: the largest request in bytes.
@@ -40,7 +41,7 @@ class ServerSettings:
     port: int = 0
     uds: str | None = None
     max_batch_rows: int = 64
-    max_delay_s: float = 0.002
+    max_delay_s: float = 0.0
     max_queue_rows: int = 1024
     max_message_bytes: int = 512 << 20
     check_nan: bool = True

@@ -1,0 +1,185 @@
+"""One batch from inputs to answers: merge, predict, check, split, encode."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import grpc
+import numpy as np
+
+from edl.protocol.tensors import dtype_of
+from edl_serving.answer import encode_answer
+from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.model import Model
+from edl_serving.queueing import Job
+from edl_serving.refusal import Refusal, clip, quote
+
+__all__ = ["Executor", "ModelFault", "Observer"]
+
+_log = logging.getLogger(__name__)
+
+
+class ModelFault(Exception):
+    """The model, not the request, is at fault.
+
+    Attributes:
+        kind: "exception", "output" or "nan".
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Observer:
+    """Who is told what happens.
+
+    Attributes:
+        computed: rows and seconds of each call of the model.
+        faulted: kind of each fault of the model.
+    """
+
+    computed: Callable[[int, float], None]
+    faulted: Callable[[str], None]
+
+
+class Executor:
+    """Computes batches on one backend. Used by one thread at a time."""
+
+    def __init__(
+        self, backend: Backend, model: Model, max_batch_rows: int, check_nan: bool, observer: Observer
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._max_batch_rows = max_batch_rows
+        self._check_nan = check_nan
+        self._observer = observer
+        self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
+        self._logged: set[str] = set()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Set the answer of every job that somebody still waits for. Raises nothing.
+
+        When the model fails on several requests together, each is computed once more alone, so that only the ones at
+        fault are answered with the error.
+        """
+        jobs = [job for job in jobs if not job.cancelled]
+        if not jobs:
+            return
+        try:
+            outputs = self._compute(jobs)
+        except ModelFault as fault:
+            if len(jobs) > 1:
+                for job in jobs:
+                    if job.deadline > time.monotonic():
+                        self.run([job])
+            else:
+                jobs[0].answer = self._blame(fault)
+            return
+        at = 0
+        for job in jobs:
+            rows = job.request.rows
+            part = outputs if len(jobs) == 1 else {name: array[at : at + rows] for name, array in outputs.items()}
+            at += rows
+            try:
+                self._refuse_nan(job, part)
+                job.answer = encode_answer(self._model, job.request, part)
+            except ModelFault as fault:
+                job.answer = self._blame(fault)
+            except Refusal as refusal:
+                job.answer = refusal
+
+    def _compute(self, jobs: Sequence[Job]) -> Mapping[str, Array]:
+        rows = sum(job.request.rows for job in jobs)
+        arrays = jobs[0].request.arrays if len(jobs) == 1 else self._merge(jobs, rows)
+        if rows <= self._max_batch_rows:
+            return self._predict(arrays, rows)
+        whole: dict[str, Array] = {}
+        for at in range(0, rows, self._max_batch_rows):
+            part = [array[at : at + self._max_batch_rows] for array in arrays]
+            for name, output in self._predict(part, len(part[0])).items():
+                if at == 0:
+                    whole[name] = np.empty((rows, *output.shape[1:]), output.dtype)
+                elif output.shape[1:] != whole[name].shape[1:] or output.dtype != whole[name].dtype:
+                    raise ModelFault("output", f"output {name!r} changes its shape between parts of one request")
+                whole[name][at : at + len(output)] = output
+        return whole
+
+    def _merge(self, jobs: Sequence[Job], rows: int) -> list[Array]:
+        """The jobs' inputs one after the other, in buffers that are used again: fresh ones would cost page faults."""
+        merged = []
+        for index, first in enumerate(jobs[0].request.arrays):
+            shape = (rows, *first.shape[1:])
+            if first.dtype == object:
+                target = np.empty(shape, object)
+            else:
+                nbytes = first.itemsize * int(np.prod(shape))
+                if len(self._buffers[index]) < nbytes:
+                    self._buffers[index] = np.empty(nbytes, np.uint8)
+                target = self._buffers[index][:nbytes].view(first.dtype).reshape(shape)
+            merged.append(np.concatenate([job.request.arrays[index] for job in jobs], out=target))
+        return merged
+
+    def _predict(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
+        inputs = {spec.name: array for spec, array in zip(self._model.inputs, arrays, strict=True)}
+        started = time.perf_counter()
+        try:
+            outputs = self._backend.predict(inputs)
+        except BaseException as exc:
+            self._log_once(exc)
+            raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
+        finally:
+            self._observer.computed(rows, time.perf_counter() - started)
+        if not isinstance(outputs, Mapping):
+            raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")
+        return {spec.name: _checked(spec, outputs.get(spec.name), rows) for spec in self._model.outputs}
+
+    def _refuse_nan(self, job: Job, outputs: Mapping[str, Array]) -> None:
+        if not self._check_nan:
+            return
+        for name in {wanted.spec.name for wanted in job.request.outputs}:
+            array = outputs[name]
+            if array.dtype.kind == "f" and (bad := np.isnan(array)).any():
+                row = int(bad.reshape(len(array), -1).any(1).argmax())
+                raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
+
+    def _blame(self, fault: ModelFault) -> Refusal:
+        self._observer.faulted(fault.kind)
+        if fault.kind != "exception":
+            _log.warning("model %r: %s", self._model.name, fault)
+        return Refusal(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
+
+    def _log_once(self, exc: BaseException) -> None:
+        """The stack for the first error of a kind, a line for the others."""
+        kind = type(exc).__name__
+        if kind in self._logged:
+            _log.error("model %r raised %s: %s", self._model.name, kind, exc)
+        else:
+            self._logged.add(kind)
+            _log.error("model %r raised %s: %s", self._model.name, kind, exc, exc_info=exc)
+
+
+def _checked(spec: TensorSpec, output: object, rows: int) -> Array:
+    """The output, if it is what the model promised."""
+    if output is None:
+        raise ModelFault("output", f"output {spec.name!r} is missing")
+    if not isinstance(output, np.ndarray):
+        raise ModelFault("output", f"output {spec.name!r} is a {type(output).__name__}, not a numpy array")
+    if spec.datatype == "BYTES":
+        if output.dtype.kind not in "SUO" or (
+            output.dtype.kind == "O" and not all(isinstance(item, (str, bytes)) for item in output.reshape(-1))
+        ):
+            raise ModelFault("output", f"output {spec.name!r} has elements that are neither str nor bytes")
+    elif output.dtype != dtype_of(spec.datatype):
+        raise ModelFault("output", f"output {spec.name!r} is {output.dtype}, not {dtype_of(spec.datatype)}")
+    wanted = (rows, *spec.shape)
+    if output.shape != wanted and not (
+        len(output.shape) == len(wanted)
+        and all(size == want or want == -1 for size, want in zip(output.shape, wanted, strict=True))
+    ):
+        raise ModelFault("output", f"output {spec.name!r} has shape {list(output.shape)}, not {list(wanted)}")
+    return output

@@ -1,0 +1,86 @@
+"""What the server says about its model: metadata and configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edl.errors import SettingsError
+from edl.protocol import kserve, names
+from edl_serving.backend import Backend, TensorSpec
+from edl_serving.refusal import invalid, quote
+from edl_serving.settings import ServerSettings
+
+__all__ = ["Model"]
+
+
+class Model:
+    """Names, types and shapes that all instances of the served model share.
+
+    Raises:
+        SettingsError: there is no instance, they differ, or a name or type cannot be served.
+    """
+
+    def __init__(self, settings: ServerSettings, backends: Sequence[Backend]) -> None:
+        if not backends:
+            raise SettingsError("a server needs at least one backend")
+        first = backends[0]
+        self.name = settings.model
+        self.version = first.version
+        self.platform = first.platform
+        self.inputs = tuple(first.inputs)
+        self.outputs = tuple(first.outputs)
+        for other in backends[1:]:
+            if (other.version, other.inputs, other.outputs) != (self.version, self.inputs, self.outputs):
+                raise SettingsError(f"the backends of model {self.name!r} differ in version, inputs or outputs")
+        for kind, specs in (("input", self.inputs), ("output", self.outputs)):
+            if not specs:
+                raise SettingsError(f"model {self.name!r} has no {kind}s")
+            if len({spec.name for spec in specs}) < len(specs):
+                raise SettingsError(f"model {self.name!r} has two {kind}s of one name")
+        for spec in self.outputs:
+            if spec.datatype == "BF16":
+                raise SettingsError(f"output {spec.name!r} is BF16: declare it as FP32 and let students ask for FP16")
+        self._settings = settings
+
+    def check(self, name: str, version: str) -> None:
+        """Refuse a request for another model or version; no version means any."""
+        if name != self.name:
+            raise invalid(f"unknown model {quote(name)}: this server has {self.name!r}")
+        if version not in ("", self.version):
+            raise invalid(f"model {self.name!r} has no version {quote(version)}, only {self.version!r}")
+
+    def metadata(self) -> kserve.ModelMetadataResponse:
+        """Shapes include the batch dimension, as KServe has it."""
+        answer = kserve.ModelMetadataResponse(name=self.name, versions=[self.version], platform=self.platform)
+        for specs, field in ((self.inputs, answer.inputs), (self.outputs, answer.outputs)):
+            for spec in specs:
+                field.add(name=spec.name, datatype=spec.datatype, shape=[-1, *spec.shape])
+        return answer
+
+    def config(self) -> kserve.ModelConfigResponse:
+        """Triton's model configuration, as far as it means something here; dims are without the batch dimension."""
+        config = kserve.ModelConfig(
+            name=self.name,
+            platform=self.platform,
+            backend=self.platform,
+            max_batch_size=self._settings.max_batch_rows,
+        )
+        for spec in self.inputs:
+            config.input.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
+        for spec in self.outputs:
+            config.output.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
+        config.dynamic_batching.max_queue_delay_microseconds = round(self._settings.max_delay_s * 1e6)
+        return kserve.ModelConfigResponse(config=config)
+
+    def extensions(self) -> list[str]:
+        """What `ServerMetadata` lists."""
+        offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE]
+        if self._settings.shared_memory:
+            offered.append(names.EXTENSION_SHARED_MEMORY)
+        return offered
+
+
+def _type_of(spec: TensorSpec) -> kserve.DataType:
+    name = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
+    value: kserve.DataType = getattr(kserve, name)
+    return value

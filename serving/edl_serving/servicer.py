@@ -1,0 +1,119 @@
+"""KServe v2's methods as gRPC handlers over bytes.
+
+gRPC is given no (de)serializers: inference requests are cut apart by `edl.protocol.codec`, without copying tensors, and
+a message that does not parse is answered with INVALID_ARGUMENT rather than with gRPC's own INTERNAL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from edl import __version__
+from edl.protocol import kserve, names
+from edl_serving.infer import Context, Inference
+from edl_serving.lifecycle import Lifecycle
+from edl_serving.model import Model
+from edl_serving.refusal import Refusal, invalid, quote
+from edl_serving.shm import Regions, is_local
+
+__all__ = ["Servicer"]
+
+M = TypeVar("M", bound=Message)
+
+
+class Servicer:
+    """Everything but the computing, which is `Inference`'s."""
+
+    def __init__(self, model: Model, lifecycle: Lifecycle, inference: Inference, regions: Regions | None) -> None:
+        self._model = model
+        self._lifecycle = lifecycle
+        self._inference = inference
+        self._regions = regions
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods of the service."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "ServerLive": _unary(kserve.ServerLiveRequest, self._server_live),
+            "ServerReady": _unary(kserve.ServerReadyRequest, self._server_ready),
+            "ModelReady": _unary(kserve.ModelReadyRequest, self._model_ready),
+            "ServerMetadata": _unary(kserve.ServerMetadataRequest, self._server_metadata),
+            "ModelMetadata": _unary(kserve.ModelMetadataRequest, self._model_metadata),
+            "ModelConfig": _unary(kserve.ModelConfigRequest, self._model_config),
+            "RepositoryIndex": _unary(kserve.RepositoryIndexRequest, self._repository_index),
+            "SystemSharedMemoryStatus": _unary(kserve.SystemSharedMemoryStatusRequest, self._shm_status),
+            "SystemSharedMemoryRegister": _unary(kserve.SystemSharedMemoryRegisterRequest, self._shm_register),
+            "SystemSharedMemoryUnregister": _unary(kserve.SystemSharedMemoryUnregisterRequest, self._shm_unregister),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._inference.unary),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._inference.stream),
+        }
+        return grpc.method_handlers_generic_handler(names.SERVICE, handlers)
+
+    def _server_live(self, request: kserve.ServerLiveRequest, context: Context) -> Message:
+        return kserve.ServerLiveResponse(live=True)
+
+    def _server_ready(self, request: kserve.ServerReadyRequest, context: Context) -> Message:
+        return kserve.ServerReadyResponse(ready=self._lifecycle.ready)
+
+    def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> Message:
+        known = request.name == self._model.name and request.version in ("", self._model.version)
+        return kserve.ModelReadyResponse(ready=known and self._lifecycle.ready)
+
+    def _server_metadata(self, request: kserve.ServerMetadataRequest, context: Context) -> Message:
+        return kserve.ServerMetadataResponse(name="edl", version=__version__, extensions=self._model.extensions())
+
+    def _model_metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> Message:
+        self._model.check(request.name, request.version)
+        return self._model.metadata()
+
+    def _model_config(self, request: kserve.ModelConfigRequest, context: Context) -> Message:
+        self._model.check(request.name, request.version)
+        return self._model.config()
+
+    def _repository_index(self, request: kserve.RepositoryIndexRequest, context: Context) -> Message:
+        ready = self._lifecycle.ready
+        answer = kserve.RepositoryIndexResponse()
+        if ready or not request.ready:
+            answer.models.add(
+                name=self._model.name,
+                version=self._model.version,
+                state="READY" if ready else "UNAVAILABLE",
+                reason="" if ready else self._lifecycle.state.value,
+            )
+        return answer
+
+    def _shm_status(self, request: kserve.SystemSharedMemoryStatusRequest, context: Context) -> Message:
+        return self._local_regions(context).status(request.name)
+
+    def _shm_register(self, request: kserve.SystemSharedMemoryRegisterRequest, context: Context) -> Message:
+        self._local_regions(context).register(request)
+        return kserve.SystemSharedMemoryRegisterResponse()
+
+    def _shm_unregister(self, request: kserve.SystemSharedMemoryUnregisterRequest, context: Context) -> Message:
+        self._local_regions(context).unregister(request.name)
+        return kserve.SystemSharedMemoryUnregisterResponse()
+
+    def _local_regions(self, context: Context) -> Regions:
+        if self._regions is None:
+            raise invalid("shared memory is turned off on this server")
+        if not is_local(context.peer()):
+            raise invalid(f"shared memory is for clients on this host, not for {quote(context.peer())}")
+        return self._regions
+
+
+def _unary(kind: type[M], answer: Callable[[M, Context], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            try:
+                request = kind.FromString(data)
+            except DecodeError as exc:
+                raise invalid(f"malformed {kind.__name__}: {exc}") from exc
+            return answer(request, context).SerializeToString()
+        except Refusal as refusal:
+            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata)
+
+    handler: Callable[[bytes, Context], Awaitable[bytes]] = handle
+    return grpc.unary_unary_rpc_method_handler(handler)

@@ -7,3 +7,9 @@ What does not belong here: connections to teachers, anything about models or ten
 """
 
 from __future__ import annotations
+
+from edl.discovery.registry import Instance, Registry, Snapshot
+from edl.discovery.store import Store
+from edl.discovery.urls import open_registry, open_store
+
+__all__ = ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"]

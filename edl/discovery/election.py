@@ -1,0 +1,108 @@
+"""Leader election over any store: whoever creates the name's key, under a lease, leads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from edl.discovery.owned import Background, Owned
+from edl.discovery.store import Election, Lease, Store, StoreWatch
+from edl.errors import DiscoveryError, LeaseLostError
+
+__all__ = ["StoreElection", "election_key"]
+
+log = logging.getLogger("edl.discovery")
+
+RETRY_S = 0.2
+
+
+def election_key(name: str) -> str:
+    """The key that the leader of `name` holds."""
+    return f"elections/{name}"
+
+
+class StoreElection(Owned, Election):
+    """A candidate. One thread follows the key and tries to create it whenever it is gone."""
+
+    def __init__(self, store: Store, name: str, value: bytes, ttl_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._key = election_key(name)
+        self._value = value
+        self._ttl_s = ttl_s
+        self._lease: Lease | None = None
+        self._version: int | None = None  # of the key while this candidate holds it
+        self._changed = threading.Condition()
+        self._watch: StoreWatch = self._own(store.watch(self._key))
+        self._own(Background("edl-election", self._campaign, self._watch.close))
+
+    @property
+    def is_leader(self) -> bool:
+        if not self._closed:
+            self._check()
+        lease = self._lease
+        return self._version is not None and lease is not None and not lease.lost and not self._closed
+
+    def leader(self) -> bytes | None:
+        self._check()
+        entry = self._store.get(self._key)
+        return None if entry is None else entry.value
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self._check()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._closed:
+                if self.is_leader:
+                    return True
+                left_s = 3600.0 if deadline is None else deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+        return False
+
+    def _campaign(self) -> float:
+        try:
+            self._try()
+        except (DiscoveryError, LeaseLostError) as exc:
+            log.debug("election %s: %s", self._key, exc)
+            return RETRY_S
+        # The watch only wakes this thread when the key changes; what is true is asked of the store itself.
+        self._watch.get(self._ttl_s / 4)
+        return 0.0
+
+    def _try(self) -> None:
+        """Find out whether this candidate leads; take the key if nobody holds it."""
+        if self._lease is None or self._lease.lost:
+            self._drop_lease()
+            self._lease = self._store.lease(self._ttl_s)
+        entry = self._store.get(self._key)
+        if entry is not None and entry.version == self._version:
+            return
+        self._version = None
+        if entry is not None:
+            return
+        try:
+            entry = self._store.compare_and_set(self._key, self._value, None, self._lease)
+        except DiscoveryError:
+            # It may have happened all the same. Nobody would know who leads: give the key up with the lease.
+            self._drop_lease()
+            raise
+        if entry is not None:
+            with self._changed:
+                self._version = entry.version
+                self._changed.notify_all()
+
+    def _drop_lease(self) -> None:
+        self._version = None
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def _release(self) -> None:
+        with self._changed:
+            self._version = None
+            self._changed.notify_all()
+        if self._lease is not None:
+            self._lease.close()

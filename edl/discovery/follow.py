@@ -1,0 +1,84 @@
+"""What a watcher believes of a service: a plain state machine, fed with answers and failures."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from edl.discovery.registry import Instance, Rejected, Snapshot
+
+__all__ = ["Follower", "snapshot_of"]
+
+log = logging.getLogger("edl.discovery")
+
+
+def snapshot_of(service: str, found: Iterable[Instance | Rejected]) -> Snapshot:
+    """Sort what a registry holds into a snapshot. Of two with one id the later one counts: it registered last."""
+    newest = {entry.id: entry for entry in found}
+    by_id = [newest[key] for key in sorted(newest)]
+    return Snapshot(
+        service,
+        tuple(entry for entry in by_id if isinstance(entry, Instance)),
+        tuple(entry for entry in by_id if isinstance(entry, Rejected)),
+    )
+
+
+class Follower:
+    """Turns a registry's answers and failures into the snapshots that a watcher hands out.
+
+    While the registry cannot be reached the last known instances stay. A registry that comes back with fewer of them
+    may have lost its memory, and they are about to register again: they stay for `settle_s` more, marked stale, so that
+    a restart of the registry does not make every student drop its teachers.
+    """
+
+    def __init__(self, service: str, settle_s: float = 3.0) -> None:
+        self._service = service
+        self._settle_s = settle_s
+        self._last = Snapshot(service, ())
+        self._failing = False
+        self._settled_at: float | None = None
+        self._logged: set[Rejected] = set()
+
+    @property
+    def recheck_at(self) -> float | None:
+        """When to ask again although nothing changed, None for never; the clock is that of `now` below."""
+        return self._settled_at
+
+    def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """The registry answered."""
+        self._log_rejected(snapshot.rejected)
+        if self._failing:
+            self._failing = False
+            self._settled_at = now + self._settle_s
+            log.info("service %s: the registry answers again", self._service)
+        if self._settled_at is not None:
+            snapshot = self._with_missing(snapshot, now, self._settled_at)
+        self._last = snapshot
+        return snapshot
+
+    def failed(self, reason: str) -> Snapshot:
+        """The registry did not answer."""
+        if not self._failing:
+            self._failing = True
+            log.warning("service %s: keeping the last known %d: %s", self._service, len(self._last.instances), reason)
+        self._last = Snapshot(self._service, self._last.instances, self._last.rejected, stale=reason)
+        return self._last
+
+    def _with_missing(self, snapshot: Snapshot, now: float, settled_at: float) -> Snapshot:
+        present = {entry.id for entry in snapshot.instances} | {entry.id for entry in snapshot.rejected}
+        missing = [entry for entry in self._last.instances if entry.id not in present]
+        if not missing or now >= settled_at:
+            self._settled_at = None
+            return snapshot
+        return Snapshot(
+            self._service,
+            tuple(sorted((*snapshot.instances, *missing), key=lambda entry: entry.id)),
+            snapshot.rejected,
+            stale=f"the registry was away and came back without {len(missing)} instances: waiting for their return",
+        )
+
+    def _log_rejected(self, rejected: tuple[Rejected, ...]) -> None:
+        for entry in rejected:
+            if entry not in self._logged:
+                log.warning("service %s: registration %s is left out: %s", self._service, entry.id, entry.reason)
+        self._logged = set(rejected)

@@ -1,0 +1,110 @@
+"""The registry on a SQLite file: a row per registration, which goes with its lease."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+
+from edl.discovery.follow import Follower, snapshot_of
+from edl.discovery.keeping import InstanceClaim, KeptRegistration
+from edl.discovery.owned import Owned
+from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
+from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
+from edl.discovery.sqlite.file import SqliteFile, grant, next_revision, renew, revoke
+from edl.discovery.sqlite.watch import Poller
+
+__all__ = ["SqliteRegistry"]
+
+# Bound to the monotonic time, twice: see `expire` for the second condition.
+_LIVE = "instance JOIN lease ON lease.id = instance.lease AND lease.expires > ? AND lease.expires <= ? + lease.ttl_s"
+
+
+class SqliteRegistry(Owned, Registry):
+    """See `Registry`."""
+
+    def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._file = self._own(SqliteFile(path, timeout_s))
+
+    def __repr__(self) -> str:
+        return f"SqliteRegistry({self._file.path!r})"
+
+    def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
+        self._check()
+        instance, ttl_s = validated(instance), check_ttl(ttl_s)
+        return self._own(KeptRegistration(_RowClaim(self._file, ttl_s), instance, ttl_s))
+
+    def snapshot(self, service: str) -> Snapshot:
+        self._check()
+        service = check_service(service)
+        with self._file.read() as connection:
+            return _live_instances(connection, service)[0]
+
+    def services(self) -> tuple[str, ...]:
+        self._check()
+        now = time.monotonic()
+        with self._file.read() as connection:
+            rows = connection.execute(f"SELECT DISTINCT service FROM {_LIVE} ORDER BY service", (now, now))
+            return tuple(service for (service,) in rows)
+
+    def watch(self, service: str) -> Watch:
+        self._check()
+        return self._own(_ServiceWatch(self._file.path, self._timeout_s, check_service(service)))
+
+
+class _RowClaim(InstanceClaim):
+    """A row of `instance`, kept for as long as its lease lives."""
+
+    def __init__(self, file: SqliteFile, ttl_s: float) -> None:
+        self._file = file
+        self._ttl_s = ttl_s
+        self._lease = 0
+
+    def announce(self, instance: Instance) -> None:
+        with self._file.write() as connection:
+            revision, record = next_revision(connection), to_json(instance)
+            lease = self._lease
+            if renew(connection, lease):
+                connection.execute("UPDATE instance SET record = ? WHERE lease = ?", (record, lease))
+            else:
+                lease = grant(connection, self._ttl_s)
+                connection.execute(
+                    "INSERT INTO instance (lease, service, id, registered, record) VALUES (?, ?, ?, ?, ?)",
+                    (lease, instance.service, instance.id, revision, record),
+                )
+        self._lease = lease
+
+    def renew(self) -> bool:
+        with self._file.write() as connection:
+            return renew(connection, self._lease)
+
+    def withdraw(self) -> None:
+        with self._file.write() as connection:
+            revoke(connection, self._lease)
+
+
+class _ServiceWatch(Poller[Snapshot, Snapshot], Watch):
+    def __init__(self, path: str, timeout_s: float, service: str) -> None:
+        follower = Follower(service)
+        super().__init__(
+            path,
+            timeout_s,
+            read=lambda connection: _live_instances(connection, service),
+            answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
+            failed=follower.failed,
+            recheck_at=lambda: follower.recheck_at,
+        )
+
+    def get(self, timeout_s: float | None = None) -> Snapshot | None:
+        return self.take(timeout_s)
+
+
+def _live_instances(connection: sqlite3.Connection, service: str) -> tuple[Snapshot, float]:
+    """Who is live, and when the first of them lapses unless it renews."""
+    now = time.monotonic()
+    rows = connection.execute(
+        f"SELECT instance.id, record, expires FROM {_LIVE} WHERE service = ? ORDER BY registered", (now, now, service)
+    ).fetchall()
+    found = [from_json(service, instance_id, record) for instance_id, record, _ in rows]
+    return snapshot_of(service, found), min((expires for *_, expires in rows), default=float("inf"))

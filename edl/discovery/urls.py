@@ -1,0 +1,76 @@
+"""From a URL to a registry or a store. Implementations are imported when a URL names them, never before."""
+
+from __future__ import annotations
+
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from edl.discovery.registry import Registry
+from edl.discovery.store import Store
+from edl.errors import SettingsError
+
+__all__ = ["open_registry", "open_store"]
+
+_ACCEPTED = "accepted are sqlite:///absolute/path/to/file and consul://host:8500 (consul+https:// for TLS)"
+
+
+def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
+    """Open the registry that `url` names.
+
+    - `sqlite:///absolute/path`: one file, for all processes of one machine; made if it is not there, with its folder.
+    - `consul://host:port`: a Consul agent, best the one on this machine; `consul+https://` speaks TLS. `?dc=NAME`
+      reads from another datacenter. The token and certificates come from Consul's own variables (`CONSUL_HTTP_TOKEN`,
+      `CONSUL_CACERT`, ...), never from the URL, which is logged. Opening does not ask the agent anything.
+
+    Args:
+        timeout_s: how long one request may take before it is an error.
+
+    Raises:
+        SettingsError: the URL cannot be used, or the file is not one of EDL's.
+        DiscoveryError: the file cannot be opened just now.
+    """
+    scheme, parts = _split(url, timeout_s)
+    if scheme == "sqlite":
+        from edl.discovery.sqlite.registry import SqliteRegistry
+
+        return SqliteRegistry(_path(url, parts), timeout_s=timeout_s)
+    from edl.discovery.consul.registry import ConsulRegistry
+    from edl.discovery.consul.target import Target
+
+    return ConsulRegistry(Target.of(url, parts, timeout_s))
+
+
+def open_store(url: str, *, timeout_s: float = 5.0) -> Store:
+    """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`.
+
+    In Consul all keys lie in the folder `edl/`.
+    """
+    scheme, parts = _split(url, timeout_s)
+    if scheme == "sqlite":
+        from edl.discovery.sqlite.store import SqliteStore
+
+        return SqliteStore(_path(url, parts), timeout_s=timeout_s)
+    from edl.discovery.consul.store import ConsulStore
+    from edl.discovery.consul.target import Target
+
+    return ConsulStore(Target.of(url, parts, timeout_s))
+
+
+def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
+    if not 0 < timeout_s < float("inf"):
+        raise SettingsError(f"timeout_s={timeout_s!r}: must be a finite number above 0")
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise SettingsError(f"discovery URL {url!r}: {exc}; {_ACCEPTED}") from exc
+    if parts.scheme not in ("sqlite", "consul", "consul+https"):
+        raise SettingsError(f"discovery URL {url!r}: unknown scheme {parts.scheme!r}; {_ACCEPTED}")
+    return parts.scheme, parts
+
+
+def _path(url: str, parts: SplitResult) -> str:
+    path = unquote(parts.path)
+    if parts.netloc or parts.query or parts.fragment:
+        raise SettingsError(f"discovery URL {url!r}: a path after sqlite:/// and nothing else is expected; {_ACCEPTED}")
+    if not path.startswith("/") or path.endswith("/") or "\0" in path:
+        raise SettingsError(f"discovery URL {url!r}: {path!r} is not the absolute path of a file; {_ACCEPTED}")
+    return "/" + path.lstrip("/")  # sqlite:////path, as other programs write it, means the same

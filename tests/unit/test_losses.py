@@ -1,0 +1,344 @@
+"""Losses against sums written out in numpy float64, and their gradients against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from edl.distill.compress import TopK, top_k  # noqa: E402
+from edl.distill.losses import (  # noqa: E402
+    DistillLoss,
+    feature_mse,
+    kl_divergence,
+    logit_mse,
+    mix,
+    soft_cross_entropy,
+    top_k_kl,
+)
+from edl.errors import SettingsError  # noqa: E402
+
+Array = np.ndarray[Any, Any]
+SHAPES = [(1, 2), (5, 11), (3, 4, 7)]
+
+
+def logits(shape: tuple[int, ...], seed: int, scale: float = 3.0) -> Array:
+    return np.random.default_rng(seed).normal(0, scale, shape)
+
+
+def softmax(values: Array, temperature: float = 1.0) -> Array:
+    weights = np.exp((values - values.max(-1, keepdims=True)) / temperature)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def kl_by_hand(p: Array, q: Array) -> Array:
+    """A plain double loop over rows and classes."""
+    flat_p, flat_q = p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1])
+    rows = [
+        sum(a * (np.log(a) - np.log(b)) for a, b in zip(row_p, row_q, strict=True) if a > 0)
+        for row_p, row_q in zip(flat_p, flat_q, strict=True)
+    ]
+    return np.array(rows).reshape(p.shape[:-1])
+
+
+def top_k_kl_by_hand(student: Array, labels: TopK, temperature: float) -> Array:
+    """KL over k + 1 classes, from the definition of the labels and the student's whole softmax."""
+    q = softmax(student, temperature)
+    out = []
+    for row in range(len(student)):
+        kept = np.exp(labels.values[row].astype(np.float64) / temperature)
+        tail = np.exp(np.float64(labels.tail_lse[row]))
+        p_row = np.append(kept, tail) / (kept.sum() + tail)
+        q_kept = q[row, labels.ids[row]]
+        out.append(kl_by_hand(p_row[None], np.append(q_kept, max(1 - q_kept.sum(), 1e-300))[None])[0])
+    return np.array(out)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("teacher_is", ["logits", "probabilities"])
+def test_kl_and_cross_entropy_are_what_their_definitions_say(
+    shape: tuple[int, ...], temperature: float, teacher_is: Any
+) -> None:
+    student, teacher = logits(shape, 1), logits(shape, 2)
+    p, q = softmax(teacher, temperature), softmax(student, temperature)
+    given = torch.from_numpy(teacher if teacher_is == "logits" else softmax(teacher))
+    settings = {"temperature": temperature, "teacher_is": teacher_is, "reduction": "none"}
+    kl = kl_divergence(torch.from_numpy(student), given, **settings)
+    entropy = soft_cross_entropy(torch.from_numpy(student), given, **settings)
+    np.testing.assert_allclose(kl.numpy(), temperature**2 * kl_by_hand(p, q), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(entropy.numpy(), -(temperature**2) * (p * np.log(q)).sum(-1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("loss", [kl_divergence, soft_cross_entropy, logit_mse, feature_mse])
+def test_reductions_are_over_rows(loss: Callable[..., Any]) -> None:
+    student, teacher = torch.from_numpy(logits((6, 9), 1)), torch.from_numpy(logits((6, 9), 2))
+    rows = loss(student, teacher, reduction="none")
+    assert rows.shape == (6,)
+    assert loss(student, teacher).item() == pytest.approx(rows.mean().item())
+    assert loss(student, teacher, reduction="sum").item() == pytest.approx(rows.sum().item())
+
+
+def test_kl_is_torchs_batchmean_and_zero_for_equal_distributions() -> None:
+    student, teacher = torch.from_numpy(logits((6, 9), 1)), torch.from_numpy(logits((6, 9), 2))
+    theirs = torch.nn.functional.kl_div(
+        student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    assert kl_divergence(student, teacher).item() == pytest.approx(theirs.item())
+    assert kl_divergence(teacher + 5, teacher, temperature=3.0).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> None:
+    student, teacher = logits((5, 11), 1), logits((5, 11), 2)
+    labels = top_k(teacher, k, temperature)
+    ours = top_k_kl(torch.from_numpy(student), labels, reduction="none")
+    expected = temperature**2 * top_k_kl_by_hand(student, labels, temperature)
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-6)
+    dense = kl_divergence(torch.from_numpy(student), torch.from_numpy(teacher), temperature=temperature)
+    assert ours.mean() <= dense * (1 + 1e-6)  # merging classes adds no divergence (the tail is a float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_with_every_class_kept_top_k_kl_and_its_gradient_are_those_of_the_dense_kl(
+    shape: tuple[int, ...], temperature: float
+) -> None:
+    teacher = logits(shape, 2)
+    sparse, dense = (torch.from_numpy(logits(shape, 1)).requires_grad_() for _ in range(2))
+    one = top_k_kl(sparse, top_k(teacher, shape[-1], temperature))
+    other = kl_divergence(dense, torch.from_numpy(teacher), temperature=temperature)
+    assert one.item() == pytest.approx(other.item(), rel=1e-12)
+    one.backward()
+    other.backward()
+    np.testing.assert_allclose(sparse.grad.numpy(), dense.grad.numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_ignoring_the_tail_would_be_another_loss() -> None:
+    """Guards the tail: over the k classes alone a student that moves its whole mass elsewhere would pay nothing."""
+    teacher = np.array([[4.0, 3.0, 0.0, 0.0, 0.0]])
+    labels = top_k(teacher, 2)
+    faithful, elsewhere = torch.tensor([[4.0, 3.0, 0.0, 0.0, 0.0]]), torch.tensor([[4.0, 3.0, 20.0, 20.0, 20.0]])
+    assert top_k_kl(faithful, labels).item() == pytest.approx(0, abs=1e-6)
+    assert top_k_kl(elsewhere, labels).item() > 10
+
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "kl": lambda x: kl_divergence(x, torch.from_numpy(logits((3, 5), 2)), temperature=2.0),
+    "kl, probabilities": lambda x: kl_divergence(
+        x, torch.from_numpy(softmax(logits((3, 5), 2))), temperature=2.0, teacher_is="probabilities"
+    ),
+    "cross-entropy": lambda x: soft_cross_entropy(x, torch.from_numpy(logits((3, 5), 2)), temperature=0.7),
+    "top-k": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 2, 3.0)),
+    "top-k of all": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 5, 3.0)),
+    "logits": lambda x: logit_mse(x, torch.from_numpy(logits((3, 5), 2))),
+    "features": lambda x: feature_mse(x, torch.from_numpy(logits((3, 5), 2)), reduction="sum"),
+    "mixture": lambda x: DistillLoss(2.0, 0.3)(x, torch.from_numpy(logits((3, 5), 2)), torch.tensor([0, 4, 2])),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_are_right(name: str) -> None:
+    student = torch.from_numpy(logits((3, 5), 1)).requires_grad_()
+    assert torch.autograd.gradcheck(GRADIENTS[name], (student,))
+
+
+def test_gradients_keep_their_size_when_the_temperature_changes() -> None:
+    """What T² is for: without it the gradient at T=20 would be some 400 times smaller."""
+    sizes = []
+    for temperature in (2.0, 20.0):
+        student = torch.from_numpy(logits((8, 10), 1, scale=0.5)).requires_grad_()
+        kl_divergence(student, torch.from_numpy(logits((8, 10), 2, scale=0.5)), temperature=temperature).backward()
+        sizes.append(student.grad.norm().item())
+    assert sizes[0] / sizes[1] == pytest.approx(1, rel=0.2)
+
+
+def test_the_teacher_gets_no_gradient() -> None:
+    student = torch.zeros(2, 3, requires_grad=True)
+    teacher = torch.ones(2, 3, requires_grad=True)
+    for loss in (kl_divergence, soft_cross_entropy, logit_mse, feature_mse):
+        loss(student, teacher).backward()
+    assert teacher.grad is None
+    assert student.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
+    student, teacher = (
+        torch.from_numpy(logits((4, 1000), 1)).to(dtype),
+        torch.from_numpy(logits((4, 1000), 2)).to(dtype),
+    )
+    student.requires_grad_()
+    loss = kl_divergence(student, teacher, temperature=4.0)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(
+        kl_divergence(student.detach().double(), teacher.double(), temperature=4.0).item(), rel=1e-5
+    )
+    loss.backward()
+    assert student.grad.dtype == dtype
+    labels = top_k(teacher.float().numpy().astype(np.float16), 10, 4.0)
+    sparse = top_k_kl(student, labels)
+    assert sparse.dtype == torch.float32
+    assert sparse.item() == pytest.approx(top_k_kl(student.detach().double(), labels).item(), rel=1e-5)
+    assert logit_mse(student, teacher).dtype == torch.float32
+
+
+def test_autocast_does_not_lower_the_precision() -> None:
+    student, teacher = torch.from_numpy(logits((4, 100), 1)).float(), torch.from_numpy(logits((4, 100), 2)).float()
+    labels = top_k(teacher.numpy(), 5, 2.0)
+    outside = [kl_divergence(student, teacher, temperature=2.0), top_k_kl(student, labels), logit_mse(student, teacher)]
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = [
+            kl_divergence(student, teacher, temperature=2.0),
+            top_k_kl(student, labels),
+            logit_mse(student, teacher),
+        ]
+    assert all(loss.dtype == torch.float32 for loss in inside)
+    assert [loss.item() for loss in inside] == pytest.approx([loss.item() for loss in outside], rel=1e-6)
+
+
+def test_huge_logits_give_finite_losses_and_gradients() -> None:
+    student = torch.tensor([[3e4, -3e4, 0.0, 1.0]], dtype=torch.float16, requires_grad=True)
+    teacher = torch.tensor([[-6e4, 6e4, 0.0, 1.0]], dtype=torch.float16)
+    total = (
+        kl_divergence(student, teacher)
+        + soft_cross_entropy(student, teacher)
+        + top_k_kl(student, top_k(teacher.numpy(), 2))
+    )
+    total.backward()
+    assert torch.isfinite(total)
+    assert torch.isfinite(student.grad).all()
+
+
+@pytest.mark.parametrize("student_masked", [False, True])
+def test_classes_that_the_teacher_masks_add_nothing(student_masked: bool) -> None:
+    inf = float("inf")
+    teacher = torch.tensor([[1.0, 2.0, -inf, -inf]])
+    values = [[0.5, 0.1, -inf, -inf]] if student_masked else [[0.5, 0.1, 3.0, -1.0]]
+    for loss in (
+        lambda x: kl_divergence(x, teacher, temperature=2.0),
+        lambda x: soft_cross_entropy(x, teacher),
+        lambda x: kl_divergence(x, torch.tensor([[0.25, 0.75, 0.0, 0.0]]), teacher_is="probabilities"),
+        lambda x: top_k_kl(x, top_k(teacher.numpy(), 2)),
+        lambda x: top_k_kl(x, top_k(teacher.numpy(), 3)),
+    ):
+        student = torch.tensor(values, requires_grad=True)
+        value = loss(student)
+        value.backward()
+        assert torch.isfinite(value)
+        assert torch.isfinite(student.grad).all()
+
+
+def test_labels_may_be_numpy_arrays_also_read_only_ones() -> None:
+    student = torch.from_numpy(logits((3, 5), 1))
+    teacher = logits((3, 5), 2)
+    expected = kl_divergence(student, torch.from_numpy(teacher.copy())).item()
+    teacher.flags.writeable = False
+    assert kl_divergence(student, teacher).item() == expected
+
+
+def test_top_k_labels_may_be_tensors() -> None:
+    student, labels = torch.from_numpy(logits((3, 9), 1)), top_k(logits((3, 9), 2), 4, 2.0)
+    tensors = labels.map(lambda array: torch.from_numpy(array.copy()))
+    assert top_k_kl(student, tensors).item() == top_k_kl(student, labels).item()
+
+
+def test_logit_and_feature_mse_are_means_of_squares() -> None:
+    student, teacher = logits((2, 3, 4), 1), logits((2, 3, 4), 2)
+    squares = (student - teacher) ** 2
+    pair = torch.from_numpy(student), torch.from_numpy(teacher)
+    np.testing.assert_allclose(logit_mse(*pair, reduction="none").numpy(), squares.mean(-1))
+    np.testing.assert_allclose(feature_mse(*pair, reduction="none").numpy(), squares.mean((1, 2)))
+    assert logit_mse(*pair).item() == pytest.approx(torch.nn.functional.mse_loss(*pair).item())
+
+
+def test_features_of_another_width_are_projected_and_the_projection_learns() -> None:
+    student, teacher = torch.randn(4, 8, requires_grad=True), torch.randn(4, 16)
+    projection = torch.nn.Linear(8, 16)
+    feature_mse(student, teacher, projection).backward()
+    assert projection.weight.grad.abs().sum() > 0
+    assert student.grad.abs().sum() > 0
+    with pytest.raises(SettingsError, match=r"student are \[4, 8\], of the teacher \[4, 16\].*projection"):
+        feature_mse(student, teacher)
+
+
+def test_the_mixture_is_linear_in_alpha() -> None:
+    student, teacher, labels = torch.from_numpy(logits((6, 5), 1)), logits((6, 5), 2), torch.arange(6) % 5
+    hard = torch.nn.functional.cross_entropy(student, labels)
+    soft = kl_divergence(student, teacher, temperature=3.0)
+    for alpha in (0.0, 0.25, 1.0):
+        loss = DistillLoss(3.0, alpha)(student, teacher, labels)
+        assert loss.item() == pytest.approx(alpha * soft.item() + (1 - alpha) * hard.item())
+        assert mix(hard, soft, alpha).item() == pytest.approx(loss.item())
+    assert DistillLoss(3.0, 1.0)(student, teacher).item() == pytest.approx(soft.item())
+
+
+@pytest.mark.parametrize(
+    ("soft", "expected"),
+    [
+        ("cross_entropy", lambda s, t: soft_cross_entropy(s, t, temperature=2.0)),
+        ("mse", logit_mse),
+        ("kl", lambda s, t: kl_divergence(s, t, temperature=2.0)),
+    ],
+)
+def test_the_module_uses_the_soft_loss_that_it_is_told(soft: Any, expected: Any) -> None:
+    student, teacher = torch.from_numpy(logits((6, 5), 1)), torch.from_numpy(logits((6, 5), 2))
+    assert DistillLoss(2.0, 1.0, soft=soft)(student, teacher).item() == expected(student, teacher).item()
+
+
+def test_the_module_takes_top_k_labels_and_sequences() -> None:
+    student, teacher = torch.from_numpy(logits((2, 3, 7), 1)), logits((2, 3, 7), 2)
+    labels = torch.tensor([[0, 1, -100], [6, -100, 2]])
+    rows = DistillLoss(2.0, 0.5, reduction="none")(student, top_k(teacher, 3, 2.0), labels)
+    assert rows.shape == (2, 3)
+    soft = top_k_kl(student, top_k(teacher, 3, 2.0), reduction="none")
+    assert rows[0, 2].item() == pytest.approx(0.5 * soft[0, 2].item())  # the label -100 has no hard part
+    assert rows[0, 0].item() == pytest.approx(
+        0.5 * soft[0, 0].item() + 0.5 * torch.nn.functional.cross_entropy(student[0, 0], labels[0, 0]).item()
+    )
+    mixed = torch.full((2, 3, 7), 1 / 7, dtype=torch.float64)
+    assert torch.isfinite(DistillLoss(2.0, 0.5)(student, teacher, mixed))
+
+
+X, T = torch.zeros(2, 4), torch.zeros(2, 4)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: kl_divergence(X, torch.zeros(2, 5)), r"student are \[2, 4\], of the teacher \[2, 5\]"),
+    (lambda: kl_divergence(X[0], T[0]), r"\[rows, \.\.\., classes\]"),
+    (lambda: kl_divergence(X, T, temperature=0), "temperature=0"),
+    (lambda: kl_divergence(X, T, temperature=float("nan")), "temperature=nan"),
+    (lambda: kl_divergence(X, T, reduction="batchmean"), "reduction='batchmean': must be 'mean', 'sum' or 'none'"),  # type: ignore[arg-type]
+    (lambda: kl_divergence(X, T, teacher_is="probs"), "teacher_is='probs': must be"),  # type: ignore[arg-type]
+    (lambda: kl_divergence(X, torch.full((2, 4), 3.0), teacher_is="probabilities"), "sum to as far as 11.*'logits'"),
+    (lambda: soft_cross_entropy(X, torch.tensor([[2.0, -1, 0, 0]] * 2), teacher_is="probabilities"), "down to -1"),
+    (lambda: soft_cross_entropy(X, torch.full((2, 4), float("nan")), teacher_is="probabilities"), "nan"),
+    (lambda: kl_divergence(X.long(), T), "torch.int64"),
+    (lambda: kl_divergence(X.numpy(), T), "ndarray"),  # type: ignore[arg-type]
+    (lambda: kl_divergence(X, [[0.0] * 4] * 2), "list: expected a tensor or a numpy array"),  # type: ignore[arg-type]
+    (lambda: logit_mse(X, torch.zeros(2, 1)), r"\[2, 1\]"),
+    (lambda: mix(X.sum(), X.sum(), 1.5), "alpha=1.5"),
+    (lambda: DistillLoss(alpha=-0.1), "alpha=-0.1"),
+    (lambda: DistillLoss(temperature=-1), "temperature=-1"),
+    (lambda: DistillLoss(soft="reverse_kl"), "soft='reverse_kl'"),  # type: ignore[arg-type]
+    (lambda: DistillLoss(soft="mse", teacher_is="probabilities"), "compares logits"),
+    (lambda: DistillLoss()(X, T), "labels are missing: alpha=0.9"),
+    (lambda: DistillLoss()(X, T, torch.zeros(3, dtype=torch.int64)), r"labels are \[3\].*expected \[2\]"),
+    (lambda: DistillLoss(4.0, 1)(X, top_k(T.numpy(), 2, 1.0)), "made at temperature 1, the loss uses 4"),
+    (lambda: DistillLoss(1.0, 1, soft="mse")(X, top_k(T.numpy(), 2, 1.0)), "soft='kl', not 'mse'"),
+    (lambda: top_k_kl(X, top_k(np.zeros((3, 4), np.float32), 2)), "rows do not agree"),
+    (lambda: top_k_kl(X, top_k(np.zeros((2, 5), np.float32), 2)), "student has 4 classes, the teacher 5"),
+    (
+        lambda: top_k_kl(X, TopK(np.full((2, 1), 7), np.zeros((2, 1), np.float32), np.zeros(2, np.float32))),
+        "labels name class 7",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        call()

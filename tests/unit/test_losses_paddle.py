@@ -1,0 +1,139 @@
+"""PaddlePaddle's losses against numpy, and their gradients against finite differences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of paddle's own imports
+    paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+
+from edl.distill.compress import top_k
+from edl.distill.paddle import kl_divergence, soft_cross_entropy, top_k_kl
+from edl.errors import SettingsError
+
+Array = np.ndarray[Any, Any]
+
+
+def logits(shape: tuple[int, ...], seed: int) -> Array:
+    return np.random.default_rng(seed).normal(0, 3, shape)
+
+
+def softmax(values: Array, temperature: float = 1.0) -> Array:
+    weights = np.exp(values / temperature)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("shape", [(5, 11), (3, 4, 7)])
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+@pytest.mark.parametrize("teacher_is", ["logits", "probabilities"])
+def test_kl_and_cross_entropy_are_what_their_definitions_say(
+    shape: tuple[int, ...], temperature: float, teacher_is: Any
+) -> None:
+    student, teacher = logits(shape, 1), logits(shape, 2)
+    p, q = softmax(teacher, temperature), softmax(student, temperature)
+    given = teacher if teacher_is == "logits" else softmax(teacher)
+    settings: dict[str, Any] = {"temperature": temperature, "teacher_is": teacher_is, "reduction": "none"}
+    kl = kl_divergence(paddle.to_tensor(student), paddle.to_tensor(given), **settings)
+    entropy = soft_cross_entropy(paddle.to_tensor(student), given, **settings)
+    np.testing.assert_allclose(kl.numpy(), temperature**2 * (p * np.log(p / q)).sum(-1), rtol=1e-9)
+    np.testing.assert_allclose(entropy.numpy(), -(temperature**2) * (p * np.log(q)).sum(-1), rtol=1e-9)
+    for reduction, expected in (("mean", kl.numpy().mean()), ("sum", kl.numpy().sum())):
+        settings["reduction"] = reduction
+        assert float(kl_divergence(paddle.to_tensor(student), given, **settings)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("k", [1, 3, 10])
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> None:
+    student, teacher = logits((5, 11), 1), logits((5, 11), 2)
+    labels = top_k(teacher, k, temperature)
+    p, q = softmax(teacher, temperature), softmax(student, temperature)
+    expected = []
+    for row in range(5):
+        kept = labels.ids[row]
+        merged_p = np.append(p[row, kept], np.delete(p[row], kept).sum())
+        merged_q = np.append(q[row, kept], np.delete(q[row], kept).sum())
+        expected.append(temperature**2 * (merged_p * np.log(merged_p / merged_q)).sum())
+    ours = top_k_kl(paddle.to_tensor(student), labels, reduction="none").numpy()
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    tensors = labels.map(paddle.to_tensor)
+    np.testing.assert_array_equal(top_k_kl(paddle.to_tensor(student), tensors, reduction="none").numpy(), ours)
+
+
+def test_with_every_class_kept_top_k_kl_is_the_dense_kl() -> None:
+    student, teacher = paddle.to_tensor(logits((5, 11), 1)), logits((5, 11), 2)
+    dense = kl_divergence(student, teacher, temperature=3.0)
+    assert float(top_k_kl(student, top_k(teacher, 11, 3.0))) == pytest.approx(float(dense), rel=1e-12)
+
+
+LOSSES: dict[str, Callable[[Any], Any]] = {
+    "kl": lambda x: kl_divergence(x, logits((3, 5), 2), temperature=2.0),
+    "cross-entropy": lambda x: soft_cross_entropy(
+        x, softmax(logits((3, 5), 2)), temperature=0.7, teacher_is="probabilities"
+    ),
+    "top-k": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 2, 3.0)),
+    "top-k of all": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 5, 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_right(name: str) -> None:
+    at = logits((3, 5), 1)
+    student = paddle.to_tensor(at, stop_gradient=False)
+    LOSSES[name](student).backward()
+    numeric = np.zeros_like(at)
+    for index in np.ndindex(*at.shape):
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = at.copy()
+            moved[index] += step
+            ends.append(float(LOSSES[name](paddle.to_tensor(moved))))
+        numeric[index] = (ends[0] - ends[1]) / 2e-5
+    np.testing.assert_allclose(student.grad.numpy(), numeric, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_computed_in_float32(dtype: str) -> None:
+    student = paddle.to_tensor(logits((4, 100), 1)).astype(dtype)
+    teacher = paddle.to_tensor(logits((4, 100), 2)).astype(dtype)
+    loss = kl_divergence(student, teacher, temperature=4.0)
+    assert loss.dtype == paddle.float32
+    wide = kl_divergence(student.astype("float64"), teacher.astype("float64"), temperature=4.0)
+    assert float(loss) == pytest.approx(float(wide), rel=1e-5)
+
+
+def test_classes_that_the_teacher_masks_add_nothing() -> None:
+    teacher = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
+    for loss in (
+        lambda x: kl_divergence(x, teacher),
+        lambda x: soft_cross_entropy(x, teacher),
+        lambda x: top_k_kl(x, top_k(teacher, 2)),
+    ):
+        student = paddle.to_tensor(np.array([[0.5, 0.1, 3.0, -1.0]], np.float32), stop_gradient=False)
+        value = loss(student)
+        value.backward()
+        assert np.isfinite(float(value))
+        assert np.isfinite(student.grad.numpy()).all()
+
+
+def test_bad_input_is_named() -> None:
+    x = paddle.zeros([2, 4])
+    bad: list[tuple[Callable[[], Any], str]] = [
+        (lambda: kl_divergence(x, paddle.zeros([2, 5])), r"student are \[2, 4\], of the teacher \[2, 5\]"),
+        (lambda: kl_divergence(x, x, temperature=0), "temperature=0"),
+        (lambda: kl_divergence(x, x, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
+        (lambda: kl_divergence(x, x, teacher_is="probs"), "teacher_is='probs'"),  # type: ignore[arg-type]
+        (lambda: kl_divergence(x.astype("int64"), x), "int64"),
+        (lambda: kl_divergence(x, [[0.0] * 4] * 2), "list"),
+        (lambda: top_k_kl(x, top_k(np.zeros((3, 4), np.float32), 2)), "rows do not agree"),
+        (lambda: top_k_kl(x, top_k(np.zeros((2, 5), np.float32), 2)), "student has 4 classes, the teacher 5"),
+    ]
+    for call, words in bad:
+        with pytest.raises(SettingsError, match=words):
+            call()

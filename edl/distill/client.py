@@ -100,11 +100,6 @@ class TeacherClient:
         )
         return self.spec
 
-    def encode(self, payload: Payload) -> None:
-        """Make the message for `payload` ahead of time, in any thread, so that the loop need not copy tensors."""
-        if payload.slot is None:
-            payload.message(self._header(payload, in_slot=False))
-
     async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
         """Ask for the outputs of `payload`.
 
@@ -138,7 +133,7 @@ class TeacherClient:
         if in_slot and payload.slot is not None:
             in_slot = await self._registered(payload.slot.region, deadline)
         header = self._header(payload, in_slot=in_slot)
-        return header if in_slot else payload.message(header)
+        return header if in_slot else codec.join_request(header, payload.raw)
 
     def _header(self, payload: Payload, *, in_slot: bool) -> bytes:
         slot = payload.slot if in_slot else None
@@ -185,10 +180,10 @@ class TeacherClient:
         try:
             return answer_type.FromString(await call(request.SerializeToString(), timeout=max(timeout_s, 0.001)))
         except grpc.aio.AioRpcError as exc:
-            failed = _translated(exc, self.endpoint)
-            if failed.failure.kind is FailureKind.TIMEOUT:
-                failed = RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}")
-            raise failed from exc
+            # An exception kept in a local variable would be a cycle that keeps the channel's thread alive.
+            if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
+            raise _translated(exc, self.endpoint) from exc
 
     # Answers
 

@@ -34,12 +34,19 @@ _REMIND_S = 10.0
 
 @dataclass(eq=False)
 class Job:
-    """One request's worth of rows. `done` is called on the loop, once, with outputs or an error, and the version."""
+    """One request's worth of rows.
+
+    Attributes:
+        done: called on the loop, once, with outputs or an error, and the model's version.
+        started: called on the loop when the job is sent for the first time.
+    """
 
     number: int
     payload: Payload
     done: Callable[[Outputs | EDLError, str], None]
+    started: Callable[[], None]
     running: int = 0
+    sent: bool = False
     finished: bool = False
 
 
@@ -90,6 +97,8 @@ class Engine:
         self._reminded_at = 0.0
         self._totals = _Totals()
         self._closed = False
+        self.taken_up = 0
+        """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
 
     # Any thread
 
@@ -107,12 +116,6 @@ class Engine:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
         self._spec_known.wait(timeout_s)
         return self.spec
-
-    def encode(self, payload: Payload) -> None:
-        """Make the message to send ahead of time, in the calling thread rather than on the loop."""
-        link = next((link for link in list(self._links.values()) if link.spec is not None), None)
-        if link is not None:
-            link.encode(payload)
 
     def no_teacher(self) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher."""
@@ -192,6 +195,8 @@ class Engine:
             job = self._jobs.pop(number, None)
             if job is not None:
                 job.finished = True
+                if not job.sent:
+                    self.taken_up += 1
                 self._dispatcher.drop(number)
                 self._release(job)
 
@@ -294,6 +299,10 @@ class Engine:
         for action in actions:
             if isinstance(action, Send):
                 job = self._jobs[action.task]
+                if not job.sent:
+                    job.sent = True
+                    self.taken_up += 1
+                    job.started()
                 job.running += 1
                 if action.extra:
                     self._totals.hedged += job.payload.rows
@@ -333,13 +342,14 @@ class Engine:
 
     def _finish(self, job: Job, result: Outputs | EDLError, version: str) -> None:
         job.finished = True
+        if not job.sent:
+            self.taken_up += 1
         job.done(result, version)
         self._release(job)
 
     def _release(self, job: Job) -> None:
         """Give the job's memory back once no request reads it."""
         if job.finished and not job.running:
-            job.payload.forget_message()
             slot, job.payload.slot = job.payload.slot, None
             if slot is not None and self._arena is not None:
                 self._arena.give(slot)

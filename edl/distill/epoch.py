@@ -32,7 +32,11 @@ class Epoch:
 
     def __init__(self, labeller: Labeller, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller, self._source, self._cutter = labeller, source, cutter
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._for_loop = threading.Condition(self._lock)  # where the training loop waits
+        self._for_feeder = threading.Condition(self._lock)  # where the feeding thread waits
+        self._awaited: Chunk | None = None
+        self._unsent: Chunk | None = None
         self._items: deque[Item] = deque()
         self._open: set[Chunk] = set()
         self._open_nbytes = 0
@@ -61,26 +65,27 @@ class Epoch:
 
     def taken(self, item: Item) -> None:
         """The item's outputs have been read; its memory may go."""
-        with self._changed:
+        with self._lock:
             for chunk, start, stop in item.parts:
                 chunk.left -= stop - start
                 if not chunk.left and chunk in self._open:
                     self._open.remove(chunk)
                     self._open_nbytes -= chunk.nbytes
-            self._changed.notify_all()
+            self._wake_feeder()
         self._labeller.delivered(item.rows)
 
     def close(self) -> None:
         """Drop what is under way. May be called twice, and from any thread but the source's own."""
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._changed.notify_all()
+            self._for_loop.notify_all()
+            self._for_feeder.notify_all()
         self._feeder.join(_SOURCE_STOP_S)
         if self._feeder.is_alive():
             logger.warning("the data source is still busy %g s after the epoch was closed; left alone", _SOURCE_STOP_S)
-        with self._changed:
+        with self._lock:
             chunks, self._open = self._open, set()
             self._items.clear()
         self._labeller.cancel(chunks)
@@ -88,7 +93,7 @@ class Epoch:
     # The training loop's thread
 
     def _next_item(self) -> Item:
-        with self._changed:
+        with self._lock:
             while True:
                 if self._closed:
                     raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
@@ -98,14 +103,16 @@ class Epoch:
                     if self._failure is not None:
                         raise self._failure
                     raise StopIteration
-                self._changed.wait()
+                self._for_loop.wait()
 
     def _await(self, chunk: Chunk) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: chunk.done or self._closed, _PATIENCE_S):
+        with self._lock:
+            self._awaited = chunk
+            if not self._for_loop.wait_for(lambda: chunk.done or self._closed, _PATIENCE_S):
                 self._labeller.wanted(chunk)
                 # The engine answers every chunk, with an error at the latest when its own deadlines have passed.
-                self._changed.wait_for(lambda: chunk.done or self._closed)
+                self._for_loop.wait_for(lambda: chunk.done or self._closed)
+            self._awaited = None
             if self._closed:
                 raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
         if chunk.error is not None:
@@ -129,16 +136,17 @@ class Epoch:
             if close is not None:
                 with contextlib.suppress(RuntimeError):
                     close()
-            with self._changed:
+            with self._lock:
                 self._fed, self._failure = True, failure
                 if failure is not None:
                     self._drop_unsent()
-                self._changed.notify_all()
+                self._for_loop.notify_all()
 
     def _offer(self, item: Item) -> None:
-        with self._changed:
+        with self._lock:
             self._items.append(item)
-            self._changed.notify_all()
+            if self._awaited is None:
+                self._for_loop.notify_all()
 
     def _drop_unsent(self) -> None:
         """Items with rows that were never sent come behind the failure."""
@@ -147,14 +155,16 @@ class Epoch:
 
     def _submit(self, chunks: list[Chunk]) -> bool:
         for chunk in chunks:
-            with self._changed:
-                self._changed.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
+            with self._lock:
+                self._unsent = chunk
+                self._for_feeder.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
+                self._unsent = None
                 if self._closed:
                     return False
                 self._open.add(chunk)
                 self._open_nbytes += chunk.nbytes
             try:
-                self._labeller.submit(chunk, self._answered, lambda: self._closed)
+                self._labeller.submit(chunk, self._notify, lambda: self._closed)
             except EDLError as exc:
                 chunk.error = exc
                 raise
@@ -164,10 +174,16 @@ class Epoch:
         if len(self._open) < 2:
             return True
         fits = self._open_nbytes + chunk.nbytes <= self._labeller.memory_bytes
-        return fits and len(self._open) < self._labeller.depth
+        return fits and len(self._open) < self._labeller.depth and not self._labeller.has_backlog
 
     # The event loop's thread
 
-    def _answered(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        with self._lock:
+            if self._awaited is not None and self._awaited.done:
+                self._for_loop.notify_all()
+            self._wake_feeder()
+
+    def _wake_feeder(self) -> None:
+        if self._unsent is not None and self._has_room(self._unsent):
+            self._for_feeder.notify_all()

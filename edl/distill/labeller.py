@@ -70,6 +70,7 @@ class Labeller:
         self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
         self._engines: list[Engine] = []
         self._following: list[Following] = []
+        self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
             for group in teachers:
                 self._add(group, replace(ask, model=group.model or ask.model))
@@ -98,14 +99,22 @@ class Labeller:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
         return max(8, 4 * max(engine.room for engine in self._engines))
 
+    @property
+    def has_backlog(self) -> bool:
+        """Whether enough chunks wait to be sent. More would only push warm memory out of the caches."""
+        waiting = max(
+            submitted - engine.taken_up for submitted, engine in zip(self._submitted, self._engines, strict=True)
+        )
+        return waiting >= 2 + max(engine.room for engine in self._engines) // 4
+
     def check(self) -> None:
         """Raise `ClosedError` if closed, or in a forked child."""
         if self._closed:
             raise ClosedError("the reader is closed")
         self._thread.check()
 
-    def submit(self, chunk: Chunk, answered: Callable[[], None], stopped: Callable[[], bool]) -> None:
-        """Ask every service for the chunk's labels; `answered` is called when it may be done.
+    def submit(self, chunk: Chunk, changed: Callable[[], None], stopped: Callable[[], bool]) -> None:
+        """Ask every service for the chunk's labels; `changed` is called when it may be done, or was sent.
 
         Raises:
             NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
@@ -117,10 +126,10 @@ class Labeller:
             if spec is None:
                 return
             payload = Payload.of(select_inputs(spec, chunk.fields), self._arena if engine.wants_arena else None)
-            engine.encode(payload)
             number = next(self._numbers)
             chunk.jobs.append((index, number))
-            self._thread.call(engine.submit, Job(number, payload, _Answer(chunk, index, answered)))
+            self._submitted[index] += 1
+            self._thread.call(engine.submit, Job(number, payload, _Answer(chunk, index, changed), changed))
 
     def wanted(self, chunk: Chunk) -> None:
         """The training loop waits for this chunk now."""
@@ -190,11 +199,11 @@ class _Answer:
 
     chunk: Chunk
     service: int
-    answered: Callable[[], None]
+    changed: Callable[[], None]
 
     def __call__(self, result: Outputs | EDLError, version: str) -> None:
         if isinstance(result, EDLError):
             self.chunk.error = result
         else:
             self.chunk.outputs[self.service] = result
-        self.answered()
+        self.changed()

@@ -59,12 +59,6 @@ class Link:
         """What the teacher's model looks like, None while it is not connected."""
         return self._client.spec if self._client is not None else None
 
-    def encode(self, payload: Payload) -> None:
-        """Make the message for `payload` ahead of time, in any thread."""
-        client = self._client
-        if client is not None:
-            client.encode(payload)
-
     async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
         """See `TeacherClient.infer`. A lost connection is noticed here and made anew in the background."""
         client = self._client

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -82,15 +82,14 @@ class ModelSpec:
 class Payload:
     """The input tensors of one request, ready to send to any teacher of a service.
 
-    They lie either in a slot of shared memory or in `raw`, and are sent from there without another copy but the one
-    that makes them a gRPC message. `wire` keeps that message for a second sending.
+    `raw` are the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent,
+    not ahead of time, so that the few messages under way use the same, warm memory over and over.
     """
 
     rows: int
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     raw: Sequence[codec.Buffer]
     slot: Slot | None = None
-    _wire: dict[bytes, bytes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], arena: Arena | None) -> Payload:
@@ -109,18 +108,6 @@ class Payload:
             raw.append(part.data)
             at += array.nbytes
         return cls(rows, inputs, raw, slot)
-
-    def message(self, header: bytes) -> bytes:
-        """The whole request behind `header`, a serialized ModelInferRequest without tensors."""
-        wire = self._wire.get(header)
-        if wire is None:
-            wire = codec.join_request(header, self.raw)
-            self._wire = {header: wire}
-        return wire
-
-    def forget_message(self) -> None:
-        """Let go of the bytes kept for a second sending."""
-        self._wire = {}
 
 
 def request_header(ask: Ask, model: str, payload: Payload, *, compressed: bool, in_slot: bool) -> bytes:

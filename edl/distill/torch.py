@@ -99,7 +99,7 @@ class DistillLoader(Generic[B]):
         device: torch.device | None,
         options: Options,
     ) -> None:
-        if FORK_HANDLERS and getattr(loader, "num_workers", 0):
+        if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
                 "grpc was imported before edl, with its fork handlers on, which can crash DataLoader workers: "
                 "import edl.distill first, or set GRPC_ENABLE_FORK_SUPPORT=0"
@@ -194,13 +194,7 @@ def _at(key: str | int) -> Getter:
 
 def _to_tensor(value: Any) -> Any:
     if isinstance(value, TopK):
-        return TopK(
-            ids=torch.from_numpy(value.ids.copy()),
-            values=torch.from_numpy(value.values.copy()),
-            tail_lse=torch.from_numpy(value.tail_lse.copy()),
-            temperature=value.temperature,
-            classes=value.classes,
-        )
+        return value.map(lambda array: torch.from_numpy(array.copy()))
     return torch.from_numpy(value)
 
 
@@ -208,13 +202,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, TopK):
-        return TopK(
-            ids=_moved(value.ids, device),
-            values=_moved(value.values, device),
-            tail_lse=_moved(value.tail_lse, device),
-            temperature=value.temperature,
-            classes=value.classes,
-        )
+        return value.map(lambda tensor: _moved(tensor, device))
     if isinstance(value, Mapping):
         return {key: _moved(part, device) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

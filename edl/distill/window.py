@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 __all__ = ["Window"]
 
-QUEUE_S = 0.004
+QUEUE_S = 0.010
 """Seconds of work that may wait at a teacher, if that is more than one request."""
+MOST_QUEUED = 4.0
+"""Requests that may wait at a teacher for that reason."""
 PROBE_EVERY_S = 10.0
 """How long a measured base is trusted before one request is sent alone to measure it again."""
 _KEPT = 32
@@ -80,7 +82,7 @@ class Window:
         latency_s = statistics.median(recent)
         queued = self.size * (1 - self.base_s / latency_s) if latency_s > 0 else 0.0
         service_s = latency_s / self.size
-        worth = min(max(1.0, QUEUE_S / service_s), 8.0) if service_s > 0 else 1.0
+        worth = min(max(1.0, QUEUE_S / service_s), MOST_QUEUED) if service_s > 0 else 1.0
         self._since_change = 0
         if queued < 0.8 * worth:
             self.size = min(self.size + 1, self.limit)

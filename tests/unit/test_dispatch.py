@@ -1,0 +1,261 @@
+"""The dispatcher's promises, in simulated time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.distill.dispatch import Answer, Dispatcher, Failure, FailureKind, GiveUp, Policy, Send
+from tests.unit.simulation import SimTeacher, Simulation, stragglers
+
+
+def sends(actions: list[object]) -> list[Send]:
+    return [action for action in actions if isinstance(action, Send)]
+
+
+def test_every_task_is_answered_once_and_each_teacher_gets_its_share() -> None:
+    teachers = {"slow": SimTeacher(0.08), **{f"fast{i}": SimTeacher(0.02) for i in range(3)}}
+    dispatcher = Dispatcher()
+    simulation = Simulation(dispatcher, teachers, tasks=2000)
+    simulation.run()
+    assert sorted(simulation.answers) == list(range(2000))
+    rate = 2000 / simulation.now
+    assert rate > 0.95 * (3 / 0.02 + 1 / 0.08)
+    assert teachers["slow"].served < teachers["fast0"].served / 3
+
+
+def test_a_teacher_far_away_gets_a_wider_window() -> None:
+    near, far = SimTeacher(0.02, network_s=0.0005), SimTeacher(0.02, network_s=0.05)
+    dispatcher = Dispatcher()
+    Simulation(dispatcher, {"near": near, "far": far}, tasks=1500).run()
+    assert dispatcher.teachers["near"].window.size <= 3
+    assert dispatcher.teachers["far"].window.size >= 6
+    assert far.served > 0.9 * near.served
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
+    def trial(budget: float) -> tuple[Simulation, Dispatcher]:
+        teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.03, 10, 10 * seed + i)) for i in range(4)}
+        dispatcher = Dispatcher(Policy(hedge_budget=budget))
+        simulation = Simulation(dispatcher, teachers, tasks=2000, depth=12)
+        simulation.run()
+        return simulation, dispatcher
+
+    with_hedging, dispatcher = trial(0.05)
+    without, _ = trial(0.0)
+    assert 0 < dispatcher.hedged <= 0.05 * 2000 + 16
+    assert with_hedging.now < without.now
+    tail = [sorted(simulation.latency.values())[int(0.99 * 2000)] for simulation in (with_hedging, without)]
+    assert tail[0] < tail[1]
+
+
+def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:
+    teachers = {f"t{i}": SimTeacher(0.02) for i in range(4)}
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    simulation = Simulation(dispatcher, teachers, tasks=1000)
+    lost: list[int] = []
+
+    def kill() -> list[object]:
+        lost.append(len(dispatcher.teachers["t0"].in_flight))
+        return simulation.kill("t0")  # type: ignore[return-value]
+
+    simulation.at(2.0, kill)  # type: ignore[arg-type]
+    simulation.run()
+    assert sorted(simulation.answers) == list(range(1000))
+    assert lost[0] > 0
+    assert dispatcher.resent == lost[0]
+    assert sum(len(teacher.sent) for teacher in teachers.values()) == 1000 + lost[0]
+
+
+def test_without_hedging_nothing_is_sent_twice() -> None:
+    teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.1, 20, i)) for i in range(3)}
+    Simulation(Dispatcher(Policy(hedge_budget=0.0)), teachers, tasks=300).run()
+    assert sorted(task for teacher in teachers.values() for task in teacher.sent) == list(range(300))
+
+
+def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
+    dispatcher = Dispatcher()
+    (first,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
+    assert dispatcher.failed(first.attempt, Failure(FailureKind.OVERLOADED, "queue full", 0.3), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(0.4)
+    assert dispatcher.tick(0.39) == []
+    assert [send.task for send in sends(dispatcher.tick(0.41))] == [1]
+
+
+def test_a_task_that_one_teacher_fails_goes_to_another() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "out of memory"), 0.1))
+    assert second.task == 1
+    assert second.teacher != first.teacher
+
+
+def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
+    dispatcher = Dispatcher()
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no input 'x'"), 0.1))
+    (end,) = dispatcher.failed(second.attempt, Failure(FailureKind.REJECTED, "no input 'x'"), 0.2)
+    assert isinstance(end, GiveUp)
+    assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
+
+
+def test_the_only_teacher_is_believed_when_it_refuses() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = sends(dispatcher.add(1, 0.0))
+    (end,) = dispatcher.failed(send.attempt, Failure(FailureKind.REJECTED, "no"), 0.1)
+    assert isinstance(end, GiveUp)
+
+
+def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "unknown model"), 0.1))
+    dispatcher.answered(second.attempt, 0.2)
+    assert "unknown model" in dispatcher.teachers[first.teacher].why
+    assert dispatcher.live(0.2) == 1
+
+
+def test_unusable_outputs_set_a_teacher_aside_at_once() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = sends(dispatcher.add(1, 0.0))
+    dispatcher.failed(send.attempt, Failure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
+    assert dispatcher.live(0.1) == 0
+    assert dispatcher.teachers["a"].why == "NaN in row 3"
+
+
+def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() -> None:
+    policy = Policy(failures_to_open=2, open_min_s=1.0, task_failures=100)
+    dispatcher = Dispatcher(policy)
+    dispatcher.teacher_up("a", 0.0)
+    now, pauses = 0.0, []
+    pending = sends(dispatcher.add(1, now))
+    for _ in range(5):
+        while pending:
+            now += 0.01
+            pending = sends(dispatcher.failed(pending[0].attempt, Failure(FailureKind.ERROR, "boom"), now))
+        again = dispatcher.next_event(now)
+        assert again is not None
+        pauses.append(round(again - now, 3))
+        now = again
+        pending = sends(dispatcher.tick(now))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+    dispatcher.answered(pending[0].attempt, now)
+    assert dispatcher.live(now) == 1
+    assert dispatcher.teachers["a"].opened == 0
+
+
+def test_a_dropped_task_is_forgotten_and_its_late_answer_ignored() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = sends(dispatcher.add(1, 0.0))
+    assert dispatcher.drop(1) == [send.attempt]
+    assert dispatcher.answered(send.attempt, 1.0) == []
+    assert dispatcher.open_tasks == 0
+
+
+def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    first = sends(dispatcher.add(1, 0.0))
+    for task in (2, 3, 4):
+        dispatcher.add(task, 0.0)
+    again = sends(dispatcher.failed(first[0].attempt, Failure(FailureKind.OVERLOADED, "", 0.0), 0.1))
+    again += sends(dispatcher.tick(0.2))
+    assert again[0].task == 1
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "up", "down", "remove", "drain", "answer", "fail", "tick", "drop", "wanted"]),
+        st.integers(0, 5),
+        st.sampled_from(list(FailureKind)),
+        st.floats(0, 3),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(events)
+def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked(
+    script: list[tuple[str, int, FailureKind, float]],
+) -> None:
+    policy = Policy(window=4)
+    dispatcher = Dispatcher(policy)
+    now = 0.0
+    on_way: dict[int, Send] = {}
+    added, ended, dropped = 0, set(), set()
+    connected: set[str] = set()
+
+    def take(actions: list[object]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                assert action.teacher in connected
+                assert action.task not in ended | dropped
+                on_way[action.attempt] = action
+                per_teacher = sum(send.teacher == action.teacher for send in on_way.values())
+                assert per_teacher <= policy.window
+                assert sum(send.task == action.task for send in on_way.values()) <= 2
+            elif isinstance(action, Answer | GiveUp):
+                assert action.task not in ended
+                ended.add(action.task)
+
+    for kind, number, failure, step in script:
+        now += step
+        name = f"t{number}"
+        if kind == "add":
+            take(dispatcher.add(added, now))  # type: ignore[arg-type]
+            added += 1
+        elif kind == "up":
+            connected.add(name)
+            take(dispatcher.teacher_up(name, now))  # type: ignore[arg-type]
+        elif kind in ("down", "remove", "drain"):
+            connected.discard(name)
+            {"down": dispatcher.teacher_down, "remove": dispatcher.teacher_removed}.get(
+                kind, dispatcher.teacher_draining
+            )(name)
+        elif kind == "tick":
+            take(dispatcher.tick(now))  # type: ignore[arg-type]
+        elif kind == "wanted":
+            take(dispatcher.wanted(number, now))  # type: ignore[arg-type]
+        elif kind == "drop" and number not in ended and number < added:
+            for attempt in dispatcher.drop(number):
+                del on_way[attempt]
+            dropped.add(number)
+        elif kind in ("answer", "fail") and on_way:
+            attempt = sorted(on_way)[number % len(on_way)]
+            del on_way[attempt]
+            if kind == "answer":
+                take(dispatcher.answered(attempt, now))  # type: ignore[arg-type]
+            else:
+                take(dispatcher.failed(attempt, Failure(failure, "x"), now))  # type: ignore[arg-type]
+        assert dispatcher.hedged <= 4 + 0.05 * dispatcher.sent
+
+    # With one good teacher in the end, everything that is open is answered.
+    dispatcher.teacher_removed("good")
+    connected.add("good")
+    take(dispatcher.teacher_up("good", now))  # type: ignore[arg-type]
+    for _ in range(50 * (added + 1)):
+        if len(ended | dropped) == added:
+            break
+        now += 1.0
+        mine = [attempt for attempt, send in on_way.items() if send.teacher == "good"]
+        for attempt in mine:
+            del on_way[attempt]
+            take(dispatcher.answered(attempt, now))  # type: ignore[arg-type]
+        for attempt in list(on_way):
+            if attempt in on_way and on_way[attempt].teacher != "good":
+                del on_way[attempt]
+                take(dispatcher.failed(attempt, Failure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
+        take(dispatcher.tick(now))  # type: ignore[arg-type]
+    assert ended | dropped == set(range(added))

@@ -1,0 +1,130 @@
+"""The wire format: our cutting and joining of bytes against protobuf's own reading and writing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, tensors
+
+blobs = st.lists(st.binary(max_size=300), max_size=4)
+
+
+def header(model: str = "m") -> kserve.ModelInferRequest:
+    message = kserve.ModelInferRequest(model_name=model, id="7")
+    tensor = message.inputs.add(name="x", datatype="FP32", shape=[2, 3])
+    tensor.parameters["p"].int64_param = -5
+    message.parameters["q"].string_param = "words"
+    return message
+
+
+@given(blobs)
+def test_a_request_is_what_protobuf_would_write(raw: list[bytes]) -> None:
+    whole = header()
+    whole.raw_input_contents.extend(raw)
+    assert kserve.ModelInferRequest.FromString(codec.encode_request(header(), raw)) == whole
+
+
+@given(blobs)
+def test_a_request_that_protobuf_wrote_is_read(raw: list[bytes]) -> None:
+    whole = header()
+    whole.raw_input_contents.extend(raw)
+    found, views = codec.decode_request(whole.SerializeToString())
+    assert found == header()
+    assert [bytes(view) for view in views] == raw
+
+
+@given(blobs)
+def test_a_response_comes_back_as_it_was(raw: list[bytes]) -> None:
+    message = kserve.ModelInferResponse(model_name="m")
+    message.outputs.add(name="y", datatype="FP16", shape=[1])
+    found, views = codec.decode_response(codec.encode_response(message, raw))
+    assert found == message
+    assert [bytes(view) for view in views] == raw
+
+
+def test_tensors_may_stand_anywhere_in_the_message() -> None:
+    raw_first = codec.encode_request(kserve.ModelInferRequest(), [b"abc"]) + header().SerializeToString()
+    found, views = codec.decode_request(raw_first + codec.encode_request(kserve.ModelInferRequest(), [b"de"]))
+    assert found == header()
+    assert [bytes(view) for view in views] == [b"abc", b"de"]
+
+
+@given(st.binary(max_size=200))
+@example(b"\x3a\xff\xff\xff\xff\x0f")  # raw contents that claim four gigabytes
+@example(b"\xff" * 12)
+def test_any_bytes_are_read_or_refused_as_protobuf_does(data: bytes) -> None:
+    try:
+        found, views = codec.decode_request(data)
+    except ProtocolError:
+        return
+    whole = kserve.ModelInferRequest.FromString(data)
+    assert [bytes(view) for view in views] == list(whole.raw_input_contents)
+    whole.ClearField("raw_input_contents")
+    assert found == whole
+
+
+DTYPES = ["<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?", ">f4", ">i2"]
+
+
+@given(st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=1, min_side=0))))
+def test_arrays_survive_the_journey(array: np.ndarray) -> None:
+    datatype = tensors.datatype_of(array.dtype)
+    back = tensors.from_raw(datatype, array.shape, tensors.to_raw(array))
+    np.testing.assert_array_equal(back, array)
+    assert back.dtype == array.dtype.newbyteorder("<")
+
+
+@given(st.lists(st.one_of(st.binary(max_size=20), st.text(max_size=20)), max_size=6))
+def test_strings_survive_the_journey(values: list[bytes | str]) -> None:
+    array = np.empty(len(values), np.object_)
+    array[:] = values
+    back = tensors.from_raw("BYTES", [len(values)], tensors.to_raw(array))
+    assert back.tolist() == [value.encode() if isinstance(value, str) else value for value in values]
+
+
+def test_bfloat16_is_read_as_float32() -> None:
+    assert tensors.from_raw("BF16", [2], np.array([0x3F80, 0xC000], "<u2").tobytes()).tolist() == [1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "raw", "words"),
+    [
+        ("FP32", [2], b"1234567", "takes 8 bytes, not 7"),
+        ("FP32", [-1], b"", "negative"),
+        ("FP31", [1], b"1234", "unknown datatype 'FP31'"),
+        ("FP32", [2**40, 2**40], b"1234", "bytes, not 4"),
+        ("BYTES", [2], b"\x01\0\0\0a", "at least 8 bytes"),
+        ("BYTES", [1], b"\x09\0\0\0a", "claims 9 bytes"),
+        ("BYTES", [1], b"\x01\0\0\0ab", "1 bytes too many"),
+    ],
+)
+def test_tensors_that_lie_about_their_size_are_refused(
+    datatype: str, shape: list[int], raw: bytes, words: str
+) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        tensors.from_raw(datatype, shape, raw)
+
+
+def test_typed_contents_are_read_and_checked() -> None:
+    contents = kserve.InferTensorContents(int_contents=[1, -2, 3])
+    assert tensors.from_contents("INT8", [3], contents).tolist() == [1, -2, 3]
+    with pytest.raises(ProtocolError, match="takes 4 elements, int_contents has 3"):
+        tensors.from_contents("INT8", [2, 2], contents)
+    with pytest.raises(ProtocolError, match="does not fit INT8"):
+        tensors.from_contents("INT8", [1], kserve.InferTensorContents(int_contents=[300]))
+    with pytest.raises(ProtocolError, match="FP16 cannot be sent"):
+        tensors.from_contents("FP16", [1], contents)
+
+
+def test_the_messages_are_those_of_tritonclient() -> None:
+    service_pb2 = pytest.importorskip("tritonclient.grpc.service_pb2")
+    ours = header()
+    ours.raw_input_contents.append(b"abc")
+    theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
+    assert kserve.ModelInferRequest.FromString(theirs.SerializeToString()) == ours
+    assert theirs.inputs[0].parameters["p"].int64_param == -5

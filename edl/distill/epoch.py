@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from edl.distill.labeller import Labeller
-from edl.distill.source import Chunk, Cutter, Item
-from edl.errors import ClosedError, EDLError
+from edl.distill.source import Chunk, Cutter, Item, Trace
+from edl.errors import ClosedError, EDLError, SourceError
 
 __all__ = ["Epoch"]
 
@@ -38,6 +38,8 @@ class Epoch:
         self._awaited: Chunk | None = None
         self._unsent: Chunk | None = None
         self._items: deque[Item] = deque()
+        self._traces: dict[Trace, int] = {}  # arrays that the training loop has not taken yet, and how often each
+        self._marks: dict[int, bytes] = {}  # their addresses
         self._open: set[Chunk] = set()
         self._open_nbytes = 0
         self._fed = False
@@ -71,6 +73,11 @@ class Epoch:
                 if not chunk.left and chunk in self._open:
                     self._open.remove(chunk)
                     self._open_nbytes -= chunk.nbytes
+            for trace in item.traces:
+                self._traces[trace] -= 1
+                if not self._traces[trace]:
+                    del self._traces[trace]
+                    self._marks.pop(trace.address, None)
             self._wake_feeder()
         self._labeller.delivered(item.rows)
 
@@ -144,6 +151,13 @@ class Epoch:
 
     def _offer(self, item: Item) -> None:
         with self._lock:
+            for trace in item.traces:
+                if self._marks.setdefault(trace.address, trace.marks) != trace.marks:
+                    raise SourceError(
+                        "the source filled an array again that it had yielded before, while its soft labels were "
+                        "still on their way: yield a new array each time (for example array.copy())"
+                    )
+                self._traces[trace] = self._traces.get(trace, 0) + 1
             self._items.append(item)
             if self._awaited is None:
                 self._for_loop.notify_all()

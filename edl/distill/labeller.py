@@ -6,6 +6,7 @@ A `Labeller` belongs to one reader and lives across its epochs. It is started by
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,8 @@ from edl.memory import keep_freed_memory
 
 __all__ = ["Labeller", "Options"]
 
+logger = logging.getLogger("edl.distill")
+
 _CLOSE_S = 10.0
 
 
@@ -37,12 +40,14 @@ class Options:
         teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
         memory_bytes: inputs held ahead of the training loop, at most.
         shared_memory: use it for teachers on this host.
+        progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
         policy: windows, hedging, retries.
     """
 
     teacher_timeout_s: float = 60.0
     memory_bytes: int = 512 << 20
     shared_memory: bool = True
+    progress_s: float = 30.0
     policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
@@ -65,6 +70,7 @@ class Labeller:
         self._numbers = itertools.count()
         self._delivered = self._cached = self._buffered = 0
         self._wait_s = 0.0
+        self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
         keep_freed_memory()
         self._thread = LoopThread.acquire()
         self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
@@ -152,6 +158,11 @@ class Labeller:
         """So many rows went to the training loop."""
         self._delivered += rows
         self._buffered -= rows
+        now = time.monotonic()
+        if now >= self._progress_at:
+            rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self._options.progress_s)
+            logger.info("%s, %.0f rows/s", self.stats().line(), rate)
+            self._progress_at, self._progress_rows = now + self._options.progress_s, self._delivered
 
     def waited(self, seconds: float) -> None:
         """The training loop waited so long."""

@@ -7,9 +7,9 @@ the field and the remedy.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,12 +55,25 @@ class Chunk:
         return self
 
 
+class Trace(NamedTuple):
+    """Where an array lies, and a few of its bytes: enough to tell that a source filled the same buffer again."""
+
+    address: int
+    marks: bytes
+
+    @classmethod
+    def of(cls, array: Array) -> Trace:
+        step = max(array.size // 16, 1)
+        return cls(array.__array_interface__["data"][0], array.reshape(-1)[::step].tobytes())
+
+
 @dataclass(eq=False)
 class Item:
     """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
 
     value: Any
     parts: list[tuple[Chunk, int, int]]
+    traces: list[Trace] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -123,7 +136,7 @@ class BatchCutter(Cutter):
             chunks.append(chunk)
             parts.append((chunk, 0, stop - start))
         self.seen += 1
-        return Item(value, parts), chunks
+        return Item(value, parts, _traces(fields.values())), chunks
 
 
 class _RowGatherer(Cutter):
@@ -150,6 +163,10 @@ class _RowGatherer(Cutter):
         if chunk.rows == self.chunk_rows:
             ready.append(self._sealed())
         return chunk, row
+
+    def _sample_traces(self, sample: Any) -> list[Trace]:
+        found = (self._get(name, getter, sample, "sample") for name, getter in self.getters.items())
+        return _traces(value for value in found if isinstance(value, np.ndarray))
 
     def _sealed(self) -> Chunk:
         fields = {name: self._stacked(name, rows) for name, rows in self._rows.items()}
@@ -181,7 +198,7 @@ class SampleCutter(_RowGatherer):
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         ready: list[Chunk] = []
         chunk, row = self._row(value, ready)
-        return Item(value, [(chunk, row, row + 1)]), ready
+        return Item(value, [(chunk, row, row + 1)], self._sample_traces(value)), ready
 
 
 class SampleListCutter(_RowGatherer):
@@ -190,13 +207,15 @@ class SampleListCutter(_RowGatherer):
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
+        traces: list[Trace] = []
         for sample in value:
+            traces += self._sample_traces(sample)
             chunk, row = self._row(sample, ready)
             if parts and parts[-1][0] is chunk:
                 parts[-1] = (chunk, parts[-1][1], row + 1)
             else:
                 parts.append((chunk, row, row + 1))
-        return Item(value, parts), ready
+        return Item(value, parts, traces), ready
 
 
 def as_array(value: Any, what: str) -> Array:
@@ -218,6 +237,10 @@ def as_array(value: Any, what: str) -> Array:
     if array.dtype.kind == "O" and not all(isinstance(element, bytes | str) for element in array.reshape(-1)[:64]):
         raise SourceError(f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings")
     return array
+
+
+def _traces(arrays: Iterable[Array]) -> list[Trace]:
+    return [Trace.of(array) for array in arrays if array.size and array.dtype.kind != "O"]
 
 
 def _common_rows(fields: Mapping[str, Array], seen: int) -> int:

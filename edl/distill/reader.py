@@ -13,6 +13,7 @@ from typing import Any, Literal
 from edl.distill.delivery import Combine, Combiner, in_order, rows_of
 from edl.distill.epoch import Epoch
 from edl.distill.labeller import Labeller, Options
+from edl.distill.loader import TeachersLike, groups_of
 from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
@@ -55,7 +56,7 @@ class DistillReader:
         ins: Sequence[str | None],
         predicts: Sequence[str],
         *,
-        teachers: str | Sequence[str] | Teachers | Sequence[Teachers] | None = None,
+        teachers: TeachersLike = None,
         teacher_batch_size: int | None = None,
         combine: Combine = "each",
         top_k: int | None = None,
@@ -71,7 +72,7 @@ class DistillReader:
         self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype)
         self._options = options or Options()
         self._combine = combine
-        self._teachers: list[Teachers] = [] if teachers is None else _groups(teachers)
+        self._teachers: list[Teachers] = [] if teachers is None else groups_of(teachers)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: Literal["sample", "sample_list", "batch"] | None = None
@@ -236,14 +237,6 @@ class DistillReader:
         if rows is not None and (not isinstance(rows, int) or rows < 1):
             raise SettingsError(f"teacher_batch_size={rows!r}: must be a whole number of at least 1")
         return rows
-
-
-def _groups(teachers: str | Sequence[str] | Teachers | Sequence[Teachers]) -> list[Teachers]:
-    if isinstance(teachers, str | Teachers):
-        return [Teachers.parse(teachers)]
-    if teachers and all(isinstance(group, Teachers) for group in teachers):
-        return [group for group in teachers if isinstance(group, Teachers)]
-    return [Teachers.parse([part for part in teachers if isinstance(part, str)])]
 
 
 def _limited(group: Teachers, most: int) -> Teachers:

@@ -1,0 +1,166 @@
+"""A data loader with soft labels beside its batches: what is the same for every framework."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from edl.distill.compress import TopK
+from edl.distill.delivery import Combine, Combiner, in_order, rows_of
+from edl.distill.epoch import Epoch
+from edl.distill.labeller import Labeller, Options
+from edl.distill.request import Ask
+from edl.distill.source import BatchCutter, Getter
+from edl.distill.stats import ReaderStats
+from edl.distill.teachers import Teachers
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+from edl.protocol.transport import FORK_HANDLERS
+
+__all__ = ["DistillLoader", "Inputs", "TeachersLike", "getters_of", "groups_of"]
+
+logger = logging.getLogger("edl.distill")
+
+B = TypeVar("B")
+Inputs: TypeAlias = str | Sequence[str | None] | Mapping[str, str | int | Callable[[Any], Any]]
+TeachersLike: TypeAlias = str | Sequence[str] | Teachers | Sequence[Teachers] | None
+
+
+class DistillLoader(Generic[B], abc.ABC):
+    """Yields `(batch, soft labels)` for each batch of `loader`. Iterate it once an epoch; `close` it when done.
+
+    Soft labels are a tensor [rows, ...] for one output, and a tuple for several: outputs by service. Of `TopK` labels
+    the arrays are tensors.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[B],
+        teachers: list[Teachers],
+        *,
+        getters: Mapping[str, Getter],
+        ask: Ask,
+        batch_rows: int | None,
+        combine: Combine,
+        device: Any,
+        options: Options,
+    ) -> None:
+        if FORK_HANDLERS and getattr(loader, "num_workers", False):
+            logger.warning(
+                "grpc was imported before edl, with its fork handlers on, which can crash the loader's workers: "
+                "import edl.distill first, or set GRPC_ENABLE_FORK_SUPPORT=0"
+            )
+        self.loader = loader
+        self._getters, self._batch_rows, self._device = getters, batch_rows, device
+        self._outputs = ask.outputs
+        self._combiner = Combiner(combine, [group.weight for group in teachers])
+        self._services = len(teachers)
+        self._epoch: Epoch | None = None
+        self._labeller = Labeller(teachers, ask, options)
+        self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[tuple[B, Any]]:
+        self._labeller.check()
+        if self._epoch is not None:
+            self._epoch.close()
+        cutter = BatchCutter(self._getters, self._batch_rows, self._services)
+        # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
+        self._epoch = Epoch(self._labeller, iter(self.loader), cutter)
+        return self._ahead(self._labelled(self._epoch))
+
+    def stats(self) -> ReaderStats:
+        """What has been done so far; may be called from any thread."""
+        return self._labeller.stats()
+
+    def close(self) -> None:
+        """End the epoch and all connections."""
+        if self._epoch is not None:
+            self._epoch.close()
+        self._labeller.close()
+
+    def __enter__(self) -> DistillLoader[B]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abc.abstractmethod
+    def to_tensor(self, labels: Array) -> Any:
+        """A tensor of the framework that may share memory with `labels`, which nobody else uses."""
+
+    @abc.abstractmethod
+    def move(self, value: Any, device: Any) -> Any:
+        """A tensor on its way to `device`; anything else as it is."""
+
+    def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
+        try:
+            for item in epoch:
+                combined = self._combiner([rows_of(item, service) for service in range(self._services)])
+                epoch.taken(item)
+                labels = [self._tensors(value) for outputs in combined for value in in_order(outputs, self._outputs)]
+                yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
+        finally:
+            epoch.close()
+
+    def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Iterator[tuple[B, Any]]:
+        """With a device, start moving the next batch before this one is used."""
+        if self._device is None:
+            yield from batches
+            return
+        waiting: deque[tuple[B, Any]] = deque()
+        for batch in batches:
+            waiting.append(self._moved(batch))
+            if len(waiting) > 1:
+                yield waiting.popleft()
+        yield from waiting
+
+    def _tensors(self, labels: Array | TopK) -> Any:
+        if isinstance(labels, TopK):
+            return labels.map(lambda array: self.to_tensor(array.copy()))
+        return self.to_tensor(labels)
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, TopK):
+            return value.map(lambda tensor: self.move(tensor, self._device))
+        if isinstance(value, Mapping):
+            return {key: self._moved(part) for key, part in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self._moved(part) for part in value))
+        if isinstance(value, tuple | list):
+            return type(value)(self._moved(part) for part in value)
+        return self.move(value, self._device)
+
+
+def groups_of(teachers: TeachersLike, discovery: str | None = None) -> list[Teachers]:
+    """The services that `teachers` names, by whichever of the ways of naming them."""
+    if teachers is None:
+        return [Teachers.from_env()]
+    if isinstance(teachers, str | Teachers):
+        return [Teachers.parse(teachers, discovery=discovery)]
+    groups = [group for group in teachers if isinstance(group, Teachers)]
+    if groups and len(groups) == len(teachers):
+        return groups
+    return [Teachers.parse([part for part in teachers if isinstance(part, str)])]
+
+
+def getters_of(inputs: Inputs) -> dict[str, Getter]:
+    """How to find each named input in a batch; see `distill`."""
+    if isinstance(inputs, str):
+        return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
+    if isinstance(inputs, Mapping):
+        return {name: key if callable(key) else _at(key) for name, key in inputs.items()}
+    found = {name: _at(index) for index, name in enumerate(inputs) if name}
+    if not found:
+        raise SettingsError(f"inputs={inputs!r}: name at least one input of the teachers")
+    return found
+
+
+def _at(key: str | int) -> Getter:
+    return lambda batch: batch[key]

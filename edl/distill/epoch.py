@@ -130,6 +130,7 @@ class Epoch:
     def _feed(self) -> None:
         failure: BaseException | None = None
         try:
+            self._labeller.settle()
             for value in self._source:
                 item, ready = self._cutter.put(value)
                 self._offer(item)

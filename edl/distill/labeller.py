@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from edl.discovery.registry import Snapshot
 from edl.distill.arena import Arena
+from edl.distill.caching import Caching, Keeper, Missing, key_of, look_up_offline, offline_view
 from edl.distill.dispatch import Policy
 from edl.distill.engine import Engine, Job
 from edl.distill.loop import LoopThread
@@ -60,8 +61,11 @@ class Options:
 class Labeller:
     """See the module. `submit` is for the feeding thread, the rest for any."""
 
-    def __init__(self, teachers: list[Teachers], ask: Ask, options: Options) -> None:
+    def __init__(self, teachers: list[Teachers], ask: Ask, options: Options, caching: Caching | None = None) -> None:
         self.teachers = teachers
+        self._caching = caching
+        self._offline = offline_view(caching, ask) if caching is not None and not teachers else None
+        self._keeper = Keeper() if caching is not None else None
         self.memory_bytes = options.memory_bytes
         self._options = options
         self._pid = os.getpid()
@@ -101,17 +105,21 @@ class Labeller:
         self._following.append(Following(group, changed))
 
     @property
+    def services(self) -> int:
+        """How many answers each chunk gets."""
+        return max(len(self.teachers), 1)
+
+    @property
     def depth(self) -> int:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
-        return max(8, 4 * max(engine.room for engine in self._engines))
+        return max(8, 4 * max((engine.room for engine in self._engines), default=0))
 
     @property
     def has_backlog(self) -> bool:
         """Whether enough chunks wait to be sent. More would only push warm memory out of the caches."""
-        waiting = max(
-            submitted - engine.taken_up for submitted, engine in zip(self._submitted, self._engines, strict=True)
-        )
-        return waiting >= 2 + max(engine.room for engine in self._engines) // 4
+        pairs = zip(self._submitted, self._engines, strict=True)
+        waiting = max((submitted - engine.taken_up for submitted, engine in pairs), default=0)
+        return waiting >= 2 + self.depth // 16
 
     def check(self) -> None:
         """Raise `ClosedError` if closed, or in a forked child."""
@@ -127,15 +135,41 @@ class Labeller:
             SourceError: the model cannot take these inputs.
         """
         self._buffered += chunk.rows
+        if self._offline is not None and chunk.ids is not None:
+            chunk.outputs[0] = look_up_offline(self._offline, chunk.ids)
+            self._cached += chunk.rows
         for index, engine in enumerate(self._engines):
             spec = self._spec(engine, stopped)
             if spec is None:
                 return
-            payload = Payload.of(select_inputs(spec, chunk.fields), self._arena if engine.wants_arena else None)
+            missing = self._look_up(chunk, engine, spec)
+            if missing is not None and missing.found.complete:
+                chunk.outputs[index] = dict(missing.found.outputs)
+                continue
+            fields = select_inputs(spec, chunk.fields)
+            if missing is not None and missing.found.outputs:
+                fields = {name: array[~missing.found.mask] for name, array in fields.items()}
+            payload = Payload.of(fields, self._arena if engine.wants_arena else None)
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
-            self._thread.call(engine.submit, Job(number, payload, _Answer(chunk, index, changed), changed))
+            answer = _Answer(chunk, index, changed, spec.version, missing, self._keeper)
+            self._thread.call(engine.submit, Job(number, payload, answer, changed))
+        changed()
+
+    def _look_up(self, chunk: Chunk, engine: Engine, spec: ModelSpec) -> Missing | None:
+        if self._caching is None or chunk.ids is None:
+            return None
+        view = self._caching.cache.view(key_of(engine.ask, spec, self._caching.dataset))
+        found = view.get(chunk.ids)
+        self._cached += int(found.mask.sum())
+        ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
+        return Missing(found, view, ids)
+
+    def settle(self) -> None:
+        """Before an epoch: let the cache take in the answers of the one before."""
+        if self._keeper is not None:
+            self._keeper.settle()
 
     def wanted(self, chunk: Chunk) -> None:
         """The training loop waits for this chunk now."""
@@ -189,6 +223,8 @@ class Labeller:
         for engine in self._engines:
             self._thread.run(engine.close(), _CLOSE_S)
         self._thread.release()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._arena is not None:
             self._arena.close()
 
@@ -206,15 +242,30 @@ class Labeller:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Puts a job's outputs into its chunk, on the loop."""
+    """Puts a job's outputs into its chunk, on the loop, and has them kept."""
 
     chunk: Chunk
     service: int
     changed: Callable[[], None]
+    version: str
+    missing: Missing | None
+    keeper: Keeper | None
 
     def __call__(self, result: Outputs | EDLError, version: str) -> None:
         if isinstance(result, EDLError):
             self.chunk.error = result
         else:
-            self.chunk.outputs[self.service] = result
+            self._take(result, version)
         self.changed()
+
+    def _take(self, outputs: Outputs, version: str) -> None:
+        if self.missing is None:
+            self.chunk.outputs[self.service] = outputs
+            return
+        try:
+            self.chunk.outputs[self.service] = self.missing.completed(outputs)
+        except SettingsError as exc:
+            self.chunk.error = exc
+            return
+        if self.keeper is not None and version == self.version:
+            self.keeper.keep(self.missing.view, self.missing.ids, outputs)

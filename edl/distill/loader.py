@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from edl.distill.caching import Caching
 from edl.distill.compress import TopK
 from edl.distill.delivery import Combine, Combiner, in_order, rows_of
 from edl.distill.epoch import Epoch
@@ -16,12 +17,12 @@ from edl.distill.labeller import Labeller, Options
 from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Getter
 from edl.distill.stats import ReaderStats
-from edl.distill.teachers import Teachers
+from edl.distill.teachers import Teachers, teachers_from_env
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
 
-__all__ = ["DistillLoader", "Inputs", "TeachersLike", "getters_of", "groups_of"]
+__all__ = ["DistillLoader", "Inputs", "TeachersLike", "at", "getters_of", "groups_of"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -48,6 +49,8 @@ class DistillLoader(Generic[B], abc.ABC):
         combine: Combine,
         device: Any,
         options: Options,
+        caching: Caching | None = None,
+        ids: Getter | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
@@ -57,10 +60,12 @@ class DistillLoader(Generic[B], abc.ABC):
         self.loader = loader
         self._getters, self._batch_rows, self._device = getters, batch_rows, device
         self._outputs = ask.outputs
-        self._combiner = Combiner(combine, [group.weight for group in teachers])
-        self._services = len(teachers)
+        self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
+        if (caching is None) != (ids is None):
+            raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
+        self._ids = ids
         self._epoch: Epoch | None = None
-        self._labeller = Labeller(teachers, ask, options)
+        self._labeller = Labeller(teachers, ask, options, caching)
         self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
 
     def __len__(self) -> int:
@@ -70,7 +75,7 @@ class DistillLoader(Generic[B], abc.ABC):
         self._labeller.check()
         if self._epoch is not None:
             self._epoch.close()
-        cutter = BatchCutter(self._getters, self._batch_rows, self._services)
+        cutter = BatchCutter(self._getters, self._batch_rows, self._labeller.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
         self._epoch = Epoch(self._labeller, iter(self.loader), cutter)
         return self._ahead(self._labelled(self._epoch))
@@ -102,7 +107,7 @@ class DistillLoader(Generic[B], abc.ABC):
     def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
         try:
             for item in epoch:
-                combined = self._combiner([rows_of(item, service) for service in range(self._services)])
+                combined = self._combiner([rows_of(item, service) for service in range(self._labeller.services)])
                 epoch.taken(item)
                 labels = [self._tensors(value) for outputs in combined for value in in_order(outputs, self._outputs)]
                 yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
@@ -138,10 +143,10 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.move(value, self._device)
 
 
-def groups_of(teachers: TeachersLike, discovery: str | None = None) -> list[Teachers]:
+def groups_of(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
     """The services that `teachers` names, by whichever of the ways of naming them."""
     if teachers is None:
-        return [Teachers.from_env()]
+        return teachers_from_env(optional=optional)
     if isinstance(teachers, str | Teachers):
         return [Teachers.parse(teachers, discovery=discovery)]
     groups = [group for group in teachers if isinstance(group, Teachers)]
@@ -155,12 +160,12 @@ def getters_of(inputs: Inputs) -> dict[str, Getter]:
     if isinstance(inputs, str):
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):
-        return {name: key if callable(key) else _at(key) for name, key in inputs.items()}
-    found = {name: _at(index) for index, name in enumerate(inputs) if name}
+        return {name: key if callable(key) else at(key) for name, key in inputs.items()}
+    found = {name: at(index) for index, name in enumerate(inputs) if name}
     if not found:
         raise SettingsError(f"inputs={inputs!r}: name at least one input of the teachers")
     return found
 
 
-def _at(key: str | int) -> Getter:
+def at(key: str | int) -> Getter:
     return lambda batch: batch[key]

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
+from edl.distill.cache import SoftLabelCache
+from edl.distill.caching import Caching
 from edl.distill.delivery import Combine, Combiner, in_order, rows_of
 from edl.distill.epoch import Epoch
 from edl.distill.labeller import Labeller, Options
@@ -17,7 +19,7 @@ from edl.distill.loader import TeachersLike, groups_of
 from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
-from edl.distill.teachers import Teachers
+from edl.distill.teachers import Teachers, teachers_from_env
 from edl.errors import ClosedError, SettingsError
 
 __all__ = ["DistillReader"]
@@ -45,6 +47,10 @@ class DistillReader:
         combine: what to make of an ensemble's answers; see `edl.distill.delivery.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
         top_k, temperature, dtype: what is asked for; see `edl.distill.request.Ask`.
+        cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
+            no teachers need be named.
+        id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
+        dataset: with a cache, what the ids mean; see `edl.distill.cache.CacheKey`.
         options: deadlines, memory, hedging; see `Options`.
 
     The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
@@ -62,6 +68,9 @@ class DistillReader:
         top_k: int | None = None,
         temperature: float = 1.0,
         dtype: Literal["float16", "float32"] | None = None,
+        cache: SoftLabelCache | None = None,
+        id_field: int | None = None,
+        dataset: str = "",
         options: Options | None = None,
     ) -> None:
         if isinstance(ins, str) or not any(ins):
@@ -72,6 +81,10 @@ class DistillReader:
         self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype)
         self._options = options or Options()
         self._combine = combine
+        if (cache is None) != (id_field is None):
+            raise SettingsError("cache and id_field go together: the cache finds soft labels by the samples' ids")
+        self._caching = Caching(cache, dataset) if cache is not None else None
+        self._id_field = id_field
         self._teachers: list[Teachers] = [] if teachers is None else groups_of(teachers)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
@@ -154,6 +167,7 @@ class DistillReader:
             "combine": self._combine,
             "top_k": self._ask.top_k,
             "dtype": self._ask.dtype,
+            "cache": (self._caching.cache.path or "in memory") if self._caching else None,
             "options": self._options,
         }
         print("DistillReader:")  # noqa: T201 - printing is what this is for
@@ -173,9 +187,11 @@ class DistillReader:
         if self._epoch is not None:
             self._epoch.close()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
-        cutter = _CUTTERS[self._kind](getters, self._batch_size, len(labeller.teachers))
+        ids = _field(self._id_field) if self._id_field is not None else None
+        cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
         epoch = self._epoch = Epoch(labeller, iter(self._source()), cutter)
-        return self._deliver(epoch, Combiner(self._combine, [group.weight for group in labeller.teachers]))
+        weights = [group.weight for group in labeller.teachers] or [1.0]
+        return self._deliver(epoch, Combiner(self._combine, weights), labeller.services)
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread while the reader runs."""
@@ -197,19 +213,18 @@ class DistillReader:
 
     def _start(self) -> Labeller:
         if self._labeller is None:
-            groups = self._teachers or [Teachers.from_env()]
+            groups = self._teachers or teachers_from_env(optional=self._caching is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            self._labeller = Labeller(groups, self._ask, self._options)
+            self._labeller = Labeller(groups, self._ask, self._options, self._caching)
             self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
         return self._labeller
 
-    def _deliver(self, epoch: Epoch, combiner: Combiner) -> Iterator[Any]:
-        services = range(len(self._labeller.teachers)) if self._labeller is not None else range(0)
+    def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Iterator[Any]:
         shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
         try:
             for item in epoch:
-                combined = combiner([rows_of(item, service) for service in services])
+                combined = combiner([rows_of(item, service) for service in range(services)])
                 epoch.taken(item)
                 predictions = [in_order(outputs, self._ask.outputs) for outputs in combined]
                 yield shape(item, list(itertools.chain.from_iterable(predictions)))

@@ -16,7 +16,7 @@ from edl.discovery.registry import Instance
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings, TeacherSettings
 
-__all__ = ["Following", "Teachers"]
+__all__ = ["Following", "Teachers", "teachers_from_env"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -64,23 +64,29 @@ class Teachers:
             return cls(service=parts[0], discovery=discovery)
         return cls(endpoints=tuple(parts))
 
-    @classmethod
-    def from_env(cls) -> Teachers:
-        """What `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, say."""
-        settings = TeacherSettings.from_env()
-        if settings.endpoints:
-            return cls(endpoints=settings.endpoints)
-        if settings.service:
-            return cls(service=settings.service, discovery=settings.discovery, max_teachers=settings.max_teachers)
-        raise SettingsError(
-            "no teachers named: call set_dynamic_teacher or set_fixed_teacher, "
-            "or set EDL_SERVICE (with EDL_DISCOVERY) or EDL_TEACHERS in the environment"
-        )
-
     @property
     def name(self) -> str:
         """For messages."""
         return self.service or ", ".join(self.endpoints)
+
+
+def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
+    """What `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, say.
+
+    Raises:
+        SettingsError: they say nothing, unless teachers are optional.
+    """
+    settings = TeacherSettings.from_env()
+    if settings.endpoints:
+        return [Teachers(endpoints=settings.endpoints)]
+    if settings.service:
+        return [Teachers(settings.service, discovery=settings.discovery, max_teachers=settings.max_teachers)]
+    if optional:
+        return []
+    raise SettingsError(
+        "no teachers named: call set_dynamic_teacher or set_fixed_teacher, pass teachers=, "
+        "or set EDL_SERVICE (with EDL_DISCOVERY) or EDL_TEACHERS in the environment"
+    )
 
 
 def _instance(endpoint: str) -> Instance:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
 
+from edl.distill.cache import SoftLabelCache
+from edl.distill.caching import Caching
 from edl.distill.delivery import Combine
 from edl.distill.labeller import Options
-from edl.distill.loader import DistillLoader, Inputs, TeachersLike, getters_of, groups_of
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of
 from edl.distill.request import Ask
 from edl.protocol.tensors import Array
 
@@ -31,6 +33,9 @@ def distill(
     temperature: float = 1.0,
     dtype: Literal["float16", "float32"] | None = None,
     device: torch.device | str | None = None,
+    cache: SoftLabelCache | None = None,
+    ids: str | int | Callable[[B], Any] | None = None,
+    dataset: str = "",
     options: Options | None = None,
 ) -> TorchLoader[B]:
     """Wrap a `DataLoader` so that it yields `(batch, soft labels)`.
@@ -51,6 +56,7 @@ def distill(
         batch_rows: rows of one request; None for the whole batch.
         combine, top_k, temperature, dtype: see `DistillReader`.
         device: move tensors there one batch ahead of use; pinned batches without waiting.
+        cache, ids, dataset: keep soft labels by sample id; `ids` finds the ids in a batch. See `DistillReader`.
         options: deadlines, memory, hedging.
 
     Returns:
@@ -59,7 +65,7 @@ def distill(
     """
     return TorchLoader(
         loader,
-        groups_of(teachers, discovery),
+        groups_of(teachers, discovery, optional=cache is not None),
         getters=getters_of(inputs),
         ask=Ask(
             (outputs,) if isinstance(outputs, str) else tuple(outputs),
@@ -71,6 +77,8 @@ def distill(
         combine=combine,
         device=torch.device(device) if device is not None else None,
         options=options or Options(),
+        caching=Caching(cache, dataset) if cache is not None else None,
+        ids=ids if ids is None or callable(ids) else at(ids),
     )
 
 

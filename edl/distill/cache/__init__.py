@@ -1,0 +1,21 @@
+"""A cache of soft labels, so that inputs which do not change are asked for once.
+
+`SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
+and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
+
+- `key` and `layout`: what an answer depends on, and how a row of several outputs becomes one run of bytes;
+- `memory`: the rows in memory, and which of them stay;
+- `segment`: one file of rows; `folder`: many, under one bound; `namespace`: rows found in them; `writer`: made;
+- `store` and `view`: the front; `labels`: everything of a folder as arrays.
+
+What does not belong here: deciding when to ask teachers.
+"""
+
+from __future__ import annotations
+
+from edl.distill.cache.key import CacheKey
+from edl.distill.cache.labels import LabelSet, load_labels
+from edl.distill.cache.store import CacheStats, SoftLabelCache
+from edl.distill.cache.view import CacheView, Found
+
+__all__ = ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"]

@@ -1,0 +1,201 @@
+"""A folder of segments under one bound on its bytes, shared by processes.
+
+::
+
+    FOLDER/.lock                        held while something is written or evicted
+    FOLDER/NAMESPACE/key.json           what the labels in here depend on, for people and `SoftLabelCache.keys`
+    FOLDER/NAMESPACE/TIME-PID-RANDOM.safetensors
+
+Whoever writes holds the lock, makes room first, writes to a temporary name, syncs and renames. So the bound holds at
+every moment, readers see whole files only, and a temporary file that the lock's holder finds is one that a killed
+process left. Readers take no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from edl.distill.cache.key import CacheKey
+from edl.errors import SettingsError
+
+__all__ = ["SUFFIX", "Folder"]
+
+logger = logging.getLogger("edl.distill")
+
+SUFFIX = ".safetensors"
+_KEY, _LOCK, _TEMPORARY = "key.json", ".lock", ".writing-"
+_SEGMENT = re.compile(r"\d{20}-\d+-[0-9a-f]+\.safetensors")
+_LOCK_S = 30.0
+
+
+class Folder:
+    """Writes segments and evicts them. `write` is for one thread at a time.
+
+    Args:
+        limit_bytes: of all files in the folder together, None for no bound.
+    """
+
+    def __init__(self, path: Path, limit_bytes: int | None) -> None:
+        self.path, self.limit_bytes = path, limit_bytes
+        self.evicted = 0
+        self._last_ns = 0
+        self._warned = False
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.R_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as exc:
+            raise SettingsError(f"soft-label cache folder {str(path)!r}: {exc.strerror or exc}") from exc
+
+    def nbytes(self) -> int:
+        """Bytes of all files, foreign ones included."""
+        return sum(size for _, size in self._files())
+
+    def keys(self) -> list[CacheKey]:
+        """What labels there are."""
+        found = []
+        for file in sorted(self.path.glob(f"*/{_KEY}")):
+            try:
+                key = CacheKey.from_json(file.read_text(encoding="ascii"))
+                if key.folder != file.parent.name:
+                    raise ValueError(f"it belongs to {key.folder!r}")
+                found.append(key)
+            except FileNotFoundError:
+                continue  # evicted since it was listed
+            except (OSError, ValueError) as exc:
+                logger.warning("soft-label cache: %s is left out: %s", file, exc)
+        return found
+
+    def write(self, key: CacheKey, data: bytes) -> Path:
+        """Add a segment, evicting the oldest ones to make room.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        with self._locked():
+            place = self.path / key.folder
+            text = key.to_json()
+            self._make_room(len(data) + len(text), key.folder)
+            place.mkdir(exist_ok=True)
+            if not (place / _KEY).exists():
+                self._place(place / _KEY, text.encode("ascii"))
+            self._last_ns = max(time.time_ns(), self._last_ns + 1)
+            path = place / f"{self._last_ns:020d}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
+            self._place(path, data)
+        return path
+
+    def _place(self, path: Path, data: bytes) -> None:
+        temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            temporary.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync(path.parent)
+
+    def _make_room(self, wanted: int, namespace: str) -> None:
+        """Delete what killed processes left, and the oldest segments until `wanted` bytes fit."""
+        files = list(self._files())
+        for path, _ in files:
+            if path.name.startswith(_TEMPORARY):
+                path.unlink(missing_ok=True)
+        files = [(path, size) for path, size in files if not path.name.startswith(_TEMPORARY)]
+        if self.limit_bytes is None:
+            return
+        used = sum(size for _, size in files)
+        segments = sorted(((p, s) for p, s in files if _SEGMENT.fullmatch(p.name)), key=lambda entry: entry[0].name)
+        others = used - sum(size for _, size in segments)
+        if others + wanted > self.limit_bytes:
+            raise OSError(
+                errno.EFBIG, f"{wanted} bytes do not fit into {self.limit_bytes}, of which {others} are taken"
+            )
+        emptied = set()
+        for path, size in segments:
+            if used + wanted <= self.limit_bytes:
+                break
+            path.unlink(missing_ok=True)
+            used -= size
+            self.evicted += 1
+            emptied.add(path.parent)
+            self._warn_if_own(path, namespace)
+        for place in emptied - {self.path / namespace}:
+            _remove_if_empty(place)
+
+    def _warn_if_own(self, path: Path, namespace: str) -> None:
+        if path.parent.name == namespace and not self._warned:
+            self._warned = True
+            logger.warning(
+                "soft-label cache %s is full: labels of the same teacher and data set make room for each other, so "
+                "teachers are asked for them again; raise disk_bytes=%d",
+                self.path,
+                self.limit_bytes,
+            )
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """Every file and its size; those that vanish meanwhile are left out."""
+        for place in [self.path, *_entries(self.path)]:
+            for path in _entries(place):
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file():
+                        yield path, path.stat().st_size
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            deadline = time.monotonic() + _LOCK_S
+            while True:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(
+                            errno.ETIMEDOUT, f"another process has held {self.path / _LOCK} for {_LOCK_S:g} s"
+                        ) from None
+                    time.sleep(0.02)
+            yield
+        finally:
+            os.close(fd)
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _remove_if_empty(place: Path) -> None:
+    """Delete a namespace's folder if its key is all that is left."""
+    if [path.name for path in _entries(place)] == [_KEY]:
+        with contextlib.suppress(OSError):
+            (place / _KEY).unlink()
+            place.rmdir()
+
+
+def _sync(place: Path) -> None:
+    """Make renames in a folder last through a power failure."""
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,204 @@
+"""The rows of one key on disk: which file and row each id has, files that come and go, and rows not written yet.
+
+Not thread-safe but for `read`: the cache's lock guards it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from edl.distill.cache.folder import SUFFIX
+from edl.distill.cache.key import CacheKey
+from edl.distill.cache.layout import RowLayout
+from edl.distill.cache.memory import SampleId
+from edl.distill.cache.segment import BadSegmentError, Handles, Segment
+
+__all__ = ["Namespace", "Place"]
+
+logger = logging.getLogger("edl.distill")
+
+_ROW_BITS = 32
+_ROW_MASK = (1 << _ROW_BITS) - 1
+_SCAN_S = 1.0
+_CLOCK_GRAIN_S = 2.0
+"""File systems stamp folders this coarsely: a folder that changed so recently may have changed again unnoticed."""
+
+
+class Place(NamedTuple):
+    """`rows` rows that lie behind one another in a file, from row `start` on."""
+
+    number: int
+    segment: Segment
+    start: int
+    rows: int
+
+
+class Namespace:
+    """See the module.
+
+    Attributes:
+        layout: of the rows; None before the first was seen.
+        pending: records that are not in a file yet.
+    """
+
+    def __init__(self, root: Path, key: CacheKey, handles: Handles) -> None:
+        self.key, self.path = key, root / key.folder
+        self.layout: RowLayout | None = None
+        self.pending: dict[SampleId, bytes] = {}
+        self.skipped = 0
+        self._handles = handles
+        self._index: dict[SampleId, int] = {}  # the file's number << _ROW_BITS | row
+        self._segments: dict[int, Segment] = {}
+        self._numbers: dict[str, int] = {}
+        self._next = 0
+        self._bad: set[tuple[str, int, int]] = set()
+        self._scanned_at = -float("inf")
+        self._changed_ns = -1
+
+    def __len__(self) -> int:
+        return len(self._index.keys() | self.pending.keys()) if self.pending else len(self._index)
+
+    def __contains__(self, sample: SampleId) -> bool:
+        return sample in self.pending or sample in self._index
+
+    def ids(self) -> list[SampleId]:
+        """All ids, in the order in which they were first seen."""
+        return list({**dict.fromkeys(self._index), **dict.fromkeys(self.pending)})
+
+    def segments(self) -> list[Segment]:
+        """The files, oldest first."""
+        return [self._segments[number] for _, number in sorted(self._numbers.items())]
+
+    # Looking up
+
+    def places(self, ids: Sequence[SampleId]) -> list[Place | None]:
+        """Where rows are: places in the order of `ids`, each for as many ids as it has rows, None for one id."""
+        codes = [self._index.get(sample, -1) for sample in ids]
+        found: list[Place | None] = []
+        at = 0
+        while at < len(codes):
+            code = codes[at]
+            if code < 0:
+                found.append(None)
+                at += 1
+                continue
+            end = at + 1
+            while end < len(codes) and codes[end] == codes[end - 1] + 1:
+                end += 1
+            number = code >> _ROW_BITS
+            found.append(Place(number, self._segments[number], code & _ROW_MASK, end - at))
+            at = end
+        return found
+
+    def is_newest(self, place: Place, row: int, sample: SampleId) -> bool:
+        """Whether row `row` of the place still is what counts for this id."""
+        return sample not in self.pending and self._index.get(sample) == place.number << _ROW_BITS | place.start + row
+
+    def read(self, place: Place) -> list[bytes] | None:
+        """The records there; None if the file cannot be read any more. Needs no lock."""
+        try:
+            return place.segment.read(self._handles, place.start, place.rows)
+        except BadSegmentError as exc:
+            if place.segment.path.exists():
+                logger.warning("soft-label cache: %s is left out: %s", place.segment.path, exc)
+            return None
+
+    def lost(self, place: Place) -> None:
+        """Forget a file that could not be read."""
+        if place.number in self._segments:
+            self._forget(place.number)
+
+    # Files that come and go
+
+    def scan(self, *, force: bool = False) -> None:
+        """Notice files that came and went; looks at the folder at most once a second unless forced."""
+        now = time.monotonic()
+        if not force and now - self._scanned_at < _SCAN_S:
+            return
+        self._scanned_at = now
+        try:
+            changed_ns = self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            changed_ns = 0
+        if not force and changed_ns == self._changed_ns:
+            return
+        settled = time.time() - changed_ns / 1e9 > _CLOCK_GRAIN_S
+        self._changed_ns = changed_ns if settled else -1
+        self._compare(self._list())
+
+    def _list(self) -> dict[str, Path]:
+        try:
+            entries = list(self.path.iterdir())
+        except FileNotFoundError:
+            return {}
+        return {path.name: path for path in entries if not path.name.startswith(".") and path.name != "key.json"}
+
+    def _compare(self, files: dict[str, Path]) -> None:
+        for name in self._numbers.keys() - files.keys():
+            self._forget(self._numbers[name])
+        for name in sorted(files.keys() - self._numbers.keys()):
+            self._take_in(files[name])
+
+    def _take_in(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            identity = (path.name, stat.st_size, stat.st_mtime_ns)
+            if identity in self._bad:
+                return
+            try:
+                if path.suffix != SUFFIX:
+                    raise BadSegmentError("it was not written by EDL")
+                segment = Segment.open(path, self.path.name, self._handles)
+                self.agree(segment.layout)
+            except BadSegmentError as exc:
+                if not path.exists():
+                    return  # evicted since it was listed
+                self._bad.add(identity)
+                self._handles.drop(path)
+                self.skipped += 1
+                logger.warning("soft-label cache: %s is left out: %s", path, exc)
+                return
+            self._add(segment)
+
+    def agree(self, layout: RowLayout) -> None:
+        """All rows of a namespace have one layout, that of the first.
+
+        Raises:
+            BadSegmentError: this is another one.
+        """
+        if self.layout is None:
+            self.layout = layout
+        elif self.layout != layout:
+            raise BadSegmentError(f"its rows are {layout}; others of the same key are {self.layout}")
+
+    def _add(self, segment: Segment) -> None:
+        number, self._next = self._next, self._next + 1
+        self._segments[number] = segment
+        self._numbers[segment.path.name] = number
+        base = number << _ROW_BITS
+        for row, sample in enumerate(segment.ids):
+            known = self._index.get(sample)
+            # Of several rows of one id the newest counts, in whatever order files are found. Names begin with the time.
+            if known is None or self._segments[known >> _ROW_BITS].path.name <= segment.path.name:
+                self._index[sample] = base | row
+
+    def _forget(self, number: int) -> None:
+        segment = self._segments.pop(number)
+        del self._numbers[segment.path.name]
+        self._handles.drop(segment.path)
+        for sample in segment.ids:
+            if self._index.get(sample, -1) >> _ROW_BITS == number:
+                del self._index[sample]
+
+    # Rows not written yet
+
+    def written(self, ids: Iterable[SampleId], records: Iterable[bytes]) -> None:
+        """These rows are in a file now, or never will be; those put again meanwhile stay pending."""
+        for sample, record in zip(ids, records, strict=True):
+            if self.pending.get(sample) is record:
+                del self.pending[sample]

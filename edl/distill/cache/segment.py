@@ -1,0 +1,234 @@
+"""One file of rows, in the safetensors format (https://github.com/huggingface/safetensors#format).
+
+A file holds the ids (`sample_ids` int64 [rows], or as UTF-8 text `sample_ids.utf8` with `sample_ids.ends`) and one
+tensor [rows, ...] for each column, so that any reader of safetensors can read it. Files never change: they are renamed
+into place whole, and deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from edl.distill.cache.layout import ID_PREFIX, Column, RowLayout
+from edl.distill.cache.memory import SampleId
+from edl.protocol.tensors import Array
+
+__all__ = ["BadSegmentError", "Handles", "Segment", "encode"]
+
+_FORMAT = "edl-soft-labels/1"
+_LARGEST_HEADER = 16 << 20
+_DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype("<u1"),
+    "I8": np.dtype("<i1"),
+    "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "F16": np.dtype("<f2"),
+    "U32": np.dtype("<u4"),
+    "I32": np.dtype("<i4"),
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
+}
+
+
+class BadSegmentError(Exception):
+    """A file that is torn, foreign or gone, and why. Does not leave this package."""
+
+
+def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: Sequence[bytes]) -> bytes:
+    """A file's bytes. The ids are either all integers or all strings."""
+    tensors = layout.unpack(b"".join(records), len(records))
+    if isinstance(ids[0], int):
+        tensors[ID_PREFIX] = np.array(ids, np.int64)
+    else:
+        texts = [str(sample).encode() for sample in ids]
+        tensors[f"{ID_PREFIX}.utf8"] = np.frombuffer(b"".join(texts), np.uint8)
+        tensors[f"{ID_PREFIX}.ends"] = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    metadata = {"format": _FORMAT, "namespace": namespace, "top_k": json.dumps(dict(layout.top_k), sort_keys=True)}
+    return safetensors.numpy.save(tensors, metadata)
+
+
+class Handle:
+    """An open file that closes when nobody holds it any more, be it in the middle of another thread's read."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: Path) -> None:
+        self.fd = -1  # `open` may fail
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class Handles:
+    """A bounded number of open files, the least recently used closed first."""
+
+    def __init__(self, most: int = 128) -> None:
+        self._most = most
+        self._open: OrderedDict[Path, Handle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> Handle:
+        """The open file; hold it while using its descriptor."""
+        with self._lock:
+            handle = self._open.get(path)
+            if handle is None:
+                handle = self._open[path] = Handle(path)
+                if len(self._open) > self._most:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(path)
+            return handle
+
+    def drop(self, path: Path) -> None:
+        """Close it, if it is open."""
+        with self._lock:
+            self._open.pop(path, None)
+
+    def clear(self) -> None:
+        """Close all."""
+        with self._lock:
+            self._open.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A file that was found whole.
+
+    Attributes:
+        offsets: for each column of the layout, where its tensor starts in the file.
+    """
+
+    path: Path
+    ids: list[SampleId]
+    layout: RowLayout
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path, namespace: str, handles: Handles) -> Segment:
+        """Read the header and the ids.
+
+        Raises:
+            BadSegmentError: it is no whole file of this namespace.
+        """
+        try:
+            handle = handles.get(path)
+            size = os.fstat(handle.fd).st_size
+            header, start = _header(handle, size)
+            metadata = header.pop("__metadata__", {})
+            if metadata.get("format") != _FORMAT:
+                raise BadSegmentError("it was not written by EDL")
+            if metadata.get("namespace") != namespace:
+                raise BadSegmentError(f"it belongs to {metadata.get('namespace')!r}")
+            tensors = {name: _Tensor.of(name, entry, start, size) for name, entry in header.items()}
+            ids = _read_ids(handle, {name: tensor for name, tensor in tensors.items() if name.startswith(ID_PREFIX)})
+            columns = sorted(name for name in tensors if not name.startswith(ID_PREFIX))
+            for name in columns:
+                if tensors[name].shape[:1] != (len(ids),):
+                    raise BadSegmentError(f"tensor {name!r} has shape {tensors[name].shape} for {len(ids)} ids")
+            layout = RowLayout(
+                tuple(Column(name, tensors[name].dtype, tensors[name].shape[1:]) for name in columns),
+                {name: (float(value[0]), value[1]) for name, value in json.loads(metadata["top_k"]).items()},
+            )
+            return cls(path, ids, layout, tuple(tensors[name].offset for name in columns))
+        except OSError as exc:
+            raise BadSegmentError(exc.strerror or str(exc)) from exc
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as exc:
+            raise BadSegmentError(f"its header makes no sense: {exc!r}") from exc
+
+    def read(self, handles: Handles, start: int, count: int) -> list[bytes]:
+        """The records of `count` rows from row `start` on.
+
+        Raises:
+            BadSegmentError: the file is gone, or shorter than it was.
+        """
+        widths = [column.nbytes for column in self.layout.columns]
+        try:
+            handle = handles.get(self.path)
+            parts = [
+                _read(handle, offset + start * width, count * width)
+                for offset, width in zip(self.offsets, widths, strict=True)
+            ]
+        except OSError as exc:
+            raise BadSegmentError(exc.strerror or str(exc)) from exc
+        if count == 1:
+            return [b"".join(parts)]
+        if len(parts) == 1:
+            return [parts[0][at : at + widths[0]] for at in range(0, len(parts[0]), widths[0])]
+        columns = [
+            np.frombuffer(part, np.uint8).reshape(count, width) for part, width in zip(parts, widths, strict=True)
+        ]
+        return [row.tobytes() for row in np.concatenate(columns, axis=1)]
+
+    def arrays(self, handles: Handles) -> dict[str, Array]:
+        """All rows by column."""
+        return self.layout.unpack(b"".join(self.read(handles, 0, len(self.ids))), len(self.ids))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, name: str, entry: Mapping[str, Any], start: int, size: int) -> _Tensor:
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(int(axis) for axis in entry["shape"])
+        begin, end = entry["data_offsets"]
+        if any(axis < 0 for axis in shape) or end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
+            raise BadSegmentError(f"tensor {name!r} of {dtype} {list(shape)} is said to take {end - begin} bytes")
+        if start + end > size:
+            raise BadSegmentError(f"it is torn: tensor {name!r} ends at byte {start + end} of {size}")
+        return cls(dtype, shape, start + begin, end - begin)
+
+
+def _header(handle: Handle, size: int) -> tuple[dict[str, Any], int]:
+    if size < 8:
+        raise BadSegmentError(f"it is torn: {size} bytes")
+    (length,) = struct.unpack("<Q", _read(handle, 0, 8))
+    if length > min(size - 8, _LARGEST_HEADER):
+        raise BadSegmentError(f"it is torn or foreign: a header of {length} bytes in a file of {size}")
+    header = json.loads(_read(handle, 8, length))
+    if not isinstance(header, dict):
+        raise BadSegmentError("it was not written by EDL")
+    return header, 8 + length
+
+
+def _read_ids(handle: Handle, tensors: Mapping[str, _Tensor]) -> list[SampleId]:
+    arrays = {
+        name: np.frombuffer(_read(handle, tensor.offset, tensor.nbytes), tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    if ID_PREFIX in arrays:
+        if arrays[ID_PREFIX].dtype != np.int64:
+            raise BadSegmentError(f"its ids are {arrays[ID_PREFIX].dtype}")
+        numbers: list[SampleId] = arrays[ID_PREFIX].tolist()
+        return numbers
+    text, ends = arrays[f"{ID_PREFIX}.utf8"].tobytes(), arrays[f"{ID_PREFIX}.ends"].tolist()
+    if not ends or ends[-1] != len(text) or any(a > b for a, b in zip([0, *ends], ends, strict=False)):
+        raise BadSegmentError("the ends of its ids make no sense")
+    return [text[begin:end].decode() for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _read(handle: Handle, offset: int, count: int) -> bytes:
+    data = os.pread(handle.fd, count, offset)
+    if len(data) != count:
+        raise BadSegmentError(f"it is torn: bytes {offset} to {offset + count} are missing")
+    return data

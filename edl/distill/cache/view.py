@@ -1,0 +1,261 @@
+"""`CacheView`: the rows of one key, looked up many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from edl.distill.cache.folder import Folder
+from edl.distill.cache.key import CacheKey
+from edl.distill.cache.layout import Outputs, RowLayout, flatten
+from edl.distill.cache.memory import MemoryTier, SampleId
+from edl.distill.cache.namespace import Namespace, Place
+from edl.distill.cache.segment import BadSegmentError, Handles
+from edl.distill.cache.writer import Writer
+from edl.distill.compress import TopK, to_float16
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+
+if TYPE_CHECKING:
+    from edl.distill.cache.store import SoftLabelCache
+
+__all__ = ["CacheView", "Found", "Ids", "as_ids"]
+
+Ids: TypeAlias = Sequence[SampleId] | Array
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a look-up found.
+
+    Attributes:
+        mask: bool [rows], which of the ids are there.
+        outputs: arrays [rows found, ...] or `TopK`, in the order of the ids; empty if none is there. Arrays may be
+            read-only.
+    """
+
+    mask: Array
+    outputs: dict[str, Array | TopK]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every id was there."""
+        return bool(self.mask.all())
+
+    def filled(self, rest: Outputs) -> dict[str, Array | TopK]:
+        """Outputs of all rows, with `rest` for those that were not there, in their order, in the cache's dtypes.
+
+        Raises:
+            SettingsError: `rest` has other outputs or shapes than the rows of the cache.
+        """
+        if not self.outputs:
+            return dict(rest)
+        have, layout = flatten(self.outputs, int(self.mask.sum()))
+        new, other = flatten(rest, int((~self.mask).sum()))
+        if layout.top_k != other.top_k or layout.shapes != other.shapes:
+            raise SettingsError(f"rows of the cache are {layout}, the others {other}")
+        arrays = {}
+        for column in layout.columns:
+            array: Array = np.empty((len(self.mask), *column.shape), column.dtype)
+            added = new[column.name]
+            array[self.mask] = have[column.name]
+            array[~self.mask] = to_float16(added) if column.dtype == np.float16 and added.dtype.kind == "f" else added
+            arrays[column.name] = array
+        return layout.restore(arrays)
+
+
+class CacheView:
+    """The rows of one key. Made by `SoftLabelCache.view`. Thread-safe.
+
+    Ids are integers of 64 bits or strings; 1 and "1" are two ids.
+
+    Attributes:
+        key: what the rows depend on.
+        hits, misses: rows looked up that were there, and that were not.
+        disk: the part on disk; None without.
+    """
+
+    def __init__(
+        self,
+        cache: SoftLabelCache,
+        key: CacheKey,
+        memory: MemoryTier,
+        folder: Folder | None,
+        handles: Handles,
+        writer: Writer | None,
+    ) -> None:
+        self.key = key
+        self.hits = self.misses = 0
+        self._cache, self._lock, self._memory, self._writer = cache, cache.lock, memory, writer
+        self._rows = memory.rows()
+        self._layout: RowLayout | None = None
+        self.disk: Namespace | None = None
+        if folder is not None:
+            self.disk = Namespace(folder.path, key, handles)
+            self.disk.scan(force=True)
+
+    def get(self, ids: Ids) -> Found:
+        """Look rows up.
+
+        Args:
+            ids: [rows], a sequence or an integer array.
+        """
+        self._cache.check()
+        samples = as_ids(ids)
+        records = self._records(samples)
+        mask = np.fromiter((record is not None for record in records), np.bool_, len(records))
+        there = [record for record in records if record is not None]
+        if not there:
+            return Found(mask, {})
+        layout = self.disk.layout if self.disk is not None else self._layout
+        assert layout is not None
+        return Found(mask, layout.restore(layout.unpack(b"".join(there), len(there))))
+
+    def put(self, ids: Ids, outputs: Outputs) -> None:
+        """Keep rows. Of several rows of one id the last counts.
+
+        May wait for the disk when labels come faster than it writes.
+
+        Args:
+            ids: [rows].
+            outputs: arrays [rows, ...] of numbers, or `TopK`, by the names in the key.
+
+        Raises:
+            SettingsError: outputs that cannot be kept, or of other dtypes or shapes than those kept before.
+        """
+        self._cache.check()
+        samples = as_ids(ids)
+        _check_ids(samples)
+        if sorted(outputs) != sorted(self.key.outputs):
+            raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
+        arrays, layout = flatten(outputs, len(samples), half=self._cache.store_dtype == "float16")
+        records = layout.pack(arrays)
+        with self._lock:
+            self._agree(layout)
+            self._memory.put(self._rows, samples, records)
+        if self._writer is not None and self.disk is not None:
+            self._writer.put(self.disk, samples, records)
+
+    def contains(self, ids: Ids) -> Array:
+        """Which ids there are rows for, bool [rows]; without reading them."""
+        self._cache.check()
+        samples = as_ids(ids)
+        with self._lock:
+            known = self._rows.records
+            disk = self._scanned() or ()
+            return np.fromiter((sample in known or sample in disk for sample in samples), np.bool_, len(samples))
+
+    def ids(self) -> list[SampleId]:
+        """All ids that there are rows for."""
+        self._cache.check()
+        with self._lock:
+            disk = self._scanned()
+            return list(dict.fromkeys([*(disk.ids() if disk is not None else ()), *self._rows.records]))
+
+    def _scanned(self) -> Namespace | None:
+        if self.disk is not None:
+            self.disk.scan()
+        return self.disk
+
+    def _agree(self, layout: RowLayout) -> None:
+        if self.disk is not None:
+            try:
+                self.disk.agree(layout)
+            except BadSegmentError as exc:
+                remedy = f"use another `dataset` tag, or delete {self.disk.path}"
+                raise SettingsError(f"soft labels do not fit the cache: {exc}: {remedy}") from exc
+        elif self._layout is None:
+            self._layout = layout
+        elif self._layout != layout:
+            raise SettingsError(
+                f"soft labels do not fit the cache: rows are {layout}, before them {self._layout}: "
+                "use another `dataset` tag"
+            )
+
+    # Looking up
+
+    def _records(self, samples: list[SampleId]) -> list[bytes | None]:
+        places: list[tuple[list[int], Place]] = []
+        with self._lock:
+            records = self._memory.get(self._rows, samples)
+            if self.disk is not None and None in records:
+                places = self._on_disk(self.disk, samples, records)
+        # Rows are read without the lock, which whoever puts labels waits for.
+        found = [self.disk.read(place) for _, place in places] if self.disk is not None else []
+        with self._lock:
+            for (rows, place), read in zip(places, found, strict=True):
+                self._take(samples, records, rows, place, read)
+            missing = records.count(None)
+            self.hits += len(records) - missing
+            self.misses += missing
+        return records
+
+    @staticmethod
+    def _on_disk(
+        disk: Namespace, samples: list[SampleId], records: list[bytes | None]
+    ) -> list[tuple[list[int], Place]]:
+        """Fill in rows that wait to be written; for the others, which rows to read where."""
+        for row, record in enumerate(records):
+            if record is None:
+                records[row] = disk.pending.get(samples[row])
+        missing = [row for row, record in enumerate(records) if record is None]
+        places = disk.places([samples[row] for row in missing])
+        if None in places:
+            disk.scan()
+            places = disk.places([samples[row] for row in missing])
+        found, at = [], 0
+        for place in places:
+            if place is not None:
+                found.append((missing[at : at + place.rows], place))
+            at += place.rows if place is not None else 1
+        return found
+
+    def _take(
+        self,
+        samples: list[SampleId],
+        records: list[bytes | None],
+        rows: list[int],
+        place: Place,
+        read: list[bytes] | None,
+    ) -> None:
+        """Rows came from disk: into the answer, and into memory unless newer ones were put meanwhile."""
+        assert self.disk is not None
+        if read is None:
+            self.disk.lost(place)
+            return
+        for at, (row, record) in enumerate(zip(rows, read, strict=True)):
+            records[row] = record
+            sample = samples[row]
+            if sample not in self._rows.records and self.disk.is_newest(place, at, sample):
+                self._memory.put(self._rows, [sample], [record])
+
+
+def as_ids(ids: Ids) -> list[SampleId]:
+    """Sample ids as plain Python integers and strings.
+
+    Raises:
+        SettingsError: something else is among them.
+    """
+    samples = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(samples, list):
+        raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
+    if not {*map(type, samples)} <= {int, str}:
+        samples = [sample.item() if hasattr(sample, "item") else sample for sample in samples]  # numpy's scalars
+        strange = [sample for sample in samples if type(sample) not in (int, str)]
+        if strange:
+            raise SettingsError(f"sample id {strange[0]!r}: must be an integer or a string")
+    return samples
+
+
+def _check_ids(samples: list[SampleId]) -> None:
+    """What could not be written."""
+    numbers = [sample for sample in samples if isinstance(sample, int)]
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
+        raise SettingsError(f"sample ids from {min(numbers)} to {max(numbers)}: integers must fit 64 bits")
+    try:
+        "".join(sample for sample in samples if isinstance(sample, str)).encode()
+    except UnicodeEncodeError as exc:
+        raise SettingsError(f"a sample id is no text that can be written: {exc}") from exc

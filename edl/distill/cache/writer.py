@@ -1,0 +1,162 @@
+"""Gathers rows into segments and writes them in a background thread, which starts with the first row."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from edl.distill.cache.folder import Folder
+from edl.distill.cache.memory import ROW_OVERHEAD, SampleId
+from edl.distill.cache.namespace import Namespace
+from edl.distill.cache.segment import encode
+
+__all__ = ["Writer"]
+
+logger = logging.getLogger("edl.distill")
+
+_MOST_WAITING = 2
+_STALLED_S = 60.0
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Rows on their way into one file. `since` is when the first came."""
+
+    namespace: Namespace
+    since: float
+    ids: list[SampleId] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Writer:
+    """Holds no reference to the cache, so that a cache which nobody uses any more can go.
+
+    Args:
+        lock: the cache's; guards everything here and in the namespaces.
+        segment_bytes: a file is written when so many bytes of rows have come,
+        interval_s: or the first of them so long ago. What came since the last file is lost when the process is killed.
+    """
+
+    def __init__(self, folder: Folder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
+        self._folder, self._lock = folder, lock
+        self._segment_bytes, self._interval_s = segment_bytes, interval_s
+        self._gathering: dict[tuple[int, type], _Batch] = {}
+        self._waiting: deque[_Batch] = deque()
+        self._writing: _Batch | None = None
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._pid = os.getpid()
+        self.failures = self.lost_rows = 0
+        self.failure = ""  # why the last one failed
+        self._failing = False
+
+    def put(self, namespace: Namespace, ids: Sequence[SampleId], records: Sequence[bytes]) -> None:
+        """Take rows in. Waits while two files' worth of rows wait to be written, so that memory stays bounded."""
+        with self._lock:
+            for sample, record in zip(ids, records, strict=True):
+                namespace.pending[sample] = record
+                kind = (id(namespace), type(sample))  # a file has ids of one type
+                batch = self._gathering.get(kind)
+                if batch is None:
+                    batch = self._gathering[kind] = _Batch(namespace, time.monotonic())
+                    self._lock.notify_all()  # the thread has a new due time
+                batch.ids.append(sample)
+                batch.records.append(record)
+                batch.nbytes += len(record) + 8
+                if batch.nbytes + ROW_OVERHEAD >= self._segment_bytes:
+                    self._waiting.append(self._gathering.pop(kind))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
+                self._thread.start()
+            if self._waiting:
+                self._lock.notify_all()
+            if not self._lock.wait_for(lambda: len(self._waiting) <= _MOST_WAITING, _STALLED_S):
+                while len(self._waiting) > _MOST_WAITING:
+                    self._failed(self._waiting.popleft(), f"nothing has been written for {_STALLED_S:g} s")
+
+    def flush(self, timeout_s: float) -> bool:
+        """Write all rows that came until now; False if `timeout_s` passed first."""
+        with self._lock:
+            self._waiting.extend(self._gathering.values())
+            self._gathering.clear()
+            mine = [*self._waiting, self._writing]
+            self._lock.notify_all()
+            return self._lock.wait_for(
+                lambda: not any(batch is self._writing or batch in self._waiting for batch in mine if batch), timeout_s
+            )
+
+    def close(self, timeout_s: float = _STALLED_S) -> None:
+        """Write what there is, and end the thread. May be called twice. Does nothing in a forked child."""
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+        if self._thread is threading.current_thread():
+            return  # a cache that nobody used any more was collected in this very thread, which ends by itself
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            logger.warning("soft-label cache %s: still writing %g s after it was closed", self._folder.path, timeout_s)
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._collect_due()
+                while not self._waiting:
+                    if self._closing:
+                        return
+                    self._lock.wait(self._until_due())
+                    self._collect_due()
+                batch = self._writing = self._waiting.popleft()
+            self._write(batch)
+            with self._lock:
+                self._writing = None
+                self._lock.notify_all()
+
+    def _until_due(self) -> float | None:
+        if not self._gathering:
+            return None
+        oldest = min(batch.since for batch in self._gathering.values())
+        return max(0.0, oldest + self._interval_s - time.monotonic())
+
+    def _collect_due(self) -> None:
+        now = time.monotonic()
+        for kind, batch in list(self._gathering.items()):
+            if self._closing or now - batch.since >= self._interval_s:
+                self._waiting.append(self._gathering.pop(kind))
+
+    def _write(self, batch: _Batch) -> None:
+        namespace = batch.namespace
+        assert namespace.layout is not None
+        try:
+            data = encode(namespace.path.name, namespace.layout, batch.ids, batch.records)
+            self._folder.write(namespace.key, data)
+        except OSError as exc:
+            with self._lock:
+                self._failed(batch, exc.strerror or str(exc))
+            return
+        with self._lock:
+            self._failing = False
+            namespace.scan(force=True)
+            namespace.written(batch.ids, batch.records)
+
+    def _failed(self, batch: _Batch, why: str) -> None:
+        if not self._failing or why != self.failure:
+            logger.warning(
+                "soft-label cache %s: %d rows were not written, and will be asked for again: %s",
+                self._folder.path,
+                len(batch.ids),
+                why,
+            )
+        self.failures += 1
+        self.lost_rows += len(batch.ids)
+        self.failure, self._failing = why, True
+        batch.namespace.written(batch.ids, batch.records)

@@ -1,0 +1,165 @@
+"""`distill` around a real `DataLoader`, its workers included, with real teacher processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
+
+from edl.distill import Options  # noqa: E402
+from edl.distill.cache import SoftLabelCache  # noqa: E402
+from edl.distill.compress import TopK  # noqa: E402
+from edl.distill.torch import distill  # noqa: E402
+from edl.errors import NoTeacherError, SettingsError  # noqa: E402
+from tests.integration.distill.conftest import Start  # noqa: E402
+
+WIDTH = 4
+PATIENT = Options(teacher_timeout_s=20)
+
+
+class Numbers(Dataset[tuple[Any, int]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.full((WIDTH,), float(index)), index
+
+
+def check(pairs: list[Any], count: int) -> None:
+    seen: list[int] = []
+    for (images, numbers), soft in pairs:
+        assert isinstance(soft, torch.Tensor)
+        assert (soft[:, 0] == numbers).all()
+        assert (images[:, 0] == numbers).all()
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(count))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_batch_comes_with_its_labels_epoch_after_epoch(start: Start, workers: int) -> None:
+    data = DataLoader(Numbers(300), batch_size=32, shuffle=True, num_workers=workers)
+    with distill(data, start("echo").endpoint, inputs=["x", None], outputs="y", options=PATIENT) as loader:
+        assert len(loader) == len(data) == 10
+        for _ in range(3):
+            check(list(loader), 300)
+        for _ in loader:
+            break
+        check(list(loader), 300)
+
+
+def test_persistent_workers_and_iterable_datasets_work(start: Start) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((torch.full((WIDTH,), float(i)), i) for i in range(100))
+
+    endpoint = start("echo").endpoint
+    stream = DataLoader(Stream(), batch_size=16)
+    with distill(stream, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        check(list(loader), 100)
+        with pytest.raises(TypeError):
+            len(loader)
+    kept = DataLoader(Numbers(100), batch_size=16, num_workers=2, persistent_workers=True)
+    with distill(kept, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        for _ in range(3):
+            check(list(loader), 100)
+    del kept
+
+
+def test_batches_of_any_structure_are_read_and_passed_on(start: Start) -> None:
+    endpoint = start("echo").endpoint
+    rows = [{"pixels": torch.full((WIDTH,), float(i)), "deep": {"number": i}} for i in range(20)]
+    with distill(
+        DataLoader(rows, batch_size=6), endpoint, inputs={"x": "pixels"}, outputs=["y"], options=PATIENT
+    ) as loader:
+        pairs = list(loader)
+    assert all((soft[:, 0] == batch["deep"]["number"]).all() for batch, soft in pairs)
+    by_function = {"x": lambda batch: batch["deep"]["number"][:, None].expand(-1, WIDTH).float() * 10}
+    with distill(DataLoader(rows, batch_size=6), endpoint, inputs=by_function, outputs="y", options=PATIENT) as loader:
+        assert all((soft[:, 0] == 10 * batch["deep"]["number"]).all() for batch, soft in loader)
+
+
+def test_labels_and_batches_are_moved_to_the_device(start: Start) -> None:
+    data = DataLoader(Numbers(50), batch_size=8)
+    loader = distill(data, start("echo").endpoint, inputs="x", outputs="y", device="meta", options=PATIENT)
+    with loader:
+        pairs = list(loader)
+    assert len(pairs) == 7
+    for (images, numbers), soft in pairs:
+        assert {images.device.type, numbers.device.type, soft.device.type} == {"meta"}
+
+
+def test_top_k_labels_are_tensors(start: Start) -> None:
+    data = DataLoader(Numbers(10), batch_size=5)
+    with distill(data, start("linear").endpoint, inputs="x", outputs="y", top_k=2, options=PATIENT) as loader:
+        for _, soft in loader:
+            assert isinstance(soft, TopK)
+            assert isinstance(soft.ids, torch.Tensor)
+            assert soft.ids.shape == (5, 2)
+
+
+def test_the_second_epoch_asks_nothing_with_a_cache(start: Start, tmp_path: Any) -> None:
+    teacher = start("echo")
+    data = DataLoader(Numbers(120), batch_size=16, shuffle=True)
+    options: dict[str, Any] = {"inputs": ["x", None], "outputs": "y", "ids": 1, "dataset": "numbers"}
+    with SoftLabelCache(path=tmp_path / "labels") as cache:
+        with distill(data, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
+            check(list(loader), 120)
+            assert loader.stats().rows_asked == 120
+            check(list(loader), 120)
+            check(list(loader), 120)
+            assert loader.stats().rows_asked == 120
+            assert loader.stats().rows_cached == 240
+        wider = DataLoader(Numbers(150), batch_size=50, shuffle=True)
+        with distill(wider, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
+            check(list(loader), 150)
+            assert loader.stats().rows_asked == 30, "only what is new, also where it shares a batch with what is not"
+    teacher.kill()
+    with SoftLabelCache(path=tmp_path / "labels") as cache:
+        with distill(data, cache=cache, **options) as loader:
+            check(list(loader), 120)
+        missing = DataLoader(Numbers(200), batch_size=50)
+        with distill(missing, cache=cache, **options) as loader, pytest.raises(NoTeacherError, match="sample 150"):
+            list(loader)
+
+
+def test_a_new_version_of_the_teacher_is_another_teacher(start: Start) -> None:
+    data = DataLoader(Numbers(20), batch_size=5)
+    with SoftLabelCache() as cache:
+        for version, scale in (("1", 1.0), ("2", 5.0)):
+            endpoint = start("echo", scale=scale, version=version).endpoint
+            with distill(
+                data, endpoint, inputs="x", outputs="y", cache=cache, ids=1, options=PATIENT
+            ) as loader:
+                for (_, numbers), soft in loader:
+                    assert (soft[:, 0] == scale * numbers).all()
+
+
+def test_mistakes_are_named(start: Start) -> None:
+    data = DataLoader(Numbers(5), batch_size=5)
+    with pytest.raises(SettingsError, match="name at least one input"):
+        distill(data, "s", inputs=[None], outputs="y")
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache and ids go together"):
+        distill(data, "s", inputs="x", outputs="y", cache=cache)
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="no teachers are named"):
+        distill(data, inputs="x", outputs="y", cache=cache, ids=1)
+
+
+def test_gradients_flow_from_a_loss_on_soft_labels(start: Start) -> None:
+    from edl.distill.losses import soft_cross_entropy
+
+    student = torch.nn.Linear(WIDTH, WIDTH)
+    data = DataLoader(Numbers(32), batch_size=8)
+    with distill(data, start("linear").endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        for (images, _), logits in loader:
+            soft_cross_entropy(student(images / 32), logits, temperature=2.0).backward()
+    assert student.weight.grad is not None
+    assert np.isfinite(student.weight.grad.numpy()).all()

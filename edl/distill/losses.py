@@ -1,4 +1,4 @@
-"""Losses of a student that learns from soft labels, for PyTorch (`edl.distill.paddle` has them for PaddlePaddle).
+"""Losses of a student that learns from soft labels, for PyTorch; `edl.distill.paddle_losses` has them for PaddlePaddle.
 
 Logits are [rows, ..., classes]. They are computed in float32 (float64 where the student's are), whatever the precision
 of the labels and of autocast; no gradient flows to the teacher. Losses over probabilities at a temperature T are

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from edl.distill.compress import top_k
-from edl.distill.paddle import kl_divergence, soft_cross_entropy, top_k_kl
+from edl.distill.paddle_losses import kl_divergence, soft_cross_entropy, top_k_kl
 from edl.errors import SettingsError
 
 Array = np.ndarray[Any, Any]

@@ -27,12 +27,13 @@ from pathlib import Path
 from edl.distill.cache.key import CacheKey
 from edl.errors import SettingsError
 
-__all__ = ["SUFFIX", "Folder"]
+__all__ = ["KEY_FILE", "SUFFIX", "Folder"]
 
 logger = logging.getLogger("edl.distill")
 
 SUFFIX = ".safetensors"
-_KEY, _LOCK, _TEMPORARY = "key.json", ".lock", ".writing-"
+KEY_FILE = "key.json"
+_LOCK, _TEMPORARY = ".lock", ".writing-"
 _SEGMENT = re.compile(r"\d{20}-\d+-[0-9a-f]+\.safetensors")
 _LOCK_S = 30.0
 
@@ -63,7 +64,7 @@ class Folder:
     def keys(self) -> list[CacheKey]:
         """What labels there are."""
         found = []
-        for file in sorted(self.path.glob(f"*/{_KEY}")):
+        for file in sorted(self.path.glob(f"*/{KEY_FILE}")):
             try:
                 key = CacheKey.from_json(file.read_text(encoding="ascii"))
                 if key.folder != file.parent.name:
@@ -86,8 +87,8 @@ class Folder:
             text = key.to_json()
             self._make_room(len(data) + len(text), key.folder)
             place.mkdir(exist_ok=True)
-            if not (place / _KEY).exists():
-                self._place(place / _KEY, text.encode("ascii"))
+            if not (place / KEY_FILE).exists():
+                self._place(place / KEY_FILE, text.encode("ascii"))
             self._last_ns = max(time.time_ns(), self._last_ns + 1)
             path = place / f"{self._last_ns:020d}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
             self._place(path, data)
@@ -186,9 +187,9 @@ def _entries(path: Path) -> list[Path]:
 
 def _remove_if_empty(place: Path) -> None:
     """Delete a namespace's folder if its key is all that is left."""
-    if [path.name for path in _entries(place)] == [_KEY]:
+    if [path.name for path in _entries(place)] == [KEY_FILE]:
         with contextlib.suppress(OSError):
-            (place / _KEY).unlink()
+            (place / KEY_FILE).unlink()
             place.rmdir()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from edl.distill.cache.folder import SUFFIX
+from edl.distill.cache.folder import KEY_FILE, SUFFIX
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import RowLayout
 from edl.distill.cache.memory import SampleId
@@ -123,20 +123,21 @@ class Namespace:
         self._scanned_at = now
         try:
             changed_ns = self.path.stat().st_mtime_ns
+            if not force and changed_ns == self._changed_ns:
+                return
+            files = self._list()
         except FileNotFoundError:
-            changed_ns = 0
-        if not force and changed_ns == self._changed_ns:
-            return
+            changed_ns, files = 0, {}
+        except OSError as exc:
+            logger.warning("soft-label cache: %s cannot be listed: %s", self.path, exc.strerror or exc)
+            return  # what is known stays
         settled = time.time() - changed_ns / 1e9 > _CLOCK_GRAIN_S
         self._changed_ns = changed_ns if settled else -1
-        self._compare(self._list())
+        self._compare(files)
 
     def _list(self) -> dict[str, Path]:
-        try:
-            entries = list(self.path.iterdir())
-        except FileNotFoundError:
-            return {}
-        return {path.name: path for path in entries if not path.name.startswith(".") and path.name != "key.json"}
+        entries = (path for path in self.path.iterdir() if not path.name.startswith("."))
+        return {path.name: path for path in entries if path.name != KEY_FILE}
 
     def _compare(self, files: dict[str, Path]) -> None:
         for name in self._numbers.keys() - files.keys():

@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,7 +247,7 @@ def test_outputs_and_inputs_that_the_model_lacks_are_named(start: Start) -> None
     with reader.set_sample_generator(samples(3)), pytest.raises(NoTeacherError, match="no output 'z'"):
         list(reader())
     reader = DistillReader(["w"], ["y"], teachers=[teacher.endpoint])
-    with reader.set_sample_generator(samples(3)), pytest.raises(SourceError, match="wants input 'x'.*'w'"):
+    with reader.set_sample_generator(samples(3)), pytest.raises(SourceError, match=r"wants input 'x'.*'w'"):
         list(reader())
 
 
@@ -337,8 +338,8 @@ def test_nothing_is_left_behind_by_close_or_by_letting_go(start: Start) -> None:
 
     def left() -> tuple[int, list[str], int]:
         gc.collect()
-        arenas = [name for name in os.listdir("/dev/shm") if name.startswith(f"edl-arena-{os.getpid()}-")]
-        sockets = sum("socket:" in _link(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+        arenas = [path.name for path in Path("/dev/shm").glob(f"edl-arena-{os.getpid()}-*")]
+        sockets = sum("socket:" in target(path) for path in Path("/proc/self/fd").iterdir())
         return len([t for t in threading.enumerate() if t.name != "MainThread"]), arenas, sockets
 
     before = left()
@@ -360,9 +361,9 @@ def test_nothing_is_left_behind_by_close_or_by_letting_go(start: Start) -> None:
     until(lambda: left() == before, 10)
 
 
-def _link(path: str) -> str:
+def target(link: Path) -> str:
     try:
-        return os.readlink(path)
+        return str(link.readlink())
     except OSError:
         return ""
 
@@ -423,7 +424,9 @@ def test_the_ancestors_environment_is_understood_with_a_note(
         check(list(reader()), 20)
     notes = [str(note.message) for note in noted if note.category is DeprecationWarning]
     assert [note.split(": ")[1] for note in notes] == [
-        "set EDL_DISCOVERY instead", "set EDL_SERVICE instead", "set EDL_MAX_TEACHERS instead"
+        "set EDL_DISCOVERY instead",
+        "set EDL_SERVICE instead",
+        "set EDL_MAX_TEACHERS instead",
     ]
 
 

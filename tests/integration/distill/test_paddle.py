@@ -1,0 +1,56 @@
+"""`distill` around a real `paddle.io.DataLoader`, with real teacher processes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # paddle's own
+    paddle = pytest.importorskip("paddle")
+
+from edl.distill import Options
+from edl.distill.paddle import distill
+from tests.integration.distill.conftest import Start
+
+WIDTH = 4
+
+
+class Numbers(paddle.io.Dataset):  # type: ignore[misc,name-defined]
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.full(WIDTH, index, np.float32), index
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_batch_comes_with_its_labels_as_tensors(start: Start) -> None:
+    data = paddle.io.DataLoader(Numbers(), batch_size=8, shuffle=True)
+    teacher, options = start("echo"), Options(teacher_timeout_s=20)
+    with distill(data, teacher.endpoint, inputs=["x", None], outputs="y", options=options) as loader:
+        assert len(loader) == 7
+        for _ in range(2):
+            seen: list[int] = []
+            for (x, numbers), soft in loader:
+                assert isinstance(soft, paddle.Tensor)
+                assert (soft[:, 0].numpy() == numbers.numpy()).all()
+                assert (x[:, 0].numpy() == numbers.numpy()).all()
+                seen += numbers.tolist()
+            assert sorted(seen) == list(range(50))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_student_learns_from_the_labels(start: Start) -> None:
+    from edl.distill.paddle_losses import soft_cross_entropy
+
+    student = paddle.nn.Linear(WIDTH, WIDTH)
+    data = paddle.io.DataLoader(Numbers(), batch_size=10)
+    options = Options(teacher_timeout_s=20)
+    with distill(data, start("linear").endpoint, inputs="x", outputs="y", options=options) as loader:
+        for (x, _), logits in loader:
+            soft_cross_entropy(student(x / 50), logits, temperature=2.0).backward()
+    assert np.isfinite(student.weight.grad.numpy()).all()

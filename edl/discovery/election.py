@@ -69,7 +69,8 @@ class StoreElection(Owned, Election):
             log.debug("election %s: %s", self._key, exc)
             return RETRY_S
         # The watch only wakes this thread when the key changes; what is true is asked of the store itself.
-        self._watch.get(self._ttl_s / 4)
+        # It can miss a key that came and went between two looks, hence the second at most.
+        self._watch.get(min(self._ttl_s / 4, 1.0))
         return 0.0
 
     def _try(self) -> None:

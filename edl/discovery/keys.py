@@ -6,7 +6,8 @@ from edl.errors import SettingsError
 
 __all__ = ["MAX_VALUE_BYTES", "check_key", "check_prefix", "check_value"]
 
-MAX_VALUE_BYTES = 512 * 1024
+# Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64.
+MAX_VALUE_BYTES = 256 * 1024
 MAX_KEY_CHARS = 512
 
 

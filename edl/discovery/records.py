@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 from edl.discovery.registry import Instance, Rejected
 from edl.errors import SettingsError
 
-__all__ = ["check_service", "check_ttl", "from_fields", "from_json", "to_json", "validated"]
+__all__ = ["check_service", "check_ttl", "from_fields", "from_json", "parsed", "to_json", "validated"]
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 # Consul's limits on metadata, kept everywhere so that a program that runs on one registry runs on the other.
-MAX_META, MAX_META_VALUE = 60, 512
+MAX_META, MAX_META_BYTES = 60, 512
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]
@@ -76,6 +76,11 @@ def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | R
         return Rejected(_shown(instance_id), f"not JSON: {exc}")
     if not isinstance(fields, dict):
         return Rejected(_shown(instance_id), f"a JSON object is expected, not {type(fields).__name__}")
+    return parsed(service, instance_id, fields)
+
+
+def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
+    """The instance that `fields` describe, or why it cannot be used."""
     try:
         return from_fields(service, instance_id, fields)
     except ValueError as exc:
@@ -126,8 +131,8 @@ def _shown(text: object) -> str:
 
 def _text(name: str, value: object) -> str:
     # Printable only: names end up in logs and terminals, where control characters could pretend things.
-    if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_META_VALUE:
-        raise ValueError(f"{name} {value!r:.80} is not a text of at most {MAX_META_VALUE} printable characters")
+    if not isinstance(value, str) or not value.isprintable() or len(value.encode()) > MAX_META_BYTES:
+        raise ValueError(f"{name} {value!r:.80} is not printable text of at most {MAX_META_BYTES} bytes")
     return value
 
 

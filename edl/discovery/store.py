@@ -74,7 +74,7 @@ class StoreWatch(_Closing):
 
 
 class Store(_Closing):
-    """Keys (path-like strings) and values (bytes up to 512 KiB). Thread-safe. Must not be used across a fork.
+    """Keys (path-like strings) and values (bytes up to 256 KiB). Thread-safe. Must not be used across a fork.
 
     All methods raise `edl.errors.DiscoveryError` when the store cannot be reached.
     """

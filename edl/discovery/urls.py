@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from edl.discovery.registry import Registry
@@ -33,10 +36,12 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         from edl.discovery.sqlite.registry import SqliteRegistry
 
         return SqliteRegistry(_path(url, parts), timeout_s=timeout_s)
-    from edl.discovery.consul.registry import ConsulRegistry
     from edl.discovery.consul.target import Target
 
-    return ConsulRegistry(Target.of(url, parts, timeout_s))
+    target = Target.of(parts, timeout_s)
+    with _naming_the_extra():
+        from edl.discovery.consul.registry import ConsulRegistry
+    return ConsulRegistry(target)
 
 
 def open_store(url: str, *, timeout_s: float = 5.0) -> Store:
@@ -49,22 +54,36 @@ def open_store(url: str, *, timeout_s: float = 5.0) -> Store:
         from edl.discovery.sqlite.store import SqliteStore
 
         return SqliteStore(_path(url, parts), timeout_s=timeout_s)
-    from edl.discovery.consul.store import ConsulStore
     from edl.discovery.consul.target import Target
 
-    return ConsulStore(Target.of(url, parts, timeout_s))
+    target = Target.of(parts, timeout_s)
+    with _naming_the_extra():
+        from edl.discovery.consul.store import ConsulStore
+    return ConsulStore(target)
 
 
 def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
     if not 0 < timeout_s < float("inf"):
         raise SettingsError(f"timeout_s={timeout_s!r}: must be a finite number above 0")
+    # Somebody may have put a token into it, so what is shown ends before the query and begins after an "@".
+    shown = re.sub(r"//[^/]*@", "//", url.partition("?")[0])
     try:
         parts = urlsplit(url)
     except ValueError as exc:
-        raise SettingsError(f"discovery URL {url!r}: {exc}; {_ACCEPTED}") from exc
+        raise SettingsError(f"discovery URL {shown!r}: {exc}; {_ACCEPTED}") from exc
     if parts.scheme not in ("sqlite", "consul", "consul+https"):
-        raise SettingsError(f"discovery URL {url!r}: unknown scheme {parts.scheme!r}; {_ACCEPTED}")
+        raise SettingsError(f"discovery URL {shown!r}: unknown scheme {parts.scheme!r}; {_ACCEPTED}")
     return parts.scheme, parts
+
+
+@contextlib.contextmanager
+def _naming_the_extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] != "consul":
+            raise
+        raise SettingsError("a consul: URL needs the package py-consul: pip install 'edl[consul]'") from exc
 
 
 def _path(url: str, parts: SplitResult) -> str:

@@ -1,0 +1,263 @@
+"""py-consul behind one boundary: what EDL asks of Consul, with every error of the library translated here."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import consul.base
+from consul.exceptions import ACLPermissionDenied, ConsulException
+
+from edl.discovery.consul.target import Target
+from edl.discovery.consul.transport import Transport
+from edl.discovery.owned import Owned
+from edl.errors import DiscoveryError
+
+__all__ = ["Client", "Pair", "Service"]
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Service:
+    """An instance of a service as Consul's health endpoint tells of it; `created` grows with every registration."""
+
+    node: str
+    id: str
+    address: str
+    port: int
+    tags: Sequence[str]
+    meta: Mapping[str, str]
+    created: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A key as Consul holds it; `session` is empty while nobody has locked it."""
+
+    key: str
+    value: bytes
+    index: int
+    session: str
+
+
+class _Api(consul.base.Consul):  # type: ignore[misc]
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        # Everything is given, so that py-consul looks up nothing in the environment by itself.
+        super().__init__(
+            host=target.host,
+            port=target.port,
+            token=target.token or None,
+            scheme="http",
+            dc=target.dc or None,
+            verify=True,
+        )
+        self.token = target.token or None
+
+    def http_connect(self, *_: Any, **__: Any) -> Transport:
+        return Transport(self._target)
+
+
+class Client(Owned):
+    """Calls to one agent. Closing it ends calls that are under way.
+
+    All methods raise DiscoveryError when the agent cannot be reached, or refuses.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target = target
+        self._api = _Api(target)
+
+    def _halt(self) -> None:
+        self._api.http.close()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        self._check()
+        try:
+            yield
+        except ACLPermissionDenied as exc:
+            held = "the token in CONSUL_HTTP_TOKEN may not do this" if self.target.token else "set CONSUL_HTTP_TOKEN"
+            raise DiscoveryError(f"{self.target}: {str(exc) or 'permission denied'}: {held}") from exc
+        except ConsulException as exc:
+            raise DiscoveryError(f"{self.target}: {str(exc) or type(exc).__name__}") from exc
+
+    # Services
+
+    def healthy(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Service]]:
+        """The passing instances of `service`; with an index, as soon as they differ from what they were then."""
+        with self._translated():
+            found = self._api.health.service(service, passing=True, index=index, wait=f"{wait_s:g}s")
+            with _understood():
+                return int(found[0]), [_service(entry) for entry in found[1] or ()]
+
+    def service_names(self) -> list[str]:
+        """All services in the catalog, with live instances or without."""
+        with self._translated():
+            return [str(name) for name in self._api.catalog.services()[1] or {}]
+
+    def has_leader(self) -> bool:
+        """Whether the servers can take a registration."""
+        with self._translated():
+            return bool(self._api.status.leader())
+
+    def register_service(
+        self,
+        name: str,
+        service_id: str,
+        ttl_s: float,
+        address: str = "",
+        port: int = 0,
+        tags: Sequence[str] = (),
+        meta: Mapping[str, str] | None = None,
+    ) -> None:
+        """Register a service at the agent, alive until it has not been renewed for `ttl_s`."""
+        check = {
+            "Name": "alive",
+            "TTL": f"{ttl_s:g}s",
+            "Status": "passing",
+            # Consul removes those that stay away; it rounds up to a minute.
+            "DeregisterCriticalServiceAfter": "1m",
+        }
+        with self._translated():
+            self._api.agent.service.register(
+                name,
+                service_id=service_id,
+                address=address,
+                port=port,
+                tags=list(tags),
+                meta=dict(meta or {}),
+                check=check,
+            )
+
+    def renew_service(self, service_id: str) -> bool:
+        """Say that a service is alive; False if the agent does not know it."""
+        with self._translated():
+            try:
+                return bool(self._api.agent.check.ttl_pass(f"service:{service_id}"))
+            except ConsulException:
+                # The code and the words for "unknown" differ between versions, so the agent is asked what it knows.
+                if self._knows_service(service_id):
+                    raise
+                return False
+
+    def _knows_service(self, service_id: str) -> bool:
+        headers = self._api.prepare_headers()
+        return bool(
+            self._api.http.get(lambda answer: answer.code != 404, f"/v1/agent/service/{service_id}", None, headers)
+        )
+
+    def deregister_service(self, service_id: str) -> None:
+        """Remove a service from the agent, if it is there."""
+        with self._translated():
+            self._api.agent.service.deregister(service_id)
+
+    # Sessions
+
+    def create_session(self, service_id: str, ttl_s: float) -> str:
+        """A session that ends as soon as the service is not alive, and takes the keys that it locks with it.
+
+        A session's own TTL is ten seconds at least, and may be exceeded twice, so the service's check does the work.
+        The TTL stays behind it for the case that the agent disappears, and nobody runs the check.
+        """
+        with self._translated():
+            return str(
+                self._api.session.create(
+                    name="edl",
+                    checks=["serfHealth", f"service:{service_id}"],
+                    lock_delay=0,
+                    behavior="delete",
+                    ttl=max(10, math.ceil(ttl_s)),
+                )
+            )
+
+    def renew_session(self, session: str) -> bool:
+        """Renew; False if the session has ended."""
+        with self._translated():
+            try:
+                self._api.session.renew(session)
+            except consul.exceptions.NotFound:
+                return False
+            return True
+
+    def destroy_session(self, session: str) -> None:
+        """End a session now."""
+        with self._translated():
+            self._api.session.destroy(session)
+
+    # Keys
+
+    def pair(self, key: str) -> Pair | None:
+        """One key."""
+        with self._translated():
+            found = self._api.kv.get(key)[1]
+            with _understood():
+                return None if found is None else _pair(found)
+
+    def pairs(self, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Pair]]:
+        """All keys under `prefix`; with an index, as soon as they differ from what they were then."""
+        with self._translated():
+            found = self._api.kv.get(prefix, recurse=True, index=index, wait=f"{wait_s:g}s")
+            with _understood():
+                return int(found[0]), [_pair(entry) for entry in found[1] or ()]
+
+    def transact(self, *operations: Mapping[str, Any]) -> int | None:
+        """Do all of `operations` on keys, or none.
+
+        Returns:
+            The index of the last one's key afterwards; None if one of them refused, for example a check.
+        """
+        body = json.dumps([{"KV": _encoded(operation)} for operation in operations])
+        with self._translated():
+            # py-consul's own call sends no token, and makes an error of a refusal.
+            return self._api.http.put(_transacted, "/v1/txn", None, body, self._api.prepare_headers())  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Around the reading of an answer: something that is no Consul agent may have given it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ConsulException(f"the answer is not what Consul answers: {exc!r}") from exc
+
+
+def _service(found: Json) -> Service:
+    node, service = found["Node"], found["Service"]
+    return Service(
+        node=str(node["Node"]),
+        id=str(service["ID"]),
+        address=str(service.get("Address") or node["Address"]),
+        port=int(service.get("Port") or 0),
+        tags=tuple(service.get("Tags") or ()),
+        meta=dict(service.get("Meta") or {}),
+        created=int(service.get("CreateIndex") or 0),
+    )
+
+
+def _pair(found: Json) -> Pair:
+    return Pair(found["Key"], found["Value"] or b"", int(found["ModifyIndex"]), found.get("Session", ""))
+
+
+def _encoded(operation: Mapping[str, Any]) -> dict[str, Any]:
+    value = operation.get("Value")
+    return {**operation, "Value": base64.b64encode(value).decode()} if isinstance(value, bytes) else dict(operation)
+
+
+def _transacted(answer: consul.base.Response) -> int | None:
+    if answer.code == 409:
+        return None
+    if answer.code == 403:
+        raise ACLPermissionDenied(answer.body)
+    if answer.code != 200:
+        raise ConsulException(f"{answer.code} {answer.body}")
+    with _understood():
+        results = json.loads(answer.body)["Results"] or [{"KV": {"ModifyIndex": 0}}]  # deletions have no result
+        return int(results[-1]["KV"]["ModifyIndex"])

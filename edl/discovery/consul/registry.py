@@ -1,0 +1,147 @@
+"""The registry on Consul: an ordinary service with a TTL check per instance, to be seen in Consul's UI and DNS."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from typing import Any
+
+from edl.discovery.consul.client import Client, Service
+from edl.discovery.consul.target import Target
+from edl.discovery.consul.watch import BlockingWatch
+from edl.discovery.follow import Follower, snapshot_of
+from edl.discovery.keeping import InstanceClaim, KeptRegistration
+from edl.discovery.owned import Owned
+from edl.discovery.records import RESERVED_META, check_service, check_ttl, parsed, validated
+from edl.discovery.registry import Instance, Registration, Registry, Rejected, Snapshot, Watch
+from edl.errors import DiscoveryError
+
+__all__ = ["LEASE_SERVICE", "ConsulRegistry"]
+
+LEASE_SERVICE = "edl-lease"
+_NOT_OURS = frozenset({"consul", LEASE_SERVICE})
+
+
+class ConsulRegistry(Owned, Registry):
+    """See `Registry`. Services that others registered in Consul are seen as well, as far as they make sense."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self._target = target
+        self._client = self._own(Client(target))
+
+    def __repr__(self) -> str:
+        return f"ConsulRegistry({self._target})"
+
+    def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
+        self._check()
+        instance, ttl_s = validated(instance), check_ttl(ttl_s)
+        claim = _ServiceClaim(self._target, instance, ttl_s)
+        try:
+            return self._own(KeptRegistration(claim, instance, ttl_s))
+        except BaseException:
+            claim.client.close()
+            raise
+
+    def snapshot(self, service: str) -> Snapshot:
+        self._check()
+        return _snapshot(check_service(service), self._client.healthy(service)[1])
+
+    def services(self) -> tuple[str, ...]:
+        self._check()
+        names = sorted(set(self._client.service_names()) - _NOT_OURS)
+        return tuple(name for name in names if _snapshot(name, self._client.healthy(name)[1]).instances)
+
+    def watch(self, service: str) -> Watch:
+        self._check()
+        return self._own(_ServiceWatch(self._target, check_service(service)))
+
+
+class _ServiceClaim(InstanceClaim):
+    """A service at the agent. Its id there is this claim's own, so that closing it never removes a successor's."""
+
+    def __init__(self, target: Target, instance: Instance, ttl_s: float) -> None:
+        self.client = Client(target)
+        self._ttl_s = ttl_s
+        readable = re.sub(r"[^A-Za-z0-9._-]+", "-", instance.id)[:64]
+        self._service_id = f"{instance.service}-{readable}-{secrets.token_hex(4)}"
+
+    def announce(self, instance: Instance) -> None:
+        # An agent whose servers are starting would accept this, and tell them a quarter of a minute later.
+        if not self.client.has_leader():
+            raise DiscoveryError(f"{self.client.target}: the servers have no leader yet")
+        self.client.register_service(
+            instance.service,
+            self._service_id,
+            self._ttl_s,
+            address=instance.address,
+            port=instance.port,
+            tags=instance.tags,
+            meta={
+                **instance.meta,
+                "edl-id": instance.id,
+                "model": instance.model,
+                "capacity": repr(instance.capacity),
+                "state": instance.state,
+            },
+        )
+
+    def renew(self) -> bool:
+        return self.client.renew_service(self._service_id)
+
+    def withdraw(self) -> None:
+        try:
+            self.client.deregister_service(self._service_id)
+        finally:
+            self.client.close()
+
+
+class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
+    def __init__(self, target: Target, service: str) -> None:
+        follower = Follower(service)
+
+        def query(client: Client, index: int | None, wait_s: float) -> tuple[int, Snapshot]:
+            index, entries = client.healthy(service, index, wait_s)
+            return index, _snapshot(service, entries)
+
+        super().__init__(
+            target,
+            query,
+            answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
+            failed=follower.failed,
+            recheck_at=lambda: follower.recheck_at,
+        )
+
+    def get(self, timeout_s: float | None = None) -> Snapshot | None:
+        return self.take(timeout_s)
+
+
+def _snapshot(service: str, found: list[Service]) -> Snapshot:
+    in_order = sorted(found, key=lambda entry: entry.created)
+    return snapshot_of(service, [_instance(service, entry) for entry in in_order])
+
+
+def _instance(service: str, found: Service) -> Instance | Rejected:
+    """What Consul knows of an instance. Of one that EDL did not register, most is left to the defaults."""
+    fields: dict[str, Any] = {
+        "address": found.address,
+        "port": found.port if found.port or found.address.startswith("unix:") else None,
+        "tags": found.tags,
+        "meta": {
+            key: value
+            for key, value in found.meta.items()
+            if key not in RESERVED_META and not key.startswith(("edl-", "consul-"))
+        },
+    }
+    fields.update((key, found.meta[key]) for key in ("model", "state") if key in found.meta)
+    if "capacity" in found.meta:
+        fields["capacity"] = _number(found.meta["capacity"])
+    return parsed(service, found.meta.get("edl-id") or f"{found.node}/{found.id}", fields)
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text

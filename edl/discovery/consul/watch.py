@@ -1,0 +1,85 @@
+"""Following Consul with blocking queries: the agent answers when there is something new, and has peace till then."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from edl.discovery.consul.client import Client
+from edl.discovery.consul.target import Target
+from edl.discovery.newest import Newest
+from edl.discovery.owned import Background, Owned
+from edl.errors import ClosedError, DiscoveryError
+
+__all__ = ["BlockingWatch"]
+
+WAIT_S = 10.0
+"""How long the agent waits for a change. An agent that hangs is noticed this much, and a request's timeout, later."""
+PAUSE_S = 0.05
+"""Between two queries: changes that come in quick succession are read together."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class BlockingWatch(Owned, Generic[T, S]):
+    """Fills a `Newest` with what a watcher is to see.
+
+    Args:
+        query: asks for what is newer than an index (None: for what there is), waiting some seconds for it; returns
+            the new index with it.
+        answered, failed: turn the answer, or the reason why there is none, into what the watcher sees.
+        recheck_at: when `answered` wants to be called again without a change; None for never.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        query: Callable[[Client, int | None, float], tuple[int, T]],
+        answered: Callable[[T], S],
+        failed: Callable[[str], S],
+        recheck_at: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._query = query
+        self._answered = answered
+        self._failed = failed
+        self._recheck_at = recheck_at
+        self._index: int | None = None
+        self._retry_s = FIRST_RETRY_S
+        self._client = self._own(Client(target))
+        self._newest: Newest[S] = Newest()
+        self._own(Background("edl-consul-watch", self._follow, self._client.close))
+
+    def take(self, timeout_s: float | None) -> S | None:
+        """See `Watch.get`."""
+        if not self._closed:
+            self._check()
+        return self._newest.take(timeout_s)
+
+    def _halt(self) -> None:
+        self._newest.close()
+
+    def _follow(self) -> float | None:
+        recheck_at = self._recheck_at()
+        wait_s = WAIT_S if recheck_at is None else min(WAIT_S, max(0.1, recheck_at - time.monotonic()))
+        try:
+            index, found = self._query(self._client, self._index, round(wait_s, 3))
+        except ClosedError:
+            return None
+        except DiscoveryError as exc:
+            if self._closed:
+                return None
+            self._newest.put(self._failed(str(exc)))
+            self._index = None
+            # Many watchers lose one agent at the same moment, and should not all come back at the same one.
+            self._retry_s = min(LAST_RETRY_S, self._retry_s * 2)
+            return self._retry_s * random.uniform(0.5, 1.0)
+        self._retry_s = FIRST_RETRY_S
+        # An index that goes back comes from a server that has lost its memory; one below 1 would not block.
+        self._index = None if self._index is not None and index < self._index else max(1, index)
+        self._newest.put(self._answered(found))
+        return PAUSE_S

@@ -5,7 +5,6 @@ Not thread-safe but for `read`: the cache's lock guards it.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -99,19 +98,18 @@ class Namespace:
         """Whether row `row` of the place still is what counts for this id."""
         return sample not in self.pending and self._index.get(sample) == place.number << _ROW_BITS | place.start + row
 
-    def read(self, place: Place) -> list[bytes] | None:
-        """The records there; None if the file cannot be read any more. Needs no lock."""
+    def read(self, place: Place) -> list[bytes] | BadSegmentError:
+        """The records there, or why the file cannot be read any more. Needs no lock."""
         try:
             return place.segment.read(self._handles, place.start, place.rows)
         except BadSegmentError as exc:
-            if place.segment.path.exists():
-                logger.warning("soft-label cache: %s is left out: %s", place.segment.path, exc)
-            return None
+            return exc
 
-    def lost(self, place: Place) -> None:
+    def lost(self, place: Place, why: BadSegmentError) -> None:
         """Forget a file that could not be read."""
         if place.number in self._segments:
             self._forget(place.number)
+            self._leave_out(place.segment.path, why)
 
     # Files that come and go
 
@@ -146,25 +144,26 @@ class Namespace:
             self._take_in(files[name])
 
     def _take_in(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            stat = path.stat()
-            identity = (path.name, stat.st_size, stat.st_mtime_ns)
-            if identity in self._bad:
-                return
-            try:
-                if path.suffix != SUFFIX:
-                    raise BadSegmentError("it was not written by EDL")
-                segment = Segment.open(path, self.path.name, self._handles)
-                self.agree(segment.layout)
-            except BadSegmentError as exc:
-                if not path.exists():
-                    return  # evicted since it was listed
-                self._bad.add(identity)
-                self._handles.drop(path)
-                self.skipped += 1
-                logger.warning("soft-label cache: %s is left out: %s", path, exc)
-                return
+        if _identity(path) in self._bad:
+            return
+        try:
+            if path.suffix != SUFFIX:
+                raise BadSegmentError("it was not written by EDL")
+            segment = Segment.open(path, self.path.name, self._handles)
+            self.agree(segment.layout)
+        except BadSegmentError as exc:
+            self._leave_out(path, exc)
+        else:
             self._add(segment)
+
+    def _leave_out(self, path: Path, why: BadSegmentError) -> None:
+        self._handles.drop(path)
+        identity = _identity(path)
+        if identity is None:
+            return  # it was evicted meanwhile, which is nothing to warn of
+        self._bad.add(identity)
+        self.skipped += 1
+        logger.warning("soft-label cache: %s is left out: %s", path, why)
 
     def agree(self, layout: RowLayout) -> None:
         """All rows of a namespace have one layout, that of the first.
@@ -203,3 +202,12 @@ class Namespace:
         for sample, record in zip(ids, records, strict=True):
             if self.pending.get(sample) is record:
                 del self.pending[sample]
+
+
+def _identity(path: Path) -> tuple[str, int, int] | None:
+    """Tells a file from another one that takes its name later; None if there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return path.name, stat.st_size, stat.st_mtime_ns

@@ -219,12 +219,12 @@ class CacheView:
         records: list[bytes | None],
         rows: list[int],
         place: Place,
-        read: list[bytes] | None,
+        read: list[bytes] | BadSegmentError,
     ) -> None:
         """Rows came from disk: into the answer, and into memory unless newer ones were put meanwhile."""
         assert self.disk is not None
-        if read is None:
-            self.disk.lost(place)
+        if isinstance(read, BadSegmentError):
+            self.disk.lost(place, read)
             return
         for at, (row, record) in enumerate(zip(rows, read, strict=True)):
             records[row] = record

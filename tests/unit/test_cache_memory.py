@@ -1,0 +1,204 @@
+"""Rows as records, and which of them stay in a bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.distill.cache.key import CacheKey
+from edl.distill.cache.layout import flatten
+from edl.distill.cache.memory import ADMIT_ONE_IN, IDLE_AFTER_CALLS, ROW_OVERHEAD, MemoryTier
+from edl.distill.compress import TopK, top_k
+from edl.errors import SettingsError
+
+RECORD = b"x" * (1024 - ROW_OVERHEAD)  # a row of one KiB, bookkeeping included
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_rows_come_out_of_records_as_they_went_in(rows: int) -> None:
+    rng = np.random.default_rng(1)
+    outputs = {
+        "logits": rng.normal(size=(rows, 9)).astype(np.float32),
+        "half": rng.normal(size=(rows, 3)).astype(np.float16),
+        "flag": rng.random(rows) > 0.5,
+        "boxes": rng.integers(0, 255, (rows, 2, 4)).astype(np.uint8),
+        "big-endian": rng.normal(size=(rows, 2)).astype(">f8"),
+    }
+    arrays, layout = flatten(outputs, rows)
+    records = layout.pack(arrays)
+    assert {len(record) for record in records} <= {layout.row_nbytes}
+    again = layout.restore(layout.unpack(b"".join(records), rows))
+    assert again.keys() == outputs.keys()
+    for name, array in outputs.items():
+        assert again[name].dtype == array.dtype.newbyteorder("<")  # type: ignore[union-attr]
+        np.testing.assert_array_equal(again[name], array)  # type: ignore[arg-type]
+
+
+def test_top_k_labels_come_out_as_top_k_labels() -> None:
+    labels = top_k(np.random.default_rng(1).normal(size=(5, 30)).astype(np.float32), 4, 2.0)
+    arrays, layout = flatten({"logits": labels, "score": np.arange(5.0)}, 5)
+    again = layout.restore(layout.unpack(b"".join(layout.pack(arrays)), 5))
+    logits = again["logits"]
+    assert isinstance(logits, TopK)
+    assert (logits.temperature, logits.classes, logits.k) == (2.0, 30, 4)
+    for name in ("ids", "values", "tail_lse"):
+        np.testing.assert_array_equal(getattr(logits, name), getattr(labels, name))
+    np.testing.assert_array_equal(again["score"], np.arange(5.0))  # type: ignore[arg-type]
+    assert set(again) == {"logits", "score"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        ({"names": np.array([b"a", b"b"], object)}, "'names' is object"),
+        ({"z": np.zeros((2, 3), np.complex64)}, "'z' is complex64"),
+        ({"z": np.zeros((3, 3))}, r"shape \[3, 3\]: expected 2 rows"),
+        ({"z": np.float32(1)}, r"shape \[\]"),
+        ({"z": np.zeros((2, 0))}, "nothing to keep"),
+        ({"sample_ids": np.zeros(2)}, "sample_ids"),
+        ({}, "no outputs"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(outputs: dict[str, np.ndarray], words: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(SettingsError, match=words):
+        flatten(outputs, 2)
+
+
+def test_the_least_recently_used_row_goes_first() -> None:
+    tier = MemoryTier(3 * 1024)
+    rows = tier.rows()
+    tier.put(rows, [1, 2, 3], [RECORD] * 3)
+    assert tier.get(rows, [1]) == [RECORD]
+    for new in range(100, 100 + ADMIT_ONE_IN):
+        tier.put(rows, [new], [RECORD])
+    assert list(rows.records) == [3, 1, 100 + ADMIT_ONE_IN - 1]
+    assert tier.evicted == 1
+
+
+def test_an_epoch_over_more_rows_than_fit_leaves_most_of_them_for_the_next() -> None:
+    """Least recently used alone would find none: each row would be gone just before its turn."""
+    tier = MemoryTier(50 * 1024)
+    rows = tier.rows()
+    for epoch in range(5):
+        hits = 0
+        for sample in range(100):
+            if tier.get(rows, [sample]) == [None]:
+                tier.put(rows, [sample], [RECORD])
+            else:
+                hits += 1
+        assert epoch == 0 or hits >= 40
+
+
+def test_a_working_set_that_changes_is_followed() -> None:
+    tier = MemoryTier(50 * 1024)
+    rows = tier.rows()
+    for base in (0, 1000):
+        for _ in range(2 * ADMIT_ONE_IN):
+            for sample in range(base, base + 40):
+                if tier.get(rows, [sample]) == [None]:
+                    tier.put(rows, [sample], [RECORD])
+    assert sum(sample >= 1000 for sample in rows.records) >= 35
+
+
+def test_rows_of_a_namespace_that_nobody_uses_make_room_at_once() -> None:
+    tier = MemoryTier(10 * 1024)
+    old, new = tier.rows(), tier.rows()
+    tier.put(old, range(10), [RECORD] * 10)
+    tier.put(new, [0], [RECORD])
+    assert not new.records  # the other one was used just now
+    for _ in range(IDLE_AFTER_CALLS + 1):
+        tier.get(new, [0])
+    tier.put(new, range(10), [RECORD] * 10)
+    assert len(new.records) == 10
+    assert not old.records
+
+
+def test_a_row_put_again_takes_the_place_of_the_older_one_even_when_memory_is_full() -> None:
+    tier = MemoryTier(2 * 1024)
+    rows = tier.rows()
+    tier.put(rows, [1, 2], [RECORD] * 2)
+    tier.put(rows, [1], [RECORD[::-1]])
+    assert tier.get(rows, [1]) == [RECORD[::-1]]
+    assert tier.nbytes == 2 * 1024
+
+
+def test_a_row_larger_than_the_memory_is_not_kept_and_evicts_nothing() -> None:
+    tier = MemoryTier(2 * 1024)
+    rows = tier.rows()
+    tier.put(rows, [1], [RECORD])
+    tier.put(rows, [2], [b"x" * 4096])
+    assert list(rows.records) == [1]
+
+
+@given(
+    limit=st.integers(0, 8 * 1024),
+    puts=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20), st.integers(0, 2000)), max_size=60),
+)
+def test_the_bound_holds_and_the_books_are_right(limit: int, puts: list[tuple[int, int, int]]) -> None:
+    tier = MemoryTier(limit)
+    spaces = [tier.rows(), tier.rows()]
+    last: dict[tuple[int, int], bytes] = {}
+    for space, sample, size in puts:
+        last[space, sample] = bytes([sample]) * size
+        tier.put(spaces[space], [sample], [last[space, sample]])
+        held = [record for rows in spaces for record in rows.records.values()]
+        assert tier.nbytes == sum(len(record) + ROW_OVERHEAD for record in held) <= limit
+        assert len(tier) == len(held)
+    for index, rows in enumerate(spaces):
+        assert all(last[index, int(sample)] == record for sample, record in rows.records.items())
+
+
+def test_the_books_do_not_flatter() -> None:
+    """What Python really allocates stays within the bound, for large rows and for small ones."""
+    for size in (10, 2000):
+        tier = MemoryTier(2 << 20)
+        rows = tier.rows()
+        tracemalloc.start()
+        for base in range(10**6, 10**6 + 40_000, 100):
+            ids = list(range(base, base + 100))
+            tier.put(rows, ids, [base.to_bytes(4, "little") * (size // 4) for _ in ids])
+            if tier.evicted:
+                break
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert tier.evicted
+        assert taken <= tier.limit_bytes
+
+
+def test_equal_keys_share_a_folder_and_others_do_not() -> None:
+    key = CacheKey("resnet/50", "1", ("logits",), dataset="cifar")
+    assert key.folder == CacheKey("resnet/50", "1", ("logits",), dataset="cifar", temperature=4.0).folder
+    others = [
+        CacheKey("resnet/50", "2", ("logits",), dataset="cifar"),
+        CacheKey("resnet/51", "1", ("logits",), dataset="cifar"),
+        CacheKey("resnet/50", "1", ("logits", "features"), dataset="cifar"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar, flipped"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", dtype="float16"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", top_k=5),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", top_k=5, temperature=4.0),
+    ]
+    folders = {each.folder for each in [key, *others]}
+    assert len(folders) == 1 + len(others)
+    assert all("/" not in folder and folder.startswith("resnet-5") for folder in folders)
+    for each in others:
+        assert CacheKey.from_json(each.to_json()) == each
+
+
+@pytest.mark.parametrize("model", ["../../etc", "", "…", ".", "a" * 500])
+def test_no_model_name_leads_out_of_the_folder(model: str) -> None:
+    folder = CacheKey(model, "1", ("logits",)).folder
+    assert "/" not in folder
+    assert not folder.startswith(".")
+    assert len(folder) < 100
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"model": "m"}', '{"model": 1, "version": "1", "outputs": "logits"}']
+)
+def test_what_is_no_key_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        CacheKey.from_json(text)

@@ -56,7 +56,7 @@ def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
     other = CacheKey("resnet", "2", ("logits",), dataset="digits")
     write(tmp_path, KEY, [1])
     write(tmp_path, other, [2])
-    with pytest.raises(SettingsError, match="several keys(.|\n)*version='1'(.|\n)*"):
+    with pytest.raises(SettingsError, match=r"several keys(.|\n)*version='1'(.|\n)*"):
         load_labels(tmp_path)
     assert load_labels(tmp_path, other).ids == (2,)
     with pytest.raises(SettingsError, match="no labels of CacheKey"):

@@ -18,6 +18,9 @@ from edl.distill.window import Window
 __all__ = ["Action", "Answer", "Dispatcher", "Failure", "FailureKind", "GiveUp", "Policy", "Send", "TeacherState"]
 
 
+_STARVING_S = 1.0
+
+
 class FailureKind(enum.Enum):
     """What went wrong with one request."""
 
@@ -45,7 +48,8 @@ class Policy:
     Attributes:
         window: most requests in flight at one teacher.
         hedge_after: a request older than this many median latencies of its teacher is sent elsewhere too.
-        hedge_budget: extra requests by hedging, as a share of all; 0 turns hedging off.
+        hedge_budget: extra requests by hedging, as a share of all; 0 turns hedging off. Only a request that the
+            training loop stands still for, and that is late for a second and more, goes beyond it.
         hedge_min_s: no request younger than this is hedged.
         request_timeout_s: a request without an answer after this is sent elsewhere.
         failures_to_open: so many failures in a row take a teacher out for a while.
@@ -268,14 +272,12 @@ class Dispatcher:
         times = [state.closed_until for state in self.teachers.values() if state.live and state.closed_until > now]
         if self.policy.hedge_budget > 0:
             times.extend(due for _, due in self._hedge_times() if due > now)
-            head_due = self._head_due()
-            if head_due is not None and head_due > now:
-                times.append(head_due)
+            times.extend(due for due in self._head_times() if due > now)
         return min(times, default=None)
 
     def live(self, now: float) -> int:
         """Teachers that may be given work, now or when they have room."""
-        return sum(state.usable(now) for state in self.teachers.values())
+        return sum(state.usable(now) for state in list(self.teachers.values()))
 
     @property
     def waiting(self) -> int:
@@ -293,7 +295,8 @@ class Dispatcher:
     @property
     def room(self) -> int:
         """Requests that all live teachers together want in flight."""
-        return sum(state.window.size for state in self.teachers.values() if state.live and not state.draining)
+        states = list(self.teachers.values())  # may be read from another thread
+        return sum(state.window.size for state in states if state.live and not state.draining)
 
     # Decisions
 
@@ -374,7 +377,7 @@ class Dispatcher:
         self.sent += 1
         if extra:
             self.hedged += 1
-            self._hedge_tokens -= 1
+            self._hedge_tokens = max(self._hedge_tokens - 1, 0.0)
         else:
             self._hedge_tokens = min(self._hedge_tokens + self.policy.hedge_budget, 16.0)
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
@@ -408,12 +411,29 @@ class Dispatcher:
         if head_due is not None and head_due <= now and self._wanted is not None:
             late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)
         for number, attempt in sorted(set(late)):
-            if self._hedge_tokens < 1:
-                return
+            if self._hedge_tokens < 1 and not self._starving(number, attempt, now):
+                continue
             task, here = self._tasks[number], self._attempts[attempt].teacher
             choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task)
             if choice is not None and len(task.attempts) == 1:
                 yield self._send(number, task, choice, now, extra=True)
+
+    def _head_times(self) -> Iterator[float]:
+        head = self._tasks.get(self._wanted) if self._wanted is not None else None
+        if head is not None and len(head.attempts) == 1:
+            sent = self._attempts[next(iter(head.attempts))]
+            late_s = self._late_s(self.teachers.get(sent.teacher))
+            if late_s is not None:
+                yield sent.sent_at + max(4 * late_s, _STARVING_S)
+            head_due = self._head_due()
+            if head_due is not None:
+                yield head_due
+
+    def _starving(self, number: int, attempt: int, now: float) -> bool:
+        """Whether the training loop stands still for this task for so long that the budget does not matter."""
+        sent = self._attempts[attempt]
+        late_s = self._late_s(self.teachers.get(sent.teacher))
+        return number == self._wanted and late_s is not None and now >= sent.sent_at + max(4 * late_s, _STARVING_S)
 
     def _head_due(self) -> float | None:
         """When the task that the consumer waits for is worth asking an idle teacher for, too."""

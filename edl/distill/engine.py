@@ -91,6 +91,7 @@ class Engine:
         self._spec_known = threading.Event()
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._attempts: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._nobody_since: float | None = None
         self._progress_at = 0.0
@@ -197,8 +198,10 @@ class Engine:
                 job.finished = True
                 if not job.sent:
                     self.taken_up += 1
-                self._dispatcher.drop(number)
+                for attempt in self._dispatcher.drop(number):
+                    self._attempts[attempt].cancel()
                 self._release(job)
+        self._set_timer()
 
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
@@ -274,6 +277,8 @@ class Engine:
         return ""
 
     def _teacher_up(self, link: Link) -> None:
+        if link.instance.id in self._leaving or self._links.get(link.instance.id) is not link:
+            return
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
         if self.spec is None:
             self.spec = link.spec
@@ -281,7 +286,8 @@ class Engine:
         self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
 
     def _teacher_down(self, link: Link) -> None:
-        logger.warning("teacher %s of %s is lost: %s", link.instance.id, self.name, link.why)
+        level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
+        logger.log(level, "teacher %s of %s is lost: %s", link.instance.id, self.name, link.why)
         self._dispatcher.teacher_down(link.instance.id)
         self._set_timer()
 
@@ -306,39 +312,53 @@ class Engine:
                 job.running += 1
                 if action.extra:
                     self._totals.hedged += job.payload.rows
-                self._spawn(self._attempt(action, job))
+                self._attempts[action.attempt] = self._spawn(self._attempt(action, job))
             elif isinstance(action, GiveUp):
                 self._finish(self._jobs.pop(action.task), _error_of(action), "")
         self._set_timer()
 
     async def _attempt(self, send: Send, job: Job) -> None:
-        link = self._links.get(send.teacher)
-        counts = self._totals.counts[send.teacher]
+        actions: list[Action] = []
         try:
-            if link is None:
+            link = self._links.get(send.teacher)
+            if link is None or link.spec is None:
                 raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
-            version = link.spec.version if link.spec is not None else ""
+            version = link.spec.version
             outputs = await link.infer(job.payload, send.timeout_s)
             self._check_shapes(send.teacher, outputs)
         except RequestFailed as exc:
-            counts.failures += 1
-            resent = self._dispatcher.resent
-            actions = self._dispatcher.failed(send.attempt, exc.failure, self._now())
-            self._totals.resent += (self._dispatcher.resent - resent) * job.payload.rows
-            self._log_failure(send.teacher, exc.failure)
+            actions = self._failed(send, job, exc.failure)
         else:
-            counts.requests += 1
-            actions = self._dispatcher.answered(send.attempt, self._now())
-            if any(isinstance(action, Answer) for action in actions):
-                self._progress_at = self._now()
-                counts.rows += job.payload.rows
-                self._totals.received += job.payload.rows
-                del self._jobs[job.number]
-                self._finish(job, outputs, version)
-        job.running -= 1
-        self._release(job)
+            actions = self._answered(send, job, outputs, version)
+        finally:
+            self._attempts.pop(send.attempt, None)
+            job.running -= 1
+            self._release(job)
         self._apply(actions)
         self._end_if_idle(send.teacher)
+
+    def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
+        self._totals.counts[send.teacher].failures += 1
+        resent = self._dispatcher.resent
+        actions = self._dispatcher.failed(send.attempt, failure, self._now())
+        self._totals.resent += (self._dispatcher.resent - resent) * job.payload.rows
+        if failure.kind is FailureKind.BAD_OUTPUT:
+            logger.warning("teacher %s of %s is set aside: %s", send.teacher, self.name, failure.message)
+        elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
+            logger.warning("teacher %s of %s, %s: %s", send.teacher, self.name, failure.kind.value, failure.message)
+        return actions
+
+    def _answered(self, send: Send, job: Job, outputs: Outputs, version: str) -> list[Action]:
+        counts = self._totals.counts[send.teacher]
+        counts.requests += 1
+        actions = self._dispatcher.answered(send.attempt, self._now())
+        if any(isinstance(action, Answer) for action in actions):
+            self._progress_at = self._now()
+            counts.rows += job.payload.rows
+            self._totals.received += job.payload.rows
+            del self._jobs[job.number]
+            self._finish(job, outputs, version)
+        return actions
 
     def _finish(self, job: Job, result: Outputs | EDLError, version: str) -> None:
         job.finished = True
@@ -364,12 +384,6 @@ class Engine:
                     f"{teacher}: output {name!r} has rows of shape {list(shape)}, "
                     f"the teachers before it {list(self._row_shapes[name])}",
                 )
-
-    def _log_failure(self, teacher: str, failure: Failure) -> None:
-        if failure.kind is FailureKind.BAD_OUTPUT:
-            logger.warning("teacher %s of %s is set aside: %s", teacher, self.name, failure.message)
-        elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
-            logger.warning("teacher %s of %s, %s: %s", teacher, self.name, failure.kind.value, failure.message)
 
     # Time
 
@@ -427,10 +441,11 @@ class Engine:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

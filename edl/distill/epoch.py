@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
-from edl.distill.labeller import Labeller
 from edl.distill.source import Chunk, Cutter, Item, Trace
 from edl.errors import ClosedError, EDLError, SourceError
 
@@ -23,6 +23,24 @@ _PATIENCE_S = 0.01
 """How long the training loop waits before it tells the engine which chunk it is waiting for."""
 
 
+class Labels(Protocol):
+    """What an epoch needs of the labeller; see `Labeller`."""
+
+    memory_bytes: int
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def has_backlog(self) -> bool: ...
+    def check(self) -> None: ...
+    def settle(self) -> None: ...
+    def submit(self, chunk: Chunk, changed: Callable[[], None], stopped: Callable[[], bool]) -> None: ...
+    def wanted(self, chunk: Chunk) -> None: ...
+    def cancel(self, chunks: Iterable[Chunk]) -> None: ...
+    def delivered(self, rows: int) -> None: ...
+    def waited(self, seconds: float) -> None: ...
+
+
 class Epoch:
     """An iterator over items whose chunks are done. Closing it drops what is under way.
 
@@ -30,8 +48,9 @@ class Epoch:
     is held than the labeller allows.
     """
 
-    def __init__(self, labeller: Labeller, source: Iterator[Any], cutter: Cutter) -> None:
+    def __init__(self, labeller: Labels, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller, self._source, self._cutter = labeller, source, cutter
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._for_loop = threading.Condition(self._lock)  # where the training loop waits
         self._for_feeder = threading.Condition(self._lock)  # where the feeding thread waits
@@ -82,13 +101,17 @@ class Epoch:
         self._labeller.delivered(item.rows)
 
     def close(self) -> None:
-        """Drop what is under way. May be called twice, and from any thread but the source's own."""
+        """Drop what is under way. May be called twice; does nothing in a forked child, whose parent goes on."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._for_loop.notify_all()
             self._for_feeder.notify_all()
+        if threading.current_thread() is self._feeder:
+            return  # the source itself closes the reader; its thread ends when it returns
         self._feeder.join(_SOURCE_STOP_S)
         if self._feeder.is_alive():
             logger.warning("the data source is still busy %g s after the epoch was closed; left alone", _SOURCE_STOP_S)

@@ -10,17 +10,19 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from edl.discovery.registry import Snapshot
 from edl.distill.arena import Arena
 from edl.distill.caching import Caching, Keeper, Missing, key_of, look_up_offline, offline_view
 from edl.distill.dispatch import Policy
 from edl.distill.engine import Engine, Job
+from edl.distill.epoch import Epoch
 from edl.distill.loop import LoopThread
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, select_inputs
-from edl.distill.source import Chunk
+from edl.distill.source import Chunk, Cutter
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Following, Teachers
 from edl.errors import ClosedError, EDLError, SettingsError
@@ -80,6 +82,7 @@ class Labeller:
         self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
         self._engines: list[Engine] = []
         self._following: list[Following] = []
+        self._epoch: Epoch | None = None
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
             for group in teachers:
@@ -212,12 +215,31 @@ class Labeller:
             wait_s=self._wait_s,
         )
 
+    def begin(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
+        """Start an epoch; the one before it ends."""
+        self.check()
+        if self._epoch is not None:
+            self._epoch.close()
+        self._epoch = Epoch(self, source, cutter)
+        return self._epoch
+
+    def let_go(self) -> None:
+        """`close` for a finalizer, which may run in any thread, also in one that `close` waits for."""
+        if threading.current_thread().name.startswith("edl-"):
+            threading.Thread(target=self.close, name="edl-close").start()
+        else:
+            self.close()
+
     def close(self) -> None:
         """End connections, threads and shared memory. Does nothing in a forked child, whose parent owns them."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._closed = True
+        if self._epoch is not None:
+            self._epoch.close()
         for following in self._following:
             following.close()
         for engine in self._engines:

@@ -64,21 +64,17 @@ class DistillLoader(Generic[B], abc.ABC):
         if (caching is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
-        self._epoch: Epoch | None = None
         self._labeller = Labeller(teachers, ask, options, caching)
-        self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
+        weakref.finalize(self, self._labeller.let_go)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Any]]:
         self._labeller.check()
-        if self._epoch is not None:
-            self._epoch.close()
         cutter = BatchCutter(self._getters, self._batch_rows, self._labeller.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-        self._epoch = Epoch(self._labeller, iter(self.loader), cutter)
-        return self._ahead(self._labelled(self._epoch))
+        return self._ahead(self._labelled(self._labeller.begin(iter(self.loader), cutter)))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread."""
@@ -86,8 +82,6 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def close(self) -> None:
         """End the epoch and all connections."""
-        if self._epoch is not None:
-            self._epoch.close()
         self._labeller.close()
 
     def __enter__(self) -> DistillLoader[B]:

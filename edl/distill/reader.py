@@ -91,9 +91,7 @@ class DistillReader:
         self._kind: Literal["sample", "sample_list", "batch"] | None = None
         self._source: Callable[[], Iterable[Any]] | None = None
         self._labeller: Labeller | None = None
-        self._epoch: Epoch | None = None
         self._closed = False
-        self._finalizer: weakref.finalize[[Labeller], DistillReader] | None = None
 
     # Configuration
 
@@ -184,12 +182,10 @@ class DistillReader:
             raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
         labeller = self._start()
         labeller.check()
-        if self._epoch is not None:
-            self._epoch.close()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
         cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
-        epoch = self._epoch = Epoch(labeller, iter(self._source()), cutter)
+        epoch = labeller.begin(iter(self._source()), cutter)
         weights = [group.weight for group in labeller.teachers] or [1.0]
         return self._deliver(epoch, Combiner(self._combine, weights), labeller.services)
 
@@ -200,8 +196,6 @@ class DistillReader:
     def close(self) -> None:
         """End the epoch and all connections. The reader cannot be used again."""
         self._closed = True
-        if self._epoch is not None:
-            self._epoch.close()
         if self._labeller is not None:
             self._labeller.close()
 
@@ -217,7 +211,7 @@ class DistillReader:
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
             self._labeller = Labeller(groups, self._ask, self._options, self._caching)
-            self._finalizer = weakref.finalize(self, Labeller.close, self._labeller)
+            weakref.finalize(self, self._labeller.let_go)
         return self._labeller
 
     def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Iterator[Any]:

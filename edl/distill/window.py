@@ -30,12 +30,17 @@ class Window:
     Attributes:
         size: requests to keep in flight.
         probing: wait until nothing is in flight, then send one request alone.
+        base_s: latency of a request that found the teacher idle.
+        median_s: median latency of the last answers, None before the first.
+        usual_s: a latency that nine in ten of the last answers stayed below, None before the third.
     """
 
     limit: int = 32
     size: int = 1
     probing: bool = True
     base_s: float = float("inf")
+    median_s: float | None = None
+    usual_s: float | None = None
     _probed_at: float = 0.0
     _since_change: int = 0
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -44,18 +49,6 @@ class Window:
     def allowed(self) -> int:
         """Requests that may be in flight now."""
         return 1 if self.probing else self.size
-
-    @property
-    def median_s(self) -> float | None:
-        """Median latency of the last answers in seconds, None before the first."""
-        return statistics.median(self._latencies) if self._latencies else None
-
-    @property
-    def usual_s(self) -> float | None:
-        """A latency that nine in ten of the last answers stayed below, None before the third."""
-        if len(self._latencies) < 3:
-            return None
-        return sorted(self._latencies)[int(0.9 * (len(self._latencies) - 1))]
 
     def answered(self, latency_s: float, in_flight: int, now: float) -> None:
         """Take in one answer.
@@ -66,6 +59,9 @@ class Window:
             now: seconds on any clock that does not go back.
         """
         self._latencies.append(latency_s)
+        ordered = sorted(self._latencies)
+        self.median_s = ordered[len(ordered) // 2]
+        self.usual_s = ordered[int(0.9 * (len(ordered) - 1))] if len(ordered) > 2 else None
         if in_flight == 1 and self.probing:
             self.base_s = latency_s
             self.probing = False
@@ -98,4 +94,5 @@ class Window:
         """Forget what was measured: the teacher was away."""
         self.size, self.probing, self.base_s = 1, True, float("inf")
         self._since_change = 0
+        self.median_s = self.usual_s = None
         self._latencies.clear()

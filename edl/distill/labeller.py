@@ -169,6 +169,17 @@ class Labeller:
         ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
         return Missing(found, view, ids)
 
+    def model(self, service: int = 0) -> ModelSpec:
+        """What the teachers of a service say of their model; waits for the first of them.
+
+        Raises:
+            NoTeacherError: none told within `teacher_timeout_s`.
+        """
+        spec = self._spec(self._engines[service], lambda: self._closed)
+        if spec is None:
+            raise ClosedError("the reader is closed")
+        return spec
+
     def settle(self) -> None:
         """Before an epoch: let the cache take in the answers of the one before."""
         if self._keeper is not None:

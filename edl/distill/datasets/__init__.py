@@ -1,0 +1,46 @@
+"""A user's data set found by name, and its rows batch by batch: array files, `Dataset`s and plain iterables.
+
+Rows that need no label are not loaded where their ids are known without it. What does not belong here: asking teachers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from edl.distill.datasets.factories import open_samples
+from edl.distill.datasets.files import open_arrays
+from edl.distill.datasets.kinds import Data
+from edl.errors import SettingsError
+
+__all__ = ["Data", "open_data"]
+
+
+def open_data(name: str, inputs: Sequence[str], ids: str | None = None, workers: int = 0) -> Data:
+    """The data set called `name`.
+
+    Args:
+        name: `FILE.npz` or `FILE.npy` (mapped into memory where possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
+            function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
+        inputs: of the teachers' model: `NAME`, or `NAME=KEY` where the data set calls it otherwise (an array of the
+            file, the key of a mapping, the position in a tuple).
+        ids: what holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample.
+            None: a row's position is its id.
+        workers: see `SequenceData`.
+
+    Raises:
+        SettingsError: there is no such data set, or it has no such parts.
+    """
+    wanted = dict(_split(part) for part in inputs)
+    if not wanted or "" in wanted:
+        raise SettingsError(f"--inputs {','.join(inputs)!r}: name at least one input of the teachers")
+    if workers < 0:
+        raise SettingsError(f"--workers {workers}: must be 0 or more")
+    if name.endswith((".npz", ".npy")):
+        return open_arrays(Path(name), wanted, ids)
+    return open_samples(name, wanted, ids, workers)
+
+
+def _split(part: str) -> tuple[str, str]:
+    name, _, key = part.partition("=")
+    return name.strip(), key.strip() or name.strip()

@@ -1,0 +1,74 @@
+"""Arrays in .npz and .npy files, mapped into memory where possible. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from edl.distill.datasets.kinds import ArrayData, Data
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+
+__all__ = ["open_arrays"]
+
+
+def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Data:
+    try:
+        if path.suffix == ".npy":
+            if len(wanted) > 1:
+                raise SettingsError(f"{str(path)!r} is one array, for one input; several inputs go into an .npz file")
+            arrays = dict.fromkeys(wanted, _mapped(path))
+        else:
+            file = _Npz(path)
+            arrays = {name: file.get(key) for name, key in wanted.items()}
+        return ArrayData(arrays, None if ids is None else _ids_array(path, ids))
+    except (OSError, ValueError, zipfile.BadZipFile) as exc:
+        if isinstance(exc, SettingsError):
+            raise
+        raise SettingsError(f"data {str(path)!r} cannot be read: {exc}") from exc
+
+
+def _ids_array(path: Path, ids: str) -> Array:
+    return _mapped(Path(ids)) if ids.endswith(".npy") else _Npz(path).get(ids)
+
+
+def _mapped(path: Path) -> Array:
+    array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+class _Npz:
+    """Arrays of an .npz file; those that were stored without compression are mapped, not read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with zipfile.ZipFile(path) as archive:
+            self._members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+
+    def get(self, name: str) -> Array:
+        info = self._members.get(name)
+        if info is None:
+            raise SettingsError(f"{str(self._path)!r} has no array {name!r}, only {', '.join(sorted(self._members))}")
+        mapped = self._map(info) if info.compress_type == zipfile.ZIP_STORED else None
+        if mapped is not None:
+            return mapped
+        with np.load(self._path, allow_pickle=False) as file:
+            array: Array = file[name]
+        return array
+
+    def _map(self, info: zipfile.ZipInfo) -> Array | None:
+        with self._path.open("rb") as file:
+            file.seek(info.header_offset + 26)  # lengths of name and extra field, at the end of the local header
+            lengths = file.read(4)
+            file.seek(int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little"), 1)
+            version = np.lib.format.read_magic(file)
+            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            if version not in readers:
+                return None
+            shape, fortran, dtype = readers[version](file)
+            if dtype.hasobject or 0 in shape:
+                return None
+            return np.memmap(self._path, dtype, "r", file.tell(), shape, "F" if fortran else "C")

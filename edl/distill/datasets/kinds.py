@@ -1,0 +1,200 @@
+"""The kinds of data sets, and their rows batch by batch."""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from edl.distill.source import as_array
+from edl.errors import SettingsError, SourceError
+from edl.protocol.tensors import Array
+
+__all__ = ["ArrayData", "Data", "IterableData", "Known", "SampleId", "SequenceData"]
+
+SampleId: TypeAlias = int | str
+Known: TypeAlias = Callable[[Sequence[SampleId]], Array]
+"""Which of these ids need no label, bool [ids]."""
+
+_BLOCK = 65536
+
+
+class Data(abc.ABC):
+    """A data set.
+
+    Attributes:
+        inputs: names of the teachers' inputs that it has.
+        rows: how many samples, None if unknown.
+    """
+
+    inputs: tuple[str, ...]
+    rows: int | None = None
+
+    @abc.abstractmethod
+    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        """Ids and inputs [rows, ...] of all samples that are not known, in order, up to `rows` at a time."""
+
+
+class _Indexed(Data):
+    """Any row can be loaded by itself, and its id is known before."""
+
+    def __init__(self, rows: int, ids: Array | None) -> None:
+        self.rows = rows
+        self._ids = ids
+        if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuU"):
+            raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
+        if ids is not None and len(np.unique(ids)) < rows:
+            raise SettingsError("--ids: some ids are there twice; each sample needs one of its own")
+
+    def ids_of(self, index: Array) -> list[SampleId]:
+        ids: list[SampleId] = (index if self._ids is None else self._ids[index]).tolist()
+        return ids
+
+    def unknown(self, known: Known) -> Array:
+        """Indices of the rows that are not known, rising."""
+        assert self.rows is not None
+        found = []
+        for start in range(0, self.rows, _BLOCK):
+            index = np.arange(start, min(start + _BLOCK, self.rows))
+            found.append(index[~known(self.ids_of(index))])
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+class ArrayData(_Indexed):
+    """Arrays [rows, ...] by input, perhaps mapped from files."""
+
+    def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None) -> None:
+        counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+        if len(set(counts.values())) > 1:
+            raise SettingsError(f"the arrays have different numbers of rows: {counts}")
+        super().__init__(next(iter(counts.values())), ids)
+        self.inputs = tuple(arrays)
+        self._arrays = dict(arrays)
+
+    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        index = self.unknown(known)
+        for start in range(0, len(index), rows):
+            part = index[start : start + rows]
+            yield self.ids_of(part), {name: np.asarray(array[part]) for name, array in self._arrays.items()}
+
+
+class SequenceData(_Indexed):
+    """Samples by position, such as a PyTorch `Dataset` with `__len__` and `__getitem__`.
+
+    Args:
+        fields: for each input, how to find it in a sample.
+        workers: processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this one.
+    """
+
+    def __init__(self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0) -> None:
+        super().__init__(len(samples), None)
+        self.inputs = tuple(fields)
+        self._samples, self._stack, self._workers = samples, _Stack(fields), workers
+
+    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        index = self.unknown(known)
+        parts = [index[start : start + rows] for start in range(0, len(index), rows)]
+        if self._workers:
+            yield from zip(map(self.ids_of, parts), self._loaded(parts), strict=True)
+            return
+        for part in parts:
+            yield self.ids_of(part), self._stack([(at, self._samples[at]) for at in part.tolist()])
+
+    def _loaded(self, parts: list[Array]) -> Iterator[dict[str, Array]]:
+        from torch.utils.data import DataLoader
+
+        numbered = _Numbered(self._samples)
+        # Each part is one "sample" of the loader: its batches are as they were cut, whatever their sizes.
+        return iter(
+            DataLoader(
+                numbered,  # type: ignore[arg-type]
+                batch_sampler=[part.tolist() for part in parts],
+                num_workers=self._workers,
+                collate_fn=self._stack,
+            )
+        )
+
+
+class _Numbered:
+    """Samples with their positions, for messages."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, at: int) -> tuple[int, Any]:
+        return at, self._samples[at]
+
+
+class IterableData(Data):
+    """Samples one after the other.
+
+    Args:
+        make: returns an iterable from the start on, each time that it is called.
+        fields: for each input, how to find it in a sample.
+        id_field: how to find a sample's id; None: its position.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Any]],
+        fields: Mapping[str, Callable[[Any], Any]],
+        id_field: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.inputs = tuple(fields)
+        self._make, self._stack, self._id_field = make, _Stack(fields), id_field
+
+    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        waiting: list[tuple[SampleId, Any]] = []
+        samples = ((self._id(at, sample), sample) for at, sample in enumerate(self._make()))
+        while block := list(itertools.islice(samples, rows)):
+            new = ~known([sample_id for sample_id, _ in block])
+            waiting += [entry for entry, is_new in zip(block, new, strict=True) if is_new]
+            if len(waiting) >= rows:
+                yield self._batch(waiting[:rows])
+                del waiting[:rows]
+        if waiting:
+            yield self._batch(waiting)
+
+    def _batch(self, entries: list[tuple[SampleId, Any]]) -> tuple[list[SampleId], dict[str, Array]]:
+        return [sample_id for sample_id, _ in entries], self._stack(entries)
+
+    def _id(self, at: int, sample: Any) -> SampleId:
+        if self._id_field is None:
+            return at
+        found = self._id_field(sample)
+        sample_id: SampleId = found.item() if hasattr(found, "item") else found
+        if type(sample_id) not in (int, str):
+            raise SourceError(f"sample {at}: its id is {found!r}; an id is an integer or a string")
+        return sample_id
+
+
+class _Stack:
+    """Makes one array [rows, ...] for each input out of samples, in whichever process loads them."""
+
+    def __init__(self, fields: Mapping[str, Callable[[Any], Any]]) -> None:
+        self._fields = fields
+
+    def __call__(self, entries: Sequence[tuple[SampleId, Any]]) -> dict[str, Array]:
+        return {name: self._one(name, field, entries) for name, field in self._fields.items()}
+
+    @staticmethod
+    def _one(name: str, field: Callable[[Any], Any], entries: Sequence[tuple[SampleId, Any]]) -> Array:
+        arrays = []
+        for sample_id, sample in entries:
+            try:
+                found = field(sample)
+            except (LookupError, TypeError) as exc:
+                raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
+            arrays.append(as_array(found, f"sample {sample_id!r}, input {name!r}"))
+            if arrays[-1].shape != arrays[0].shape:
+                raise SourceError(
+                    f"sample {sample_id!r}: input {name!r} has shape {list(arrays[-1].shape)}, "
+                    f"samples before it {list(arrays[0].shape)}: bring all samples to one shape"
+                )
+        return np.stack(arrays)

@@ -1,0 +1,171 @@
+"""Labels for a whole data set ahead of time, into the folder of a `SoftLabelCache`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
+from edl.distill.caching import Caching, key_of
+from edl.distill.datasets.kinds import Data, SampleId
+from edl.distill.epoch import Epoch
+from edl.distill.labeller import Labeller, Options
+from edl.distill.request import Ask
+from edl.distill.source import BatchCutter, Getter
+from edl.distill.teachers import Teachers
+from edl.errors import TemporaryError
+from edl.protocol.tensors import Array
+
+__all__ = ["Plan", "Progress", "Report", "label"]
+
+_SETTLE_EVERY = 32
+"""Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
+
+_PASSES = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to ask, of whom.
+
+    Attributes:
+        dataset: the tag of `CacheKey`; a reader must use the same one.
+        batch_rows: rows of one request.
+    """
+
+    teachers: Teachers
+    ask: Ask
+    dataset: str = ""
+    batch_rows: int = 32
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far it is.
+
+    Attributes:
+        total: rows of the data set, None if unknown.
+        known: rows that had a label already.
+        labelled: rows that got one.
+        seconds: since the first request.
+        teachers_live: teachers that may be given work.
+    """
+
+    total: int | None = None
+    known: int = 0
+    labelled: int = 0
+    seconds: float = 0.0
+    teachers_live: int = 0
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows labelled a second."""
+        return self.labelled / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of it. `key` is what the labels are kept under."""
+
+    key: CacheKey
+    progress: Progress
+
+
+def label(
+    data: Data,
+    plan: Plan,
+    cache: SoftLabelCache,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Report:
+    """Ask for the labels of all rows that have none yet, and keep them in `cache`.
+
+    May be killed at any moment and called again: at most the rows of the last `flush_interval_s` of the cache are asked
+    for again. On return all labels are on disk.
+
+    Args:
+        progress: is called after each batch, in this thread.
+
+    Raises:
+        NoTeacherError: no teacher was live for `teacher_timeout_s`.
+        TemporaryError: some labels could not be kept.
+    """
+    labeller = Labeller([plan.teachers], plan.ask, plan.options, Caching(cache, plan.dataset))
+    try:
+        ask = replace(plan.ask, model=plan.teachers.model or plan.ask.model)
+        view = cache.view(key_of(ask, labeller.model(), plan.dataset))
+        run = _Run(data, plan, labeller, view, progress)
+        for number in range(_PASSES):
+            if not run.one_pass(first=number == 0):
+                break
+        else:
+            raise TemporaryError(
+                f"{run.lost} rows were labelled, but their labels were not kept: either the disk cannot follow, or "
+                "the teachers serve different versions of the model; run the same command again"
+            )
+        cache.flush()
+        return Report(view.key, run.progress())
+    finally:
+        labeller.close()
+
+
+class _Run:
+    def __init__(
+        self, data: Data, plan: Plan, labeller: Labeller, view: CacheView, tell: Callable[[Progress], None]
+    ) -> None:
+        self._data, self._plan, self._labeller, self._view, self._tell = data, plan, labeller, view, tell
+        self._started = time.monotonic()
+        self._known = self._labelled = self.lost = 0
+        self._unsettled: list[SampleId] = []
+
+    def one_pass(self, *, first: bool) -> int:
+        """Label what has no label; how many rows were answered but not kept."""
+        self.lost = 0
+        batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
+        getters = {name: _input(name) for name in self._data.inputs}
+        cutter = BatchCutter(getters, None, self._labeller.services, lambda batch: batch[0])
+        epoch = Epoch(self._labeller, batches, cutter)
+        try:
+            for number, item in enumerate(epoch, 1):
+                epoch.taken(item)
+                self._unsettled += item.value[0]
+                self._labelled += item.rows
+                if number % _SETTLE_EVERY == 0:
+                    self._settle()
+                self._tell(self.progress())
+        finally:
+            epoch.close()
+        self._settle()
+        self._tell(self.progress())
+        return self.lost
+
+    def progress(self) -> Progress:
+        return Progress(
+            self._data.rows,
+            self._known,
+            self._labelled,
+            time.monotonic() - self._started,
+            self._labeller.stats().teachers_live,
+        )
+
+    def _settle(self) -> None:
+        """See that what was answered has been kept."""
+        self._labeller.settle()
+        lost = int(np.count_nonzero(~self._view.contains(self._unsettled)))
+        self.lost += lost
+        self._labelled -= lost
+        self._unsettled = []
+
+    def _is_known(self, ids: Sequence[SampleId], first: bool) -> Array:
+        """Called in the feeding thread."""
+        known = self._view.contains(ids)
+        if first:
+            self._known += int(np.count_nonzero(known))
+        return known
+
+
+def _input(name: str) -> Getter:
+    return lambda batch: batch[1][name]

@@ -50,21 +50,23 @@ class SqliteFile(Owned):
     Args:
         path: made if it is not there, with its folder.
         timeout_s: how long to wait for other processes' transactions.
+        lazy: connect at the first use, when everything that is wrong with the file is a DiscoveryError.
 
     Raises:
         SettingsError: the file cannot be made or written, or is not one of EDL's.
         DiscoveryError: it is busy, or damaged.
     """
 
-    def __init__(self, path: str, timeout_s: float) -> None:
+    def __init__(self, path: str, timeout_s: float, lazy: bool = False) -> None:
         super().__init__()
         self.path = path
         self._timeout_s = timeout_s
         self._turn = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
-        with self._turn, self._translated():
-            self._connect()
+        if not lazy:
+            with self._turn, self._translated():
+                self._connect()
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -113,7 +115,7 @@ class SqliteFile(Owned):
         if self._connection is not None and _inode(self.path) == self._inode:
             return self._connection
         if self._connection is not None:
-            # Closing it would remove the journal by its name, which may be the new file's by now.
+            # Closing it would remove the journal by its name, which may be the new file's by now. Rather leak it.
             _never_close(self._connection)
             self._connection = None
         try:

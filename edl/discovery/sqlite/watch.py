@@ -50,7 +50,7 @@ class Poller(Owned, Generic[T, S]):
         self._revision = -1
         self._expires = 0.0
         self.newest: Newest[S] = Newest()
-        self._file = self._own(SqliteFile(path, timeout_s))
+        self._file = self._own(SqliteFile(path, timeout_s, lazy=True))
         self._own(Background("edl-sqlite-watch", self._poll))
 
     def take(self, timeout_s: float | None) -> S | None:

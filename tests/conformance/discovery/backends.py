@@ -1,0 +1,110 @@
+"""The two implementations as the conformance tests see them, and what tests do behind EDL's back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import sqlite3
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from edl.discovery import Instance
+from tests.plugins_consul import ConsulAgent
+
+T = TypeVar("T")
+
+
+def eventually(condition: Callable[[], T], timeout_s: float = 20.0) -> T:
+    """Poll until `condition` holds; the last value, true or not."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return value
+
+
+def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Instance:
+    """An instance, with what a test does not care about filled in."""
+    return Instance(service, name, "127.0.0.1", port, **rest)
+
+
+class Backend(ABC):
+    """One implementation, and means to harm it."""
+
+    name: str
+    url: str
+
+    @abstractmethod
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+        """Register raw values that EDL would not let through; returns what removes them."""
+
+    @abstractmethod
+    def break_it(self) -> None:
+        """From now on it cannot be reached."""
+
+    @abstractmethod
+    def mend_it(self) -> None:
+        """It can be reached again, and has forgotten everything."""
+
+
+class SqliteBackend(Backend):
+    name = "sqlite"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = f"sqlite:///{path}"
+
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+        text = fields["raw"] if "raw" in fields else json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
+        lease = secrets.randbits(62)
+        with contextlib.closing(sqlite3.connect(self.path, timeout=10)) as connection, connection:
+            connection.execute("INSERT INTO lease VALUES (?, 3600, ?)", (lease, time.monotonic() + 3600))
+            connection.execute("UPDATE state SET revision = revision + 1")
+            revision = connection.execute("SELECT revision FROM state").fetchone()[0]
+            connection.execute("INSERT INTO instance VALUES (?, ?, ?, ?, ?)", (lease, service, name, revision, text))
+
+        def remove() -> None:
+            with contextlib.closing(sqlite3.connect(self.path, timeout=10)) as connection, connection:
+                connection.execute("DELETE FROM instance WHERE lease = ?", (lease,))
+                connection.execute("UPDATE state SET revision = revision + 1")
+
+        return remove
+
+    def break_it(self) -> None:
+        for file in self.path.parent.glob(f"{self.path.name}*"):
+            file.unlink()
+        self.path.write_text("this is not a database, whatever its name says\n" * 100)
+
+    def mend_it(self) -> None:
+        self.path.unlink()
+
+
+class ConsulBackend(Backend):
+    name = "consul"
+
+    def __init__(self, agent: ConsulAgent) -> None:
+        self.agent = agent
+        self.url = agent.url
+
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+        service_id = f"{service}-{name}"
+        meta = {key: str(value) for key, value in fields.items() if key not in ("address", "port")}
+        body = {
+            "Name": service,
+            "ID": service_id,
+            "Address": fields.get("address", "127.0.0.1"),
+            "Port": fields.get("port", 9000) or 0,
+            "Meta": {"edl-id": name, **meta},
+        }
+        self.agent.ask("/v1/agent/service/register", "PUT", body)
+        return lambda: self.agent.ask(f"/v1/agent/service/deregister/{service_id}", "PUT")
+
+    def break_it(self) -> None:
+        self.agent.kill()
+
+    def mend_it(self) -> None:
+        self.agent.forget()
+        self.agent.start()

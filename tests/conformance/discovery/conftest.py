@@ -1,0 +1,81 @@
+"""Every test of this folder runs over both implementations, and must leave nothing open."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import Registry, Store, open_registry, open_store
+from tests.conformance.discovery.backends import Backend, ConsulBackend, SqliteBackend, eventually
+from tests.conformance.discovery.processes import Member
+
+
+def _open_things() -> set[str]:
+    """Threads of EDL's discovery, and files and sockets that are open."""
+    things = {thread.name for thread in threading.enumerate() if thread.name.startswith("edl-")}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(descriptor.readlink())
+        except OSError:
+            continue
+        # Connections to a file that was deleted under them are left open on purpose, see `edl.discovery.sqlite.file`.
+        if target.startswith("socket:") or (".sqlite" in target and not target.endswith(" (deleted)")):
+            things.add(f"{descriptor.name} -> {target}")
+    return things
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open() -> Iterator[None]:
+    before = _open_things()
+    yield
+    eventually(lambda: not _open_things() - before, 5.0)  # a socket of a Consul fixture may be closing
+    assert _open_things() - before == set()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("consul", marks=pytest.mark.consul)])
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    if request.param == "sqlite":
+        return SqliteBackend(tmp_path / "discovery.sqlite")
+    return ConsulBackend(request.getfixturevalue("consul_agent"))
+
+
+@pytest.fixture
+def registry(backend: Backend) -> Iterator[Registry]:
+    with open_registry(backend.url) as registry:
+        yield registry
+
+
+@pytest.fixture
+def store(backend: Backend) -> Iterator[Store]:
+    with open_store(backend.url) as store:
+        yield store
+
+
+@pytest.fixture
+def service() -> str:
+    """A service that nobody else uses: the Consul agent serves all tests."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def folder(service: str) -> str:
+    """A folder of keys that nobody else uses."""
+    return f"{service}/"
+
+
+@pytest.fixture
+def member(backend: Backend) -> Iterator[Callable[..., Member]]:
+    """Starts processes that take part; they are killed at the end."""
+    members: list[Member] = []
+
+    def start(*arguments: str) -> Member:
+        members.append(Member(backend.url, *arguments))
+        return members[-1]
+
+    yield start
+    for one in members:
+        one.end()

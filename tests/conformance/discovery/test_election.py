@@ -1,0 +1,83 @@
+"""Elections: at most one leads, and somebody always does in the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from edl.discovery import Store
+from tests.conformance.discovery.backends import eventually
+from tests.conformance.discovery.processes import Member
+
+Start = Callable[..., Member]
+
+
+def test_exactly_one_leads_and_the_next_follows_when_it_steps_down(store: Store, service: str) -> None:
+    candidates = {str(number).encode(): store.elect(service, str(number).encode(), 2.0) for number in range(3)}
+    for left in (3, 2, 1):
+        assert eventually(lambda: any(candidate.is_leader for candidate in candidates.values()))
+        leaders = [value for value, candidate in candidates.items() if candidate.is_leader]
+        assert len(leaders) == 1, f"{left} candidates"
+        leader = candidates.pop(leaders[0])
+        assert leader.leader() == leaders[0]
+        assert leader.wait(0)
+        leader.close()
+        assert not leader.is_leader
+        assert not candidates or next(iter(candidates.values())).wait(0) in (True, False)
+    with store.elect(service, b"last") as last:
+        assert last.wait(20)
+
+
+def test_a_candidate_waits_as_long_as_it_is_told(store: Store, service: str) -> None:
+    with store.elect(service, b"1") as first:
+        assert first.wait(20)
+        with store.elect(service, b"2") as second:
+            begun = time.monotonic()
+            assert not second.wait(0.3)
+            assert time.monotonic() - begun < 5
+            assert second.leader() == b"1"
+            threading.Timer(0.2, second.close).start()
+            assert not second.wait()
+
+
+def test_somebody_who_deletes_the_key_deposes_the_leader(store: Store, service: str) -> None:
+    with store.elect(service, b"1", 2.0) as election:
+        assert election.wait(20)
+        key = f"elections/{service}"
+        entry = store.get(key)
+        assert entry is not None
+        assert store.delete(key)
+        assert eventually(lambda: (store.get(key) or entry).version > entry.version)
+        assert eventually(lambda: election.is_leader)
+
+
+def test_one_of_two_processes_wins_and_the_other_follows_a_kill(store: Store, service: str, member: Start) -> None:
+    candidates = [member("elect", service, str(number), "0.6") for number in range(2)]
+    assert [candidate.hear() for candidate in candidates] == ["ready"] * 2
+    key = f"elections/{service}"
+    assert eventually(lambda: store.get(key))
+
+    def leaders() -> list[int]:
+        return [number for number, candidate in enumerate(candidates) if candidate.ask("?") == "leader"]
+
+    assert len(eventually(leaders)) == 1
+    first = leaders()[0]
+    candidates[first].kill()
+    assert eventually(lambda: candidates[1 - first].ask("?") == "leader")
+
+
+def test_a_leader_paused_past_its_lease_is_deposed_and_campaigns_again(
+    store: Store, service: str, member: Start
+) -> None:
+    process = member("elect", service, "paused", "0.6")
+    assert process.hear() == "ready"
+    assert eventually(lambda: process.ask("?") == "leader")
+    with store.elect(service, b"mine", 2.0) as election:
+        assert not election.wait(0.1)
+        process.pause()
+        assert election.wait(20)
+        process.resume()
+        assert process.ask("?") == "follower", "it must not believe for a moment that it still leads"
+        assert election.is_leader
+    assert eventually(lambda: process.ask("?") == "leader")

@@ -1,0 +1,123 @@
+"""The registry or store goes away in the middle, and comes back having forgotten everything."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
+from edl.discovery.store import StoreSnapshot
+from edl.errors import DiscoveryError
+from tests.conformance.discovery.backends import Backend, eventually, teacher
+
+
+def test_registrations_and_watches_recover_and_teachers_are_kept_meanwhile(backend: Backend, service: str) -> None:
+    history: list[Snapshot] = []
+    with (
+        open_registry(backend.url, timeout_s=2.0) as theirs,
+        open_registry(backend.url, timeout_s=2.0) as registry,
+        theirs.register(teacher(service, "a"), 2.0) as first,
+        theirs.register(teacher(service, "b", 9001), 2.0),
+        registry.watch(service) as watch,
+    ):
+        while len(history) == 0 or len(history[-1].instances) < 2:
+            history.append(watch.get(20) or pytest.fail("nothing came"))
+        healthy = history[-1]
+        backend.break_it()
+        try:
+            history.append(watch.get(20) or pytest.fail("the watcher does not notice"))
+            assert history[-1].stale
+            assert history[-1].instances == healthy.instances
+            with pytest.raises(DiscoveryError):
+                registry.snapshot(service)
+            with pytest.raises(DiscoveryError):
+                registry.services()
+            with pytest.raises(DiscoveryError):
+                registry.register(teacher(service, "c"))
+            with registry.watch(service) as newcomer:
+                blind = newcomer.get(20)
+                assert blind is not None
+                assert blind.stale
+                assert blind.instances == ()
+            assert eventually(lambda: first.error)
+        finally:
+            backend.mend_it()
+        while history[-1].stale:
+            history.append(watch.get(30) or pytest.fail("the watcher does not recover"))
+            assert history[-1].instances == healthy.instances, "students would have dropped their teachers"
+        assert history[-1] == healthy
+        assert eventually(lambda: not first.error)
+        assert watch.get(4.0) is None, "nothing happens when the time for returning is over"
+
+
+def test_who_does_not_come_back_is_dropped_in_the_end(backend: Backend, service: str) -> None:
+    with open_registry(backend.url) as registry, registry.watch(service) as watch:
+        registration = registry.register(teacher(service), 2.0)
+        assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)
+        backend.break_it()
+        try:
+            stale = watch.get(20)
+            assert stale is not None
+            assert stale.stale
+            registration.close()  # while it cannot be told to anybody: the deadline holds, nothing is raised
+        finally:
+            backend.mend_it()
+        last = stale
+        deadline = time.monotonic() + 30
+        while last.instances and time.monotonic() < deadline:
+            last = watch.get(5) or last
+        assert last == Snapshot(service, ())
+
+
+def test_leases_are_lost_elections_are_held_again_and_watches_recover(backend: Backend, service: str) -> None:
+    with (
+        open_store(backend.url, timeout_s=2.0) as store,
+        store.watch(f"{service}/") as watch,
+        store.lease(1.0) as lease,
+        store.elect(service, b"me", 1.0) as election,
+    ):
+        entry = store.put(f"{service}/a", b"1", lease)
+        wanted = {entry.key: entry}
+        assert eventually(lambda: (watch.get(1) or StoreSnapshot({})).entries == wanted)
+        assert election.wait(20)
+        backend.break_it()
+        try:
+            stale = watch.get(20)
+            assert stale is not None
+            assert stale.stale
+            assert stale.entries == wanted
+            for call in (
+                lambda: store.get("a"),
+                lambda: store.list("a"),
+                lambda: store.put("a", b""),
+                lambda: store.compare_and_set("a", b"", None),
+                lambda: store.delete("a"),
+                store.lease,
+                election.leader,
+            ):
+                with pytest.raises(DiscoveryError):
+                    call()
+            assert eventually(lambda: lease.lost)
+            assert eventually(lambda: not election.is_leader)
+        finally:
+            backend.mend_it()
+        assert election.wait(30)
+        assert lease.lost
+        store.put(f"{service}/b", b"2")
+        assert eventually(lambda: set((watch.get(1) or StoreSnapshot({})).entries) == {f"{service}/b"})
+
+
+def test_a_registry_that_is_away_is_an_error_and_not_an_empty_answer(backend: Backend, service: str) -> None:
+    backend.break_it()
+    try:
+        if backend.name == "consul":  # a file that is no database is refused when it is opened, see test_sqlite
+            with open_registry(backend.url) as registry, open_store(backend.url) as store:
+                assert isinstance(registry, Registry)
+                assert isinstance(store, Store)
+                with pytest.raises(DiscoveryError, match="cannot be reached"):
+                    registry.snapshot(service)
+                with pytest.raises(DiscoveryError, match="cannot be reached"):
+                    store.get(service)
+    finally:
+        backend.mend_it()

@@ -1,0 +1,191 @@
+"""A pytest plugin with a real Consul agent: the fixture `consul_agent`, and `ConsulAgent` for agents of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+START_S = 60.0
+
+
+def consul_binary() -> str:
+    """The consul program; skips the test without it, and fails it in CI."""
+    fetched = ROOT / ".tools/consul/consul"
+    found = str(fetched) if fetched.exists() else shutil.which("consul")
+    if found is None:
+        reason = "the consul program is neither at .tools/consul/consul nor on PATH: tools/consul.sh fetches it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}; in CI nothing may be skipped")
+        pytest.skip(reason)
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on 127.0.0.1 with nobody on them, outside the range that the system gives to outgoing connections.
+
+    A restarted agent comes back to its ports, so nobody may take one while it is away.
+    """
+    with contextlib.ExitStack() as stack:
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.randrange(20_000, 32_000)
+            try:
+                for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+                    stack.enter_context(socket.socket(socket.AF_INET, kind)).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            ports.append(port)
+        return ports
+
+
+class ConsulAgent:
+    """A single Consul server on 127.0.0.1.
+
+    Args:
+        folder: for its configuration, log and data.
+        config: added to its configuration.
+        token: for this class's own questions, if the configuration asks for one.
+        https: the API speaks TLS (`config` names the certificates); this class then asks nothing over HTTP.
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any] | None = None, token: str = "", https: bool = False
+    ) -> None:
+        self._binary = consul_binary()
+        self._folder = folder
+        self._token = token
+        self._process: subprocess.Popen[bytes] | None = None
+        self.http_port, self.dns_port, server, lan, wan, own = free_ports(6)
+        ports = {"http": self.http_port, "dns": self.dns_port, "server": server, "serf_lan": lan, "serf_wan": wan}
+        if https:
+            # This class watches the start over plain HTTP on a port of its own.
+            ports |= {"https": self.http_port, "http": own}
+        self._own_port = ports["http"]
+        settings = {
+            "server": True,
+            "bootstrap_expect": 1,
+            "bind_addr": "127.0.0.1",
+            "client_addr": "127.0.0.1",
+            "data_dir": str(folder / "data"),
+            "ports": {**ports, "grpc": -1},
+            "performance": {"raft_multiplier": 1},
+            "log_level": "info",
+            "disable_update_check": True,
+            **(config or {}),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(settings))
+
+    @property
+    def url(self) -> str:
+        """The URL for `open_registry` and `open_store`."""
+        return f"consul://127.0.0.1:{self.http_port}"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        log = (self._folder / "log").open("ab")
+        with log:
+            self._process = subprocess.Popen(
+                [self._binary, "agent", f"-config-file={self._folder / 'config.json'}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ.get("PATH", "")},
+            )
+        deadline = time.monotonic() + START_S
+        while not self._ready():
+            if not self.running or time.monotonic() > deadline:
+                self.kill()
+                log_tail = (self._folder / "log").read_text()[-3000:]
+                raise RuntimeError(f"the Consul agent did not start:\n{log_tail}")
+            time.sleep(0.05)
+
+    def ask(self, path: str, method: str = "GET", body: Any = None) -> Any:
+        """A request to its HTTP API, past EDL."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._own_port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"X-Consul-Token": self._token} if self._token else {},
+        )
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=10) as answer:
+            text = answer.read()
+        return json.loads(text) if text else None
+
+    def _ready(self) -> bool:
+        try:
+            # Sessions can be made as soon as the server knows its own node to be healthy.
+            return bool(self.ask("/v1/status/leader")) and any(
+                check["CheckID"] == "serfHealth" for check in self.ask("/v1/health/state/passing")
+            )
+        except (OSError, ValueError):
+            return False
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self._process is not None and self.running:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+        self.kill()
+
+    def forget(self) -> None:
+        """Delete everything that it has stored; it must not run."""
+        assert not self.running
+        shutil.rmtree(self._folder / "data", ignore_errors=True)
+
+    def restart(self, *, forget: bool = False) -> None:
+        """SIGKILL and start again, with its data or without."""
+        self.kill()
+        if forget:
+            self.forget()
+        self.start()
+
+
+@pytest.fixture(scope="session")
+def _shared_consul_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsulAgent]:
+    agent = ConsulAgent(tmp_path_factory.mktemp("consul"))
+    try:
+        agent.start()
+        yield agent
+    finally:
+        agent.kill()
+
+
+@pytest.fixture
+def consul_agent(_shared_consul_agent: ConsulAgent) -> ConsulAgent:
+    """A running agent, the same for all tests: use names of your own. A test may kill and restart it."""
+    if not _shared_consul_agent.running:
+        _shared_consul_agent.start()
+    return _shared_consul_agent

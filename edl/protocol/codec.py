@@ -22,6 +22,9 @@ __all__ = [
     "encode_request",
     "encode_response",
     "join_request",
+    "join_response",
+    "parse_request",
+    "split_request",
     "wrap_response",
 ]
 
@@ -123,9 +126,35 @@ def encode_response(header: kserve.ModelInferResponse, raw: Sequence[Buffer]) ->
     return _join(header.SerializeToString(), _RAW_OUTPUT, raw)
 
 
+def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
+    """`encode_response` for a header that is serialized already."""
+    return _join(header, _RAW_OUTPUT, raw)
+
+
 def wrap_response(response: bytes) -> bytes:
     """A `ModelStreamInferResponse` around the bytes of a `ModelInferResponse`."""
     return _varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED) + _varint(len(response)) + response
+
+
+def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
+    """The header of a `ModelInferRequest`, still serialized, and its `raw_input_contents` as views of `data`.
+
+    Raises:
+        ProtocolError: `data` is no protobuf message.
+    """
+    return _split(data, _RAW_INPUT)
+
+
+def parse_request(header: bytes) -> kserve.ModelInferRequest:
+    """A header that `split_request` found.
+
+    Raises:
+        ProtocolError: it is no `ModelInferRequest`.
+    """
+    try:
+        return kserve.ModelInferRequest.FromString(header)
+    except DecodeError as exc:
+        raise ProtocolError(f"malformed ModelInferRequest: {exc}") from exc
 
 
 def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryview]]:
@@ -134,11 +163,8 @@ def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryv
     Raises:
         ProtocolError: `data` is no such message.
     """
-    header, raw = _split(data, _RAW_INPUT)
-    try:
-        return kserve.ModelInferRequest.FromString(header), raw
-    except DecodeError as exc:
-        raise ProtocolError(f"malformed ModelInferRequest: {exc}") from exc
+    header, raw = split_request(data)
+    return parse_request(header), raw
 
 
 def decode_response(data: Buffer) -> tuple[kserve.ModelInferResponse, list[memoryview]]:

@@ -9,6 +9,7 @@ What does not belong here: the student's side, balancing, and training. Only pub
 
 from __future__ import annotations
 
+from edl.protocol import transport as _transport  # noqa: F401 - before grpc_health imports gRPC its own way
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.run import serve
 from edl_serving.server import TeacherServer

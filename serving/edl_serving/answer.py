@@ -9,10 +9,13 @@ from edl.protocol.codec import Buffer
 from edl.protocol.tensors import datatype_of, to_raw
 from edl_serving.backend import Array
 from edl_serving.model import Model
+from edl_serving.plan import Place, Plan
 from edl_serving.refusal import invalid, quote
-from edl_serving.request import Request, Wanted
+from edl_serving.request import Request
 
 __all__ = ["encode_answer"]
+
+_MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
 
 
 def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array]) -> bytes:
@@ -26,34 +29,45 @@ def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array]) 
     Raises:
         Refusal: an output does not fit the memory that the request gave for it.
     """
-    header = kserve.ModelInferResponse(model_name=model.name, model_version=model.version, id=request.id)
-    raw: list[Buffer] = []
+    plan = request.plan
     sent: dict[str, Array] = {}
-    for wanted in request.outputs:
-        if wanted.name not in sent:
-            sent.update(request.options.apply(wanted.spec, outputs[wanted.spec.name]))
-        array = sent[wanted.name]
-        entry = header.outputs.add(name=wanted.name, datatype=datatype_of(array.dtype), shape=array.shape)
-        data = to_raw(array)
-        if wanted.placement is None:
-            raw.append(data)
-        else:
-            _place(wanted, entry, data)
-            raw.append(b"")
-    return codec.encode_response(header, raw)
+    for output in plan.outputs:
+        if output.name not in sent:
+            sent.update(plan.options.apply(output.spec, outputs[output.spec.name]))
+    arrays = [sent[output.name] for output in plan.outputs]
+    raw: list[Buffer] = [to_raw(array) for array in arrays]
+    for index, output in enumerate(plan.outputs):
+        if output.place is not None:
+            raw[index] = _put(request, output.name, output.place, raw[index])
+    return codec.join_response(_header(model, plan, arrays, raw), raw)
 
 
-def _place(wanted: Wanted, entry: kserve.ModelInferResponse.InferOutputTensor, data: Buffer) -> None:
-    place = wanted.placement
-    assert place is not None
-    nbytes = len(data)
-    if nbytes > place.nbytes:
+def _put(request: Request, name: str, place: Place, data: Buffer) -> bytes:
+    if len(data) > place.nbytes:
         raise invalid(
-            f"output {quote(wanted.name)} has {nbytes} bytes, and {names.SHM_NBYTES}={place.nbytes} "
-            f"in region {quote(place.region.name)}"
+            f"output {quote(name)} has {len(data)} bytes, and {names.SHM_NBYTES}={place.nbytes} "
+            f"in region {quote(place.region)}"
         )
-    place.region.write(place.offset, data)
-    entry.parameters[names.SHM_REGION].string_param = place.region.name
-    entry.parameters[names.SHM_NBYTES].int64_param = nbytes
-    if place.offset:
-        entry.parameters[names.SHM_OFFSET].int64_param = place.offset
+    request.regions[place.region].write(place.offset, data)
+    return b""
+
+
+def _header(model: Model, plan: Plan, arrays: list[Array], raw: list[Buffer]) -> bytes:
+    key = tuple([(array.shape, array.dtype) for array in arrays])
+    header = plan.answers.get(key)
+    if header is not None:
+        return header
+    message = kserve.ModelInferResponse(model_name=model.name, model_version=model.version, id=plan.id)
+    for output, array in zip(plan.outputs, arrays, strict=True):
+        entry = message.outputs.add(name=output.name, datatype=datatype_of(array.dtype), shape=array.shape)
+        if output.place is not None:
+            entry.parameters[names.SHM_REGION].string_param = output.place.region
+            entry.parameters[names.SHM_NBYTES].int64_param = len(to_raw(array))
+            if output.place.offset:
+                entry.parameters[names.SHM_OFFSET].int64_param = output.place.offset
+    header = message.SerializeToString()
+    if "BYTES" not in [output.spec.datatype for output in plan.outputs]:  # their sizes are not in their shapes
+        if len(plan.answers) >= _MAX_HEADERS:
+            plan.answers.clear()
+        plan.answers[key] = header
+    return header

@@ -72,9 +72,10 @@ class Backend(abc.ABC):
 
     @property
     def inline(self) -> bool:
-        """True for a `predict` that takes microseconds: the server then calls it on its event loop.
+        """True for a `predict` that takes microseconds, such as a look-up: the server calls it on its event loop.
 
-        Everything else (health checks, other requests) waits meanwhile, so no real model may say so.
+        That saves the way to a worker thread and back. Everything else (health checks, other requests) waits meanwhile,
+        and requests are not batched, so no real model may say so.
         """
         return False
 
@@ -84,8 +85,8 @@ class Backend(abc.ABC):
 
         Args:
             inputs: every name in `inputs`, each `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays
-                of bytes), C-contiguous. They may be read-only, and are valid only until `predict` returns: the
-                buffers are used again for the next batch, so an output must not alias an input.
+                of bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
+                read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
 
         Returns:
             Every name in `outputs`, each `[rows, *shape]` with the same number of rows and in the same order, in the

@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-import grpc
-
+from edl.protocol.transport import grpc
 from edl_serving.backend import Backend
-from edl_serving.executor import Executor, Observer
+from edl_serving.executor import Executor
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
 from edl_serving.queueing import BatchQueue, Job
@@ -27,8 +26,9 @@ __all__ = ["Batcher"]
 
 _log = logging.getLogger(__name__)
 
-_FIRST_GUESS_MS = 100
+_FIRST_HINT_MS = 100
 _LONGEST_HINT_MS = 10_000
+_SLOW_INLINE_S = 0.005
 
 
 class Batcher:
@@ -36,22 +36,22 @@ class Batcher:
 
     def __init__(self, settings: ServerSettings, model: Model, backends: Sequence[Backend], metrics: Metrics) -> None:
         self._settings = settings
-        self._metrics = metrics
+        self._model = model
         self._loop = asyncio.get_running_loop()
         self._queue = BatchQueue(settings.max_batch_rows, settings.max_delay_s, settings.max_queue_rows)
         self._wake = threading.Condition()
         self._closing = False
-        self._rate = _Rate()
-        observer = Observer(self._computed, metrics.faulted)
-        self._workers = [
-            Worker(
-                backend,
-                Executor(backend, model, settings.max_batch_rows, settings.check_nan, observer),
-                settings.max_batch_rows,
-                self,
-            )
-            for backend in backends
+        self._worker_metrics = [metrics.worker() for _ in backends]
+        self._executors = [
+            Executor(backend, model, settings, counts)
+            for backend, counts in zip(backends, self._worker_metrics, strict=True)
         ]
+        self._workers = [
+            Worker(backend, executor, settings.max_batch_rows, self, counts)
+            for backend, executor, counts in zip(backends, self._executors, self._worker_metrics, strict=True)
+        ]
+        self._inline = all(backend.inline for backend in backends)
+        self._warned = False
 
     @property
     def queued_rows(self) -> int:
@@ -76,14 +76,38 @@ class Batcher:
             Refusal: the queue is full, the model failed, or time ran out.
         """
         now = time.monotonic()
-        reply: asyncio.Future[None] = self._loop.create_future()
-        job = Job(request, now, now + timeout_s if timeout_s is not None else float("inf"), reply)
+        deadline = float("inf") if timeout_s is None else now + timeout_s
+        job = Job(request, request.plan.rows, request.plan.shapes, now, deadline)
+        if self._inline:
+            self._compute_inline(job)
+        else:
+            await self._compute_in_batch(job)
+        if isinstance(job.answer, bytes):
+            return job.answer
+        raise job.answer or Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed")
+
+    def _compute_inline(self, job: Job) -> None:
+        if self._closing:
+            raise _stopping()
+        self._executors[0].run([job])
+        taken_s = time.monotonic() - job.arrived
+        if taken_s > _SLOW_INLINE_S and not self._warned:
+            self._warned = True
+            _log.warning(
+                "model %r is declared inline, but a request of %d rows took %.1f ms, while everything else waited",
+                self._model.name,
+                job.rows,
+                taken_s * 1000,
+            )
+
+    async def _compute_in_batch(self, job: Job) -> None:
+        job.reply = reply = self._loop.create_future()
         with self._wake:
-            taken = not self._closing and self._queue.push(job)
-            if taken:
-                self._wake.notify()
-        if not taken:
-            raise self._full(request)
+            if self._closing:
+                raise _stopping()
+            if not self._queue.push(job):
+                raise self._full(job)
+            self._wake.notify()
         try:
             await reply
         except asyncio.CancelledError:
@@ -91,24 +115,23 @@ class Batcher:
             with self._wake:
                 self._queue.remove(job)
             raise
-        if isinstance(job.answer, bytes):
-            return job.answer
-        raise job.answer or Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed")
 
-    def _full(self, request: Request) -> Refusal:
-        if self._closing:
-            return Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping", retry_after_ms=-1)
-        excess = self._queue.rows + request.rows - self._settings.max_queue_rows
+    def _full(self, job: Job) -> Refusal:
+        excess = self._queue.rows + job.rows - self._settings.max_queue_rows
         return Refusal(
             grpc.StatusCode.UNAVAILABLE,
             f"the queue is full: {self._queue.rows} of {self._settings.max_queue_rows} rows wait, "
-            f"and this request has {request.rows}",
-            retry_after_ms=self._rate.milliseconds_for(excess),
+            f"and this request has {job.rows}",
+            retry_after_ms=self._milliseconds_for(excess),
         )
 
-    def _computed(self, rows: int, seconds: float) -> None:
-        self._rate.add(rows, seconds)
-        self._metrics.computed(rows, seconds)
+    def _milliseconds_for(self, rows: int) -> int:
+        """How long the model takes for these rows, going by all that it has computed."""
+        busy_s = sum(counts.compute_s.sum for counts in self._worker_metrics) / len(self._worker_metrics)
+        done = sum(counts.rows for counts in self._worker_metrics)
+        if done == 0:
+            return _FIRST_HINT_MS
+        return max(1, min(_LONGEST_HINT_MS, round(1000 * rows * busy_s / done)))
 
     def next_batch(self) -> list[Job] | None:
         """For a worker: the next batch once one is due; None when the batcher closes."""
@@ -116,17 +139,14 @@ class Batcher:
             with self._wake:
                 if self._closing:
                     return None
-                now = time.monotonic()
-                taken = self._queue.take(now)
+                taken = self._queue.take(time.monotonic())
                 if not taken.jobs and not taken.expired:
                     self._wake.wait(taken.wait_s)
                     continue
                 if len(self._workers) > 1 and len(self._queue):
-                    self._wake.notify()  # jobs that are left may be due for another worker
+                    self._wake.notify()  # what is left may be due for another worker
             if taken.expired:
                 self.hand_back(taken.expired)
-            for job in taken.jobs:
-                self._metrics.waited(now - job.arrived)
             if taken.jobs:
                 return taken.jobs
 
@@ -147,7 +167,7 @@ class Batcher:
             left = self._queue.clear()
             self._wake.notify_all()
         for job in left:
-            job.answer = Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping", retry_after_ms=-1)
+            job.answer = _stopping()
         _settle(left)
         closed = [worker.closed for worker in self._workers if worker.started]
         if closed:
@@ -162,18 +182,5 @@ def _settle(jobs: list[Job]) -> None:
             job.reply.set_result(None)
 
 
-class _Rate:
-    """Rows a second that the model manages while it computes, as a moving average."""
-
-    def __init__(self) -> None:
-        self._rows_per_s = 0.0
-
-    def add(self, rows: int, seconds: float) -> None:
-        rate = rows / max(seconds, 1e-6)
-        self._rows_per_s = rate if self._rows_per_s == 0 else 0.9 * self._rows_per_s + 0.1 * rate
-
-    def milliseconds_for(self, rows: int) -> int:
-        """How long these rows take; a guess while nothing is known."""
-        if self._rows_per_s == 0:
-            return _FIRST_GUESS_MS
-        return max(1, min(_LONGEST_HINT_MS, round(1000 * rows / self._rows_per_s)))
+def _stopping() -> Refusal:
+    return Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping", retry_after_ms=-1)

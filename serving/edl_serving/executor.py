@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
-import grpc
 import numpy as np
 
 from edl.protocol.tensors import dtype_of
+from edl.protocol.transport import grpc
 from edl_serving.answer import encode_answer
 from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import Model
 from edl_serving.queueing import Job
 from edl_serving.refusal import Refusal, clip, quote
+from edl_serving.settings import ServerSettings
 
-__all__ = ["Executor", "ModelFault", "Observer"]
+__all__ = ["Executor", "ModelFault"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,30 +35,15 @@ class ModelFault(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True)
-class Observer:
-    """Who is told what happens.
-
-    Attributes:
-        computed: rows and seconds of each call of the model.
-        faulted: kind of each fault of the model.
-    """
-
-    computed: Callable[[int, float], None]
-    faulted: Callable[[str], None]
-
-
 class Executor:
     """Computes batches on one backend. Used by one thread at a time."""
 
-    def __init__(
-        self, backend: Backend, model: Model, max_batch_rows: int, check_nan: bool, observer: Observer
-    ) -> None:
+    def __init__(self, backend: Backend, model: Model, settings: ServerSettings, metrics: WorkerMetrics) -> None:
         self._backend = backend
         self._model = model
-        self._max_batch_rows = max_batch_rows
-        self._check_nan = check_nan
-        self._observer = observer
+        self._max_batch_rows = settings.max_batch_rows
+        self._check_nan = settings.check_nan
+        self._metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
         self._logged: set[str] = set()
 
@@ -82,7 +68,7 @@ class Executor:
             return
         at = 0
         for job in jobs:
-            rows = job.request.rows
+            rows = job.rows
             part = outputs if len(jobs) == 1 else {name: array[at : at + rows] for name, array in outputs.items()}
             at += rows
             try:
@@ -94,7 +80,7 @@ class Executor:
                 job.answer = refusal
 
     def _compute(self, jobs: Sequence[Job]) -> Mapping[str, Array]:
-        rows = sum(job.request.rows for job in jobs)
+        rows = sum(job.rows for job in jobs)
         arrays = jobs[0].request.arrays if len(jobs) == 1 else self._merge(jobs, rows)
         if rows <= self._max_batch_rows:
             return self._predict(arrays, rows)
@@ -133,7 +119,7 @@ class Executor:
             self._log_once(exc)
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
-            self._observer.computed(rows, time.perf_counter() - started)
+            self._metrics.computed(rows, time.perf_counter() - started)
         if not isinstance(outputs, Mapping):
             raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")
         return {spec.name: _checked(spec, outputs.get(spec.name), rows) for spec in self._model.outputs}
@@ -141,14 +127,14 @@ class Executor:
     def _refuse_nan(self, job: Job, outputs: Mapping[str, Array]) -> None:
         if not self._check_nan:
             return
-        for name in {wanted.spec.name for wanted in job.request.outputs}:
+        for name in {wanted.spec.name for wanted in job.request.plan.outputs}:
             array = outputs[name]
             if array.dtype.kind == "f" and (bad := np.isnan(array)).any():
                 row = int(bad.reshape(len(array), -1).any(1).argmax())
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
 
     def _blame(self, fault: ModelFault) -> Refusal:
-        self._observer.faulted(fault.kind)
+        self._metrics.faulted(fault.kind)
         if fault.kind != "exception":
             _log.warning("model %r: %s", self._model.name, fault)
         return Refusal(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")

@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
-import grpc
-
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve
+from edl.protocol.transport import grpc
 from edl_serving.batcher import Batcher
 from edl_serving.lifecycle import Lifecycle
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
 from edl_serving.refusal import Refusal, invalid
-from edl_serving.request import read_request
+from edl_serving.request import RequestReader
 from edl_serving.shm import Regions, is_local
 
 __all__ = ["Context", "Inference"]
@@ -23,7 +22,6 @@ __all__ = ["Context", "Inference"]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _STREAM_WINDOW = 16  # requests of one stream that are worked on at a time; the others wait in the connection
-_SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become Python objects one by one
 
 
 class Inference:
@@ -44,19 +42,18 @@ class Inference:
         metrics: Metrics,
     ) -> None:
         self._model = model
-        self._max_rows = max_rows
+        self._reader = RequestReader(model, max_rows)
         self._lifecycle = lifecycle
         self._batcher = batcher
         self._regions = regions
         self._metrics = metrics
-        self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
 
     async def unary(self, data: bytes, context: Context) -> bytes:
         """`ModelInfer`."""
         try:
             self._lifecycle.enter()
             context.add_done_callback(self._left)  # type: ignore[arg-type]  # the stub's type is a class
-            answer = await self._compute(*_decode(data), context)
+            answer = await self._compute(data, context)
         except Refusal as refusal:
             self._metrics.answered(refusal.code.name.lower())
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata)
@@ -115,17 +112,15 @@ class Inference:
         return None
 
     async def _compute_for_stream(self, data: bytes, context: Context, refusal: Refusal | None) -> bytes:
-        header = kserve.ModelInferRequest()
         try:
             if refusal is not None:
                 raise refusal
-            header, raw = _decode(data)
-            answer = await self._compute(header, raw, context)
+            answer = await self._compute(data, context)
         except Refusal as exc:
             self._metrics.answered(exc.code.name.lower())
             return kserve.ModelStreamInferResponse(
                 error_message=exc.message,
-                infer_response=kserve.ModelInferResponse(model_name=self._model.name, id=header.id),
+                infer_response=kserve.ModelInferResponse(model_name=self._model.name, id=_id_of(data)),
             ).SerializeToString()
         except asyncio.CancelledError:
             self._metrics.answered("cancelled")
@@ -133,22 +128,19 @@ class Inference:
         self._metrics.answered("ok")
         return codec.wrap_response(answer)
 
-    async def _compute(self, header: kserve.ModelInferRequest, raw: list[memoryview], context: Context) -> bytes:
+    async def _compute(self, data: bytes, context: Context) -> bytes:
+        try:
+            header, raw = codec.split_request(data)
+        except ProtocolError as exc:
+            raise invalid(str(exc)) from exc
         regions = self._regions if self._regions is not None and is_local(context.peer()) else None
-        if self._is_slow_to_read(header, raw):
-            request = await asyncio.to_thread(read_request, header, raw, self._model, self._max_rows, regions)
-        else:
-            request = read_request(header, raw, self._model, self._max_rows, regions)
+        request = await self._reader.read(header, raw, regions)
         return await self._batcher.compute(request, context.time_remaining())
 
-    def _is_slow_to_read(self, header: kserve.ModelInferRequest, raw: list[memoryview]) -> bool:
-        if not raw:
-            return header.ByteSize() > _SLOW_TO_READ
-        return self._has_bytes and sum(view.nbytes for view in raw) > _SLOW_TO_READ
 
-
-def _decode(data: bytes) -> tuple[kserve.ModelInferRequest, list[memoryview]]:
+def _id_of(data: bytes) -> str:
+    """The id that a refused request came with, if that much of it can be read."""
     try:
-        return codec.decode_request(data)
-    except ProtocolError as exc:
-        raise invalid(str(exc)) from exc
+        return codec.decode_request(data)[0].id
+    except ProtocolError:
+        return ""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 
-import grpc
-
+from edl.protocol.transport import grpc
 from edl_serving.refusal import Refusal
 
 __all__ = ["Lifecycle", "State"]

@@ -17,6 +17,8 @@ class Job:
 
     Attributes:
         request: what to compute.
+        rows: how many, above 0.
+        shapes: of its inputs without the rows; jobs with the same ones can share a batch.
         arrived: when, in seconds of a monotonic clock.
         deadline: after which nobody waits for the answer.
         reply: whatever the owner needs to hand the answer over.
@@ -25,6 +27,8 @@ class Job:
     """
 
     request: Request
+    rows: int
+    shapes: tuple[tuple[int, ...], ...]
     arrived: float
     deadline: float
     reply: Any = None
@@ -71,19 +75,21 @@ class BatchQueue:
 
     def push(self, job: Job) -> bool:
         """Queue a job; False, and nothing done, if there is no room for its rows."""
-        if self.rows + job.request.rows > self._max_queue_rows:
+        if self.rows + job.rows > self._max_queue_rows:
             return False
-        self.rows += job.request.rows
-        self._lines.setdefault(job.request.shapes, deque()).append(job)
+        self.rows += job.rows
+        self._lines.setdefault(job.shapes, deque()).append(job)
         return True
 
     def remove(self, job: Job) -> bool:
         """Take a job out; False if it is not in here (any more)."""
-        line = self._lines.get(job.request.shapes)
+        line = self._lines.get(job.shapes)
         if line is None or job not in line:
             return False
         line.remove(job)
-        self._forget(job.request)
+        self.rows -= job.rows
+        if not line:
+            del self._lines[job.shapes]
         return True
 
     def take(self, now: float) -> Taken:
@@ -114,23 +120,18 @@ class BatchQueue:
     def _fills_a_batch(self, line: deque[Job]) -> bool:
         rows = 0
         for job in line:
-            rows += job.request.rows
+            rows += job.rows
             if rows >= self._max_batch_rows:
                 return True
         return False
 
     def _pop_batch(self, line: deque[Job]) -> list[Job]:
         jobs = [line.popleft()]
-        rows = jobs[0].request.rows
-        while line and rows + line[0].request.rows <= self._max_batch_rows:
+        rows = jobs[0].rows
+        while line and rows + line[0].rows <= self._max_batch_rows:
             jobs.append(line.popleft())
-            rows += jobs[-1].request.rows
+            rows += jobs[-1].rows
         self.rows -= rows
         if not line:
-            del self._lines[jobs[0].request.shapes]
+            del self._lines[jobs[0].shapes]
         return jobs
-
-    def _forget(self, request: Request) -> None:
-        self.rows -= request.rows
-        if not self._lines[request.shapes]:
-            del self._lines[request.shapes]

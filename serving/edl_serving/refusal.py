@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import grpc
-
 from edl.protocol import names
+from edl.protocol.transport import grpc
 
 __all__ = ["Refusal", "clip", "invalid", "quote"]
 

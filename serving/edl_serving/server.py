@@ -6,13 +6,13 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
+from edl.protocol.transport import grpc
 from edl_serving.backend import Backend
 from edl_serving.batcher import Batcher
 from edl_serving.infer import Inference

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import grpc
 from google.protobuf.message import DecodeError, Message
 
 from edl import __version__
 from edl.protocol import kserve, names
+from edl.protocol.transport import grpc
 from edl_serving.infer import Context, Inference
 from edl_serving.lifecycle import Lifecycle
 from edl_serving.model import Model

@@ -21,10 +21,9 @@ import time
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-import grpc
-
 from edl.protocol import kserve
 from edl.protocol.codec import Buffer
+from edl.protocol.transport import grpc
 from edl_serving.refusal import Refusal, invalid, quote
 
 __all__ = ["Region", "Regions", "is_local"]

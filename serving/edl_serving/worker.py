@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from typing import Protocol
 
-import grpc
-
+from edl.protocol.transport import grpc
 from edl_serving.backend import Backend
 from edl_serving.executor import Executor
+from edl_serving.metrics import WorkerMetrics
 from edl_serving.queueing import Job
 from edl_serving.refusal import Refusal
 
@@ -39,11 +40,14 @@ class Worker:
         closed: done once the backend is closed.
     """
 
-    def __init__(self, backend: Backend, executor: Executor, max_batch_rows: int, source: Source) -> None:
+    def __init__(
+        self, backend: Backend, executor: Executor, max_batch_rows: int, source: Source, metrics: WorkerMetrics
+    ) -> None:
         self._backend = backend
         self._executor = executor
         self._max_batch_rows = max_batch_rows
         self._source = source
+        self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="edl-teacher", daemon=True)
         self.warm: asyncio.Future[None] = self._loop.create_future()
@@ -80,6 +84,9 @@ class Worker:
         return None
 
     def _compute(self, jobs: list[Job]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            self._metrics.waited(now - job.arrived)
         try:
             self._executor.run(jobs)
         except Exception as exc:  # noqa: BLE001 - every job must get an answer, and the thread must go on

@@ -104,6 +104,10 @@ def answer(handle: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         print(json.dumps(handle(json.loads(line))), file=out, flush=True)
 
 
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 class Child:
     """The parent's end.
 
@@ -121,7 +125,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._log,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+            env={**os.environ, "PYTHONPATH": _python_path(), **(env or {})},
             start_new_session=True,
         )
         self._buffer = b""
@@ -141,6 +145,18 @@ class Child:
             raise self._failure("the child ended") from None
         return self._read(timeout_s)
 
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL to the child and everything that it started."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
     def close(self) -> None:
         """End the child and everything that it started. May be called twice."""
         assert self._process.stdin is not None
@@ -150,10 +166,7 @@ class Child:
             self._process.wait(15)
         except subprocess.TimeoutExpired:
             pass  # killed below, with its children
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        self.kill()
         self._process.wait(10)
         self._process.stdout.close()
         self._log.close()

@@ -1,0 +1,88 @@
+"""Teachers for benchmarks, as `edl serve --factory benchmarks/_models.py:NAME` makes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._load import CLASSES, IMAGE
+
+__all__ = ["Sleeper", "free", "label_of"]
+
+Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
+
+
+def free(dtype: str) -> Callable[[Arrays], Arrays]:
+    """A teacher of no cost: images in, the same ones out every time."""
+    kept: dict[int, Arrays] = {}
+
+    def model(inputs: Arrays) -> Arrays:
+        rows = len(inputs["image"])
+        if rows not in kept:
+            kept[rows] = {"logits": np.ones((rows, CLASSES), np.float32)}
+        return kept[rows]
+
+    model.inputs = [f"image:{dtype}[{','.join(map(str, IMAGE))}]"]  # type: ignore[attr-defined]
+    model.outputs = [f"logits:float32[{CLASSES}]"]  # type: ignore[attr-defined]
+    return model
+
+
+def label_of(ids: Any) -> Any:
+    """The label of a row, by which a label on the wrong row is found out."""
+    return ids * 7 + 1
+
+
+class Sleeper:
+    """A teacher whose time is slept, and whose answers tell which row they belong to and who gave them.
+
+    Input `id` INT64 [rows, 1], and with `classes` above 0 `image` of `dtype` (read, not computed with). Outputs `label`
+    INT64 [rows, 2]: `label_of(id)` and the teacher's number; with `classes`, `logits` FP32 [rows, classes] as well.
+
+    Args:
+        number: of this teacher.
+        seconds: that a batch takes, of whatever size.
+        every, factor: each so many batches one takes `factor` times as long; 0 for none.
+        log: a file to which the first id of each batch is written when its computation begins. It outlives SIGKILL.
+    """
+
+    def __init__(
+        self,
+        number: int = 0,
+        seconds: float = 0.02,
+        every: int = 0,
+        factor: float = 10.0,
+        log: str = "",
+        classes: int = 0,
+        dtype: str = "uint8",
+    ) -> None:
+        self._number = int(number)
+        self._seconds = float(seconds)
+        self._every = int(every)
+        self._factor = float(factor)
+        self._log = Path(log).open("a", buffering=1) if log else None  # noqa: SIM115 - closed with the process
+        self._classes = int(classes)
+        self._batches = self._number * 11  # so that not all teachers stumble at once
+        self.inputs = ["id:int64[1]"]
+        self.outputs = ["label:int64[2]"]
+        if self._classes:
+            self.inputs.append(f"image:{dtype}[{','.join(map(str, IMAGE))}]")
+            self.outputs.append(f"logits:float32[{self._classes}]")
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        ids = inputs["id"]
+        if self._log is not None:
+            self._log.write(f"{ids[0, 0]}\n")
+        self._batches += 1
+        late = self._every and self._batches % self._every == 0
+        time.sleep(self._seconds * (self._factor if late else 1.0))
+        outputs = {"label": np.concatenate([label_of(ids), np.full_like(ids, self._number)], axis=1)}
+        if self._classes:
+            outputs["logits"] = np.broadcast_to(ids.astype(np.float32), (len(ids), self._classes)).copy()
+        return outputs
+
+    def warm_up(self, max_rows: int) -> None:
+        """Nothing needs warming up, and `log` is for real requests."""

@@ -1,0 +1,79 @@
+"""Teachers of unequal speed and mood: the reader's throughput against the sum of their rates, and what hedging does.
+
+Three teachers sleep 10 ms a batch and one 40 ms; each 33rd batch of each takes ten times as long and holds the teacher
+up. The sum of their rates is measured, too: each teacher asked for itself, three requests in flight, no order kept.
+Latencies are those of a student that takes half of what the teachers can give, from the data source to the training
+loop, order kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks._child import Child
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+from benchmarks._load import ROWS
+from benchmarks._teachers import Teacher
+
+GOALS = [Goal("of_sum", 0.95)]
+_FAST_S, _SLOW_S = 0.010, 0.040
+_STRAGGLE_EVERY, _STRAGGLE_FACTOR = 33, 10.0
+_PACE = 0.5
+"""Of the sum of the rates, where latencies are measured."""
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """The ratio of every round."""
+    seconds = 2 * options.seconds  # few batches a second, and one in 33 weighs as much as ten
+    with ExitStack() as stack:
+        teachers = []
+        for number, sleep_s in enumerate((_FAST_S, _FAST_S, _FAST_S, _SLOW_S)):
+            teacher = Teacher(
+                "Sleeper",
+                max_batch=ROWS,
+                number=number,
+                seconds=sleep_s,
+                every=_STRAGGLE_EVERY,
+                factor=_STRAGGLE_FACTOR,
+            )
+            stack.callback(teacher.close)
+            teachers.append(teacher)
+        command = [sys.executable, "-m", "benchmarks._teachers_load", ",".join(one.endpoint for one in teachers)]
+        child = stack.enter_context(Child(command))
+        pace = _PACE * child.ask(side="bare", seconds=options.seconds)["rows_s"] / ROWS
+
+        def reader(hedging: bool, pace: float) -> Callable[[], dict[str, Any]]:
+            return lambda: child.ask(side="reader", hedging=hedging, pace=pace, seconds=seconds)
+
+        rounds = take_turns(
+            {
+                "sum of rates": lambda: child.ask(side="bare", seconds=seconds),
+                "reader": reader(True, 0.0),
+                "reader without hedging": reader(False, 0.0),
+                "reader, half pace": reader(True, pace),
+                "reader without hedging, half pace": reader(False, pace),
+            },
+            options.repeats,
+        )
+    _tell(rounds)
+    rates = [[one["rows_s"] for one in rounds[side]] for side in ("reader", "sum of rates")]
+    return {"of_sum": divide(*rates)}
+
+
+def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:
+    note("| side | batches/s | p50, ms | p99, ms | extra requests |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, figures in rounds.items():
+        cells = [f"{Spread.of([one['rows_s'] / ROWS for one in figures]).median:.0f}"]
+        for key in ("p50_s", "p99_s"):
+            paced = "pace" in name
+            cells.append(str(Spread.of([one[key] * 1e3 for one in figures])) if paced else "")
+        cells.append(f"{Spread.of([one['extra'] for one in figures]).max:.1%}" if "extra" in figures[0] else "")
+        note(f"| {name} | {' | '.join(cells)} |")
+    note("\nExtra requests: the most of any round.\n")
+
+
+if __name__ == "__main__":
+    main("heterogeneous", measure, GOALS, __doc__)

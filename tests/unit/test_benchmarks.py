@@ -1,0 +1,155 @@
+"""The benchmarks' harness: turns, ratios, the one JSON line, and sides that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as every
+from benchmarks._child import Child, processes, usage
+from benchmarks._harness import Goal, Options, Spread, divide, main, table, take_turns
+
+GOALS_OF_THE_ISSUE = {
+    "reader": {"vs_bare_grpc": 0.9, "vs_pytriton_shm": 5.0, "vs_pytriton_grpc": 2.0},
+    "degradation": {"student": 0.97},
+    "heterogeneous": {"of_sum": 0.95},
+    "kill": {"after_kill": 0.95},
+    "balance": {"assign_s": 1.0, "join_s": 1.0, "loss_s": 1.0},
+}
+
+
+def test_sides_take_turns_and_each_round_starts_with_another_side() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> str:
+        order.append(name)
+        return name
+
+    rounds = take_turns({name: (lambda name=name: side(name)) for name in "abc"}, 3)  # type: ignore[misc]
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert rounds == {"a": ["a"] * 3, "b": ["b"] * 3, "c": ["c"] * 3}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert divide([10.0, 40.0], [10.0, 20.0]) == [1.0, 2.0]
+    with pytest.raises(ValueError, match="argument 2"):
+        divide([1.0], [1.0, 2.0])
+
+
+def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Options] = []
+
+    def measure(options: Options) -> dict[str, Sequence[float]]:
+        seen.append(options)
+        return {"vs_peer": [3.0, 1.0, 2.0]}
+
+    main("example", measure, [], None, ["--json", "--repeats", "3", "--seconds", "0.25"])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
+    assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
+
+
+def test_options_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("example", lambda options: {}, [], None, ["--repeats", "0"])
+    assert "must be 1 or more" in capsys.readouterr().err
+
+
+def test_the_table_says_which_goals_are_met_missed_and_not_measured() -> None:
+    goals = [Goal("fast", 0.9), Goal("slow", 0.9), Goal("time_s", 1.0, "at most"), Goal("absent", 5.0)]
+    spreads = {"fast": Spread.of([0.95]), "slow": Spread.of([0.5]), "time_s": Spread.of([0.2, 3, 0.1])}
+    rows = {line.split("|")[1].strip(): line for line in table(spreads, goals).splitlines()[2:]}
+    assert rows["fast"].endswith("| at least 0.9 | met |")
+    assert rows["slow"].endswith("| **missed** |")
+    assert "| 0.2 | 0.1 | 3 | at most 1 | met |" in rows["time_s"]
+    assert rows["absent"].endswith("| not measured |")
+
+
+@pytest.mark.parametrize("name", sorted(GOALS_OF_THE_ISSUE))
+def test_every_benchmark_has_the_goals_that_were_agreed(name: str) -> None:
+    module = import_module(f"benchmarks.{name}")
+    goals = {goal.key: goal.value for goal in module.GOALS}
+    assert goals.items() >= GOALS_OF_THE_ISSUE[name].items()
+    assert module.__doc__
+    assert name in every.NAMES
+
+
+def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -> None:
+    names = ("degradation", "kill")
+    outcomes = {name: every.Outcome({"key_of_" + name: Spread(1.0, 0.5, 2.0)}, f"note of {name}") for name in names}
+    page = every.page(outcomes, {name: import_module(f"benchmarks.{name}") for name in names}, "5")
+    for name in names:
+        assert f"## {name}" in page
+        assert f"| key_of_{name} | 1 | 0.5 | 2 |" in page
+        assert f"note of {name}" in page
+    assert f"{os.cpu_count()} cores" in page
+    assert os.uname().nodename not in page
+    assert str(Path.home()) not in page
+
+
+def child(tmp_path: Path, handler: str) -> Child:
+    """A child that answers with what the expression `handler` of `request` gives."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        f"import os, sys, time\nfrom benchmarks._child import answer\nanswer(lambda request: {handler})\n"
+    )
+    return Child([sys.executable, str(script)])
+
+
+def test_a_child_answers_and_what_it_prints_does_not_mix_in(tmp_path: Path) -> None:
+    with child(tmp_path, "print('more noise') or {'twice': 2 * request['number']}") as one:
+        assert one.ask(number=4) == {"twice": 8}
+        assert one.ask(number=5) == {"twice": 10}
+
+
+def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with child(tmp_path, "sys.exit('my last words')") as one, pytest.raises(RuntimeError, match="my last words"):
+        one.ask()
+
+
+def test_a_child_that_hangs_is_an_error_after_the_deadline(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with child(tmp_path, "time.sleep(60)") as one:
+        with pytest.raises(RuntimeError, match="no answer within"):
+            one.ask(timeout_s=0.2)
+        pid = one.pid
+        one.kill()
+    assert time.monotonic() - begin < 30
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_childs_own_processes_end_with_it(tmp_path: Path) -> None:
+    with child(tmp_path, "{'pid': __import__('subprocess').Popen(['sleep', '600']).pid}") as one:
+        grandchild = one.ask()["pid"]
+        assert grandchild in processes(one.pid)
+    deadline = time.monotonic() + 10
+    while _runs(grandchild):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_cpu_time_and_page_faults_are_counted() -> None:
+    before = usage([os.getpid()])
+    touched = bytearray(8 << 20)
+    deadline = time.monotonic() + 30
+    while (used := usage([os.getpid()]) - before).cpu_s < 0.05:
+        assert time.monotonic() < deadline
+        sum(range(10_000))
+    assert used.cpu_s < 10
+    assert used.faults > len(touched) // 4096 // 600  # huge pages take 512 at a time

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from edl.discovery import Registry, Snapshot, open_registry, open_store
-from edl.discovery.group import BalanceGroup
 from edl.discovery.registry import Instance
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings, TeacherSettings
@@ -140,6 +139,8 @@ class Following:
             with self._registry.watch(service) as watch:
                 self._pass_on(watch.get)
             return
+        from edl.discovery.group import BalanceGroup
+
         store = open_store(self._url)
         try:
             with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:

@@ -100,6 +100,7 @@ def test_ids_may_come_as_arrays_and_numpy_scalars(cache: SoftLabelCache) -> None
     assert view.get(["a", "b"]).complete
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     assert view.get(torch.tensor([3, 4])).complete
+    assert view.get([torch.tensor(3), torch.tensor(4)]).complete  # type: ignore[list-item]
 
 
 def test_several_outputs_and_top_k_labels_come_back_as_they_were(cache: SoftLabelCache) -> None:
@@ -190,7 +191,17 @@ def test_outputs_that_do_not_fit_are_refused(cache: SoftLabelCache) -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[1.0, 2.0], [True, False], [None, 1], [(1, 2), 3], np.zeros((2, 2), int), [b"a", b"b"], [2**63, 0]]
+    "ids",
+    [
+        [1.0, 2.0],
+        [True, False],
+        [None, 1],
+        [(1, 2), 3],
+        np.zeros((2, 2), int),
+        [b"a", b"b"],
+        [2**63, 0],
+        [np.zeros(2), 1],
+    ],
 )
 def test_ids_that_are_none_are_refused(cache: SoftLabelCache, ids: Any) -> None:
     with pytest.raises(SettingsError, match="sample id"):

@@ -243,7 +243,8 @@ def as_ids(ids: Ids) -> list[SampleId]:
     if not isinstance(samples, list):
         raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
     if not {*map(type, samples)} <= {int, str}:
-        samples = [sample.item() if hasattr(sample, "item") else sample for sample in samples]  # numpy's scalars
+        # Scalars of numpy, and tensors without a dimension.
+        samples = [sample.item() if getattr(sample, "shape", None) == () else sample for sample in samples]
         strange = [sample for sample in samples if type(sample) not in (int, str)]
         if strange:
             raise SettingsError(f"sample id {strange[0]!r}: must be an integer or a string")

@@ -68,6 +68,8 @@ class ArrayData(_Indexed):
 
     def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None) -> None:
         counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+        if not all(counts.values()):
+            raise SettingsError(f"arrays without rows: {', '.join(name for name in counts if not counts[name])}")
         if len(set(counts.values())) > 1:
             raise SettingsError(f"the arrays have different numbers of rows: {counts}")
         super().__init__(next(iter(counts.values())), ids)
@@ -167,8 +169,11 @@ class IterableData(Data):
     def _id(self, at: int, sample: Any) -> SampleId:
         if self._id_field is None:
             return at
-        found = self._id_field(sample)
-        sample_id: SampleId = found.item() if hasattr(found, "item") else found
+        try:
+            found = self._id_field(sample)
+        except (LookupError, TypeError) as exc:
+            raise SourceError(f"sample {at} has no field for its id: {exc!r}") from exc
+        sample_id: SampleId = found.item() if getattr(found, "shape", None) == () else found
         if type(sample_id) not in (int, str):
             raise SourceError(f"sample {at}: its id is {found!r}; an id is an integer or a string")
         return sample_id

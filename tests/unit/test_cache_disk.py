@@ -387,3 +387,15 @@ def test_what_a_killed_writer_left_is_not_read_and_goes_with_the_next_write(tmp_
     assert left.exists()
     put(tmp_path, range(10, 20))
     assert not left.exists()
+
+
+@pytest.mark.parametrize("ids", [[""], ["größe", "", "a/b"], [-(2**63), 2**63 - 1]])
+def test_unusual_ids_survive_the_disk(tmp_path: Path, ids: list[Any]) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(ids, rows(range(len(ids))))
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.view(KEY).ids() == ids
+        np.testing.assert_array_equal(
+            cache.view(KEY).get(ids).outputs["logits"],  # type: ignore[arg-type]
+            rows(range(len(ids)))["logits"],
+        )

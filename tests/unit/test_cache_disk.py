@@ -399,3 +399,36 @@ def test_unusual_ids_survive_the_disk(tmp_path: Path, ids: list[Any]) -> None:
             cache.view(KEY).get(ids).outputs["logits"],  # type: ignore[arg-type]
             rows(range(len(ids)))["logits"],
         )
+
+
+def test_a_row_put_while_the_older_one_was_being_written_stays_to_be_written(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        namespace = cache.view(KEY).disk
+        assert namespace is not None
+        older, newer = b"older", b"newer"
+        namespace.pending.update({1: newer, 2: older})
+        namespace.written([1, 2], [older, older])
+        assert namespace.pending == {1: newer}
+        namespace.pending.clear()
+
+
+def test_a_row_put_while_the_older_one_was_being_read_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older row must not get into memory, where it would be found first, when the newer one found no room there."""
+    put(tmp_path, [1])
+    with SoftLabelCache(1 << 20, tmp_path) as cache:
+        view = cache.view(KEY)
+        assert view.disk is not None
+        read = view.disk.read
+
+        def read_slowly(place: Any) -> Any:
+            records = read(place)
+            with monkeypatch.context() as full:
+                full.setattr(cache._memory, "limit_bytes", 0)
+                view.put([1], rows([7]))
+            return records
+
+        monkeypatch.setattr(view.disk, "read", read_slowly)
+        view.get([1])
+        assert view.get([1]).outputs["logits"][0, 0] == 7  # type: ignore[index]

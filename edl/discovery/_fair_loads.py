@@ -1,0 +1,113 @@
+"""How many students each teacher should have: loads as even as capacities and wants allow. Pure.
+
+Which loads are possible at all is Gale's and Ryser's theorem: students that want d_s different teachers can give the
+teachers exactly those loads whose k largest sum to at most `takers[0] + … + takers[k-1]`, where `takers[k]` counts the
+students that want more than k teachers. These loads form a base polytope, on which the most even ones (least sum of
+load²/capacity) are found by splitting at the most violated bound: H. Groenevelt, "Two algorithms for maximizing a
+separable concave function over a polymatroid feasible region", European J. of Operational Research 54 (1991).
+
+Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within one `Level` all
+teachers stop at the same price. A student fills the cheaper level before it takes anything of a dearer one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Level", "fair_levels"]
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+# The largest ratio of two capacities that prices can still tell apart without overflow.
+_SMALLEST_CAPACITY = 1e-290
+
+
+@dataclass(frozen=True)
+class Level:
+    """Teachers `start` to `stop` (in order of falling capacity), each with a load from `low` to `high`.
+
+    `high - low` is 0 or 1. Fair are all loads within these bounds whose sum is what the students take here, as far as
+    links between different pairs can realize them.
+    """
+
+    start: int
+    stop: int
+    low: Ints
+    high: Ints
+
+
+def fair_levels(capacities: Floats, takers: Ints) -> list[Level]:
+    """The levels, from the cheapest on; every teacher is in one.
+
+    Args:
+        capacities: of n >= 1 teachers, positive, falling.
+        takers: takers[k] students want more than k teachers; n entries, never rising.
+    """
+    _, exponent = np.frexp(capacities[0])
+    capacities = np.maximum(np.ldexp(capacities, -int(exponent)), _SMALLEST_CAPACITY)
+    pending, parts = [(0, len(capacities))], []
+    while pending:
+        start, stop = pending.pop()
+        price = _price(capacities[start:stop], takers[start:stop])
+        split = _violated(capacities[start:stop], takers[start:stop], price)
+        if split:
+            pending += [(start + split, stop), (start, start + split)]
+        else:
+            parts.append((price, start, stop))
+    # Prices may only rise from level to level. Where that leaves no difference, teachers are exchangeable: one level.
+    levels: list[tuple[float, int, int]] = []
+    for price, start, stop in parts:
+        if levels and price <= levels[-1][0]:
+            price, start, _ = levels.pop()
+        levels.append((price, start, stop))
+    return [
+        Level(start, stop, *_bounds(capacities[start:stop], price, int(takers[start]))) for price, start, stop in levels
+    ]
+
+
+def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
+    """Links that cost less than `price` at each teacher, and those that cost at most `price`; never above `most`."""
+    high = np.minimum((price * capacities + 1) / 2, most + 1.0).astype(np.int64)
+    # The division rounds: make the count agree with the prices as they are computed everywhere else.
+    high -= (2 * high - 1) / capacities > price
+    high += (2 * high + 1) / capacities <= price
+    low = high - ((2 * high - 1) / capacities == price)
+    return np.minimum(low, most), np.minimum(high, most)
+
+
+def _price(capacities: Floats, takers: Ints) -> float:
+    """The price of the dearest link when the links are handed out one by one, always to the cheapest teacher."""
+    most, total = int(takers[0]), int(takers.sum())
+    if total == 0:
+        return 0.0
+    below, enough = 0.0, (2 * most - 1) / float(capacities[-1])
+    while below < (middle := (below + enough) / 2) < enough:
+        if int(_bounds(capacities, middle, most)[1].sum()) >= total:
+            enough = middle
+        else:
+            below = middle
+    return enough
+
+
+def _violated(capacities: Floats, takers: Ints, price: float) -> int:
+    """The number of teachers from the front that got most beyond what students can give them; 0 if none did.
+
+    Only borders between different capacities need a look: inside a run of equal ones the excess, with its loads in
+    falling order, is nowhere larger than at both ends.
+    """
+    low, high = _bounds(capacities, price, int(takers[0]))
+    (optional,) = np.nonzero(high > low)
+    loads = low.copy()
+    # Of several loads that are equally fair, the flattest is possible if any is.
+    loads[optional[len(optional) - (int(takers.sum()) - int(low.sum())) :]] += 1
+    (borders,) = np.nonzero(capacities[1:] != capacities[:-1])
+    if not len(borders):
+        return 0
+    excess = np.cumsum(loads - takers)[borders]
+    worst = int(np.argmax(excess))
+    return int(borders[worst]) + 1 if excess[worst] > 0 else 0

@@ -14,7 +14,7 @@ import consul.base
 from consul.exceptions import ACLPermissionDenied, ConsulException
 
 from edl.discovery.consul.target import Target
-from edl.discovery.consul.transport import Transport
+from edl.discovery.consul.transport import Transport, understood
 from edl.discovery.owned import Owned
 from edl.errors import DiscoveryError
 
@@ -95,7 +95,7 @@ class Client(Owned):
         """The passing instances of `service`; with an index, as soon as they differ from what they were then."""
         with self._translated():
             found = self._api.health.service(service, passing=True, index=index, wait=f"{wait_s:g}s")
-            with _understood():
+            with understood():
                 return int(found[0]), [_service(entry) for entry in found[1] or ()]
 
     def service_names(self) -> list[str]:
@@ -106,7 +106,10 @@ class Client(Owned):
     def has_leader(self) -> bool:
         """Whether the servers can take a registration."""
         with self._translated():
-            return bool(self._api.status.leader())
+            leader = self._api.status.leader()
+            if not isinstance(leader, str):
+                raise ConsulException(f"the answer is not what Consul answers: {leader!r:.80}")
+            return bool(leader)
 
     def register_service(
         self,
@@ -127,7 +130,7 @@ class Client(Owned):
             "DeregisterCriticalServiceAfter": "1m",
         }
         with self._translated():
-            self._api.agent.service.register(
+            taken = self._api.agent.service.register(
                 name,
                 service_id=service_id,
                 address=address,
@@ -136,6 +139,8 @@ class Client(Owned):
                 meta=dict(meta or {}),
                 check=check,
             )
+            if not taken:
+                raise ConsulException(f"service {name} was not registered")
 
     def renew_service(self, service_id: str) -> bool:
         """Say that a service is alive; False if the agent does not know it."""
@@ -198,14 +203,14 @@ class Client(Owned):
         """One key."""
         with self._translated():
             found = self._api.kv.get(key)[1]
-            with _understood():
+            with understood():
                 return None if found is None else _pair(found)
 
     def pairs(self, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Pair]]:
         """All keys under `prefix`; with an index, as soon as they differ from what they were then."""
         with self._translated():
             found = self._api.kv.get(prefix, recurse=True, index=index, wait=f"{wait_s:g}s")
-            with _understood():
+            with understood():
                 return int(found[0]), [_pair(entry) for entry in found[1] or ()]
 
     def transact(self, *operations: Mapping[str, Any]) -> int | None:
@@ -218,15 +223,6 @@ class Client(Owned):
         with self._translated():
             # py-consul's own call sends no token, and makes an error of a refusal.
             return self._api.http.put(_transacted, "/v1/txn", None, body, self._api.prepare_headers())  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _understood() -> Iterator[None]:
-    """Around the reading of an answer: something that is no Consul agent may have given it."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise ConsulException(f"the answer is not what Consul answers: {exc!r}") from exc
 
 
 def _service(found: Json) -> Service:
@@ -258,6 +254,6 @@ def _transacted(answer: consul.base.Response) -> int | None:
         raise ACLPermissionDenied(answer.body)
     if answer.code != 200:
         raise ConsulException(f"{answer.code} {answer.body}")
-    with _understood():
+    with understood():
         results = json.loads(answer.body)["Results"] or [{"KV": {"ModifyIndex": 0}}]  # deletions have no result
         return int(results[-1]["KV"]["ModifyIndex"])

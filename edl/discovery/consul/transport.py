@@ -10,16 +10,17 @@ import contextlib
 import http.client
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from consul.base import HTTPClient, Response
+from consul.exceptions import ConsulException
 
 from edl.discovery.consul.target import Target
 from edl.errors import ClosedError, DiscoveryError
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "understood"]
 
 R = TypeVar("R")
 Params = Sequence[tuple[str, Any]] | None
@@ -104,7 +105,17 @@ class Transport(HTTPClient):  # type: ignore[misc]
             with self._lock:
                 self._open.discard(connection)
             connection.close()
-        return callback(response)
+        with understood():
+            return callback(response)
+
+
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Around the reading of an answer, here or in py-consul: something that is no Consul agent may have given it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ConsulException(f"the answer is not what Consul answers: {exc!r}") from exc
 
 
 class _Connection(http.client.HTTPConnection):

@@ -1,0 +1,222 @@
+"""What only the SQLite file can suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import open_registry, open_store
+from edl.errors import DiscoveryError, SettingsError
+from tests.conformance.discovery.backends import eventually, teacher
+from tests.conformance.discovery.processes import ROOT, Member
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "discovery.sqlite"
+
+
+@pytest.fixture
+def url(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(path, timeout=10)) as connection, connection:
+        yield connection
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b c#?%" / "d.sqlite"
+    quoted = str(path).replace("%", "%25").replace("#", "%23").replace("?", "%3F").replace(" ", "%20")
+    with open_store(f"sqlite:///{quoted}") as store:
+        store.put("a", b"1")
+        assert path.exists()
+    assert sorted(path.parent.iterdir()) == [path], "a closed file leaves no journal behind"
+
+
+def test_a_file_that_is_no_database_is_named(path: Path, url: str) -> None:
+    path.write_bytes(random.Random(7).randbytes(10_000))
+    content = path.read_bytes()
+    for opened in (open_registry, open_store):
+        with pytest.raises(SettingsError, match=rf"{path}.*not a database"):
+            opened(url)
+    assert path.read_bytes() == content
+
+
+def test_another_program_s_database_is_left_alone(path: Path, url: str) -> None:
+    with raw(path) as connection:
+        connection.execute("CREATE TABLE precious (x)")
+    with pytest.raises(SettingsError, match="another program's database"):
+        open_registry(url)
+    with raw(path) as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("precious",)]
+
+
+def test_a_newer_format_is_refused(path: Path, url: str) -> None:
+    open_registry(url).close()
+    with raw(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(SettingsError, match="format 99"):
+        open_registry(url)
+
+
+def test_paths_that_cannot_be_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SettingsError, match=r"file/x\.sqlite: its folder cannot be made"):
+        open_registry(f"sqlite:///{tmp_path}/file/x.sqlite")
+    with pytest.raises(SettingsError, match=r"folder: unable to open"):
+        open_registry(f"sqlite:///{tmp_path}/folder")
+
+
+READ_ONLY = """
+import os, sys
+import edl.discovery.sqlite.registry  # before the change of user, who may not be able to read Python's library
+from edl.discovery import open_registry
+from edl.errors import SettingsError
+if os.geteuid() == 0:  # root may write everything
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+try:
+    open_registry(sys.argv[1])
+except SettingsError as exc:
+    print(exc)
+"""
+
+
+def test_a_file_that_this_user_may_not_write_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        path = Path(folder) / "discovery.sqlite"
+        open_registry(f"sqlite:///{path}").close()
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, f"sqlite:///{path}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        path.parent.chmod(0o755)
+    assert done.stdout.startswith(f"discovery file {path}: "), done
+
+
+def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str) -> None:
+    with open_registry(url) as registry, open_store(url) as store, store.lease(3600) as lease:
+        registration = registry.register(teacher("digits"), 3600)
+        store.put("leased", b"1", lease)
+        kept = store.put("kept", b"2")
+        with raw(path) as connection:
+            connection.execute("UPDATE state SET boot = 'an earlier one'")
+        with open_registry(url) as after, open_store(url) as store_after:
+            assert after.snapshot("digits").instances == ()
+            assert store_after.list("") == [kept]
+            assert store_after.put("kept", b"3").version > kept.version
+        registration.close()
+
+
+def test_a_lease_of_a_clock_that_started_again_is_over(path: Path, url: str) -> None:
+    with open_registry(url) as registry, registry.register(teacher("digits"), 10.0), registry.watch("digits") as watch:
+        assert registry.snapshot("digits").instances
+        with raw(path) as connection:
+            connection.execute("UPDATE lease SET expires = expires + 1000000")
+        assert registry.snapshot("digits").instances == ()
+        assert watch.get(5) is not None
+        # The registration finds out with its next renewal, and comes back.
+        assert eventually(lambda: registry.snapshot("digits").instances)
+
+
+def test_wall_clock_jumps_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = time.time
+    with (
+        open_registry(url) as registry,
+        registry.register(teacher("digits"), 0.6),
+        open_store(url) as store,
+        store.lease(0.6) as lease,
+    ):
+        for jump in (1e9, -1e9):
+            monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
+            time.sleep(0.3)
+            assert not lease.lost
+            assert registry.snapshot("digits").instances
+
+
+def test_a_writer_that_never_ends_is_an_error_and_not_a_hang(path: Path, url: str) -> None:
+    with open_store(url, timeout_s=0.3) as store:
+        store.put("a", b"1")
+        with raw(path) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            begun = time.monotonic()
+            with pytest.raises(DiscoveryError, match="locked"):
+                store.put("a", b"2")
+            assert time.monotonic() - begun < 10
+            entry = store.get("a")
+            assert entry is not None
+            assert entry.value == b"1", "reading goes on meanwhile"
+            connection.rollback()
+        store.put("a", b"2")
+
+
+def test_watching_costs_next_to_nothing(url: str) -> None:
+    with open_registry(url) as registry, registry.watch("digits") as watch:
+        assert watch.get(5) is not None
+        begun = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - begun < 0.2, "a watch polls ten times a second, it does not spin"
+
+
+def test_a_deleted_file_is_made_again_and_everybody_meets_there(path: Path, url: str) -> None:
+    with (
+        open_registry(url) as one,
+        open_registry(url) as two,
+        one.register(teacher("digits", "a"), 1.0),
+        two.register(teacher("digits", "b"), 1.0),
+        one.watch("digits") as watch,
+        open_store(url) as store,
+        store.lease(5.0) as lease,
+    ):
+        while len((watch.get(5) or pytest.fail("not seen")).instances) < 2:
+            pass
+        for file in path.parent.glob("discovery.sqlite*"):
+            file.unlink()
+        assert eventually(lambda: len(one.snapshot("digits").instances) == 2)
+        assert eventually(lambda: len(two.snapshot("digits").instances) == 2)
+        assert eventually(lambda: lease.lost), "a lease is not made again"
+
+
+def test_many_processes_make_the_file_at_once(url: str) -> None:
+    members = [Member(url, "register", "digits", f"m{number}", "5") for number in range(6)]
+    try:
+        assert [member.hear() for member in members] == ["ready"] * 6
+        with open_registry(url) as registry:
+            assert len(registry.snapshot("digits").instances) == 6
+    finally:
+        for member in members:
+            member.end()
+
+
+def test_killing_writers_at_any_moment_damages_nothing(path: Path, url: str) -> None:
+    chance = random.Random(3)
+    with open_store(url) as store:
+        store.put("count", b"0")
+        for _ in range(8):
+            adders = [Member(url, "add", "count", "100000") for _ in range(2)]
+            for adder in adders:
+                assert adder.hear() == "ready"
+                adder.say("go")
+            before = int((store.get("count") or pytest.fail("gone")).value)
+            assert eventually(lambda before=before: int((store.get("count") or pytest.fail("gone")).value) > before)
+            time.sleep(chance.uniform(0, 0.02))
+            for adder in adders:
+                adder.end()
+            entry = store.get("count")
+            assert entry is not None
+            assert store.compare_and_set("count", entry.value, entry.version), "the lock of the dead is free"
+    with raw(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

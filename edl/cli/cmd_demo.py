@@ -1,0 +1,86 @@
+"""`edl demo`: teachers that come, go and die, and students that never notice."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from edl.errors import SettingsError
+
+__all__ = ["main"]
+
+_DESCRIPTION = """\
+Trains a teacher on scikit-learn's handwritten digits, serves it with several `edl serve` processes, and trains much
+smaller students on its soft labels. Meanwhile one teacher is killed with SIGKILL, a new one joins, and one is drained
+with SIGTERM. Beside each distilled student the same student learns from the images' own labels alone.
+
+At the end you see how well they all do, that every sample came exactly once with its own label, who served how many,
+and the throughput over time, with the kill, the join and the drain marked. About a minute and a half on two cores.
+
+The teachers sleep for a while in each batch, so that the little network takes as long as a large one; everything else
+is real: processes, sockets, signals, discovery."""
+
+_EPILOGUE = """\
+examples:
+  edl demo                          everything; results in out/demo
+  edl demo --quick                  in a third of the time, with fewer seeds and steps
+  edl demo --seeds 10 --out /tmp/d  more students, another folder"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl demo`."""
+    parser = argparse.ArgumentParser(
+        prog="edl demo",
+        description=_DESCRIPTION,
+        epilog=_EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="students of either kind (default: 5; --quick: 2)")
+    parser.add_argument("--teachers", type=int, metavar="N", help="processes at the start, 2 or more (default: 3)")
+    parser.add_argument(
+        "--teacher-ms", type=float, metavar="MS", help="how long a teacher sleeps in each batch (default: 40)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (%(default)s)"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer seeds and steps: shows that it works, in less time")
+    options = parser.parse_args(argv)
+    _check(options)
+
+    from edl.cli.demo.plan import Plan
+    from edl.cli.demo.screen import Screen
+    from edl.cli.demo.story import tell
+
+    plan = Plan(out=options.out)
+    if options.quick:
+        plan = replace(plan, seeds=2, steps=400, teacher_epochs=15)
+    plan = replace(
+        plan,
+        seeds=plan.seeds if options.seeds is None else options.seeds,
+        teachers=plan.teachers if options.teachers is None else options.teachers,
+        pause_ms=plan.pause_ms if options.teacher_ms is None else options.teacher_ms,
+    )
+    previous = signal.signal(signal.SIGTERM, _stop)  # ends the teachers and cleans up, as Ctrl-C does
+    try:
+        tell(plan, Screen())
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.seeds is not None and not 1 <= options.seeds <= 100:
+        raise SettingsError(f"--seeds {options.seeds}: between 1 and 100")
+    if options.teachers is not None and not 2 <= options.teachers <= 16:
+        raise SettingsError(f"--teachers {options.teachers}: between 2 and 16, since one is killed and one drained")
+    if options.teacher_ms is not None and not 0 <= options.teacher_ms <= 1000:
+        raise SettingsError(f"--teacher-ms {options.teacher_ms}: between 0 and 1000")
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

@@ -1,0 +1,103 @@
+"""One epoch of all students, while a teacher is killed, another joins, and a third is drained."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from edl.cli.demo.check import Delivered
+from edl.cli.demo.data import Digits, batches
+from edl.cli.demo.fleet import SERVICE, Fleet
+from edl.cli.demo.models import Pair
+from edl.cli.demo.plan import Plan
+from edl.cli.demo.screen import Bar, Screen
+from edl.cli.demo.timeline import Timeline
+from edl.distill import DistillReader, ReaderStats
+
+__all__ = ["Outcome", "train"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the epoch left behind.
+
+    Attributes:
+        took_s: seconds from the first batch asked for to the last one learned.
+    """
+
+    pairs: list[Pair]
+    delivered: Delivered
+    timeline: Timeline
+    stats: ReaderStats
+    took_s: float
+
+
+def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Screen) -> Outcome:
+    """Train every seed's two students on the batches of one `DistillReader` epoch; the seeds take turns.
+
+    This is what a student's program looks like; the rest is about what the demo does to its teachers.
+    """
+    pairs = [Pair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
+    delivered = Delivered(plan)
+    reader = DistillReader(ins=["image", None, None], predicts=["logits"])
+    reader.set_dynamic_teacher(discovery, SERVICE)
+    reader.set_batch_generator(lambda: batches(digits, plan))
+    with reader, screen.bar(plan.batches) as bar:
+        with Timeline(reader.stats) as timeline:
+            troubles = _Troubles(plan, fleet, timeline, screen)
+            losses: deque[tuple[float, float]] = deque(maxlen=50)
+            for batch, (image, label, number, logits) in enumerate(reader()):
+                pair = pairs[plan.seed_of(batch)]
+                losses.append(pair.step(*(torch.from_numpy(part) for part in (image, label, logits))))
+                delivered.add(image, label, number, logits)
+                troubles.at((batch + 1) / plan.batches)
+                if batch % 10 == 0:
+                    _show(bar, batch, plan, reader.stats(), timeline, losses)
+            took_s = timeline.now_s
+        return Outcome(pairs, delivered, timeline, reader.stats(), took_s)
+
+
+def _show(
+    bar: Bar, batch: int, plan: Plan, stats: ReaderStats, timeline: Timeline, losses: deque[tuple[float, float]]
+) -> None:
+    rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
+    hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
+    text = f"{rate:,.0f} rows/s  {stats.teachers_live} teachers  loss: alone {hard:.2f}, distilled {soft:.2f}"
+    bar.update(batch, text)
+
+
+class _Troubles:
+    """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
+        self._plan, self._fleet, self._timeline, self._screen = plan, fleet, timeline, screen
+        self._killed, self._newcomer = "teacher-1", f"teacher-{plan.teachers + 1}"
+        self._drained = "teacher-2"
+        self._done: set[str] = set()
+
+    def at(self, fraction: float) -> None:
+        """The epoch is at `fraction`."""
+        if fraction >= self._plan.kill_at and self._once("kill"):
+            self._fleet.kill(self._killed)
+            self._timeline.mark("kill", self._killed)
+            self._screen.event("kill", f"{self._killed} gets SIGKILL in the middle of its work")
+        if fraction >= self._plan.join_at and self._once("start"):
+            self._fleet.start(self._newcomer)
+        if "start" in self._done and "join" not in self._done:
+            if fraction >= self._plan.drain_at:
+                self._fleet.wait_ready(self._newcomer)  # a very slow machine: let it come before the next one goes
+            if self._fleet.is_ready(self._newcomer) and self._once("join"):
+                self._timeline.mark("join", self._newcomer)
+                self._screen.event("join", f"{self._newcomer} has started and serves from now on")
+        if fraction >= self._plan.drain_at and self._once("drain"):
+            self._fleet.drain(self._drained)
+            self._timeline.mark("drain", self._drained)
+            self._screen.event("drain", f"{self._drained} gets SIGTERM: it finishes what it has, and leaves")
+
+    def _once(self, what: str) -> bool:
+        first = what not in self._done
+        self._done.add(what)
+        return first

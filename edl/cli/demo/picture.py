@@ -1,0 +1,77 @@
+"""Throughput over time, as a PNG and in the terminal, with what happened to the teachers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from edl.cli.demo.timeline import Timeline
+
+__all__ = ["draw", "show"]
+
+_COLOURS = ("#4c78a8", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d", "#83bcb6")
+_EVENT_COLOURS = {"kill": "#d62728", "join": "#2ca02c", "drain": "#e08214"}
+_TERMINAL_COLOURS = {"kill": "red", "join": "green", "drain": "orange"}
+_EVENT_WORDS = {"kill": "killed\n(SIGKILL)", "join": "joins", "drain": "drains\n(SIGTERM)"}
+
+
+def draw(timeline: Timeline, path: Path, what: str) -> None:
+    """Write the picture to `path`: rows a second by teacher, one upon the other. `what` begins the title."""
+    from matplotlib.figure import Figure
+
+    rates = timeline.rates(0.5)
+    figure = Figure(figsize=(10, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.stackplot(
+        rates.at_s,
+        *rates.served.values(),
+        labels=list(rates.served),
+        colors=[_COLOURS[index % len(_COLOURS)] for index in range(len(rates.served))],
+        alpha=0.85,
+    )
+    axes.plot(rates.at_s, rates.delivered, color="#222222", linewidth=1.6, label="into the training loop")
+    top = 1.32 * max(1.0, float(np.max(sum(rates.served.values(), np.zeros_like(rates.at_s)))))
+    for event in timeline.events:
+        colour = _EVENT_COLOURS[event.kind]
+        axes.axvline(event.at_s, color=colour, linewidth=1.6, linestyle="--")
+        axes.annotate(
+            f"{event.teacher}\n{_EVENT_WORDS[event.kind]}",
+            (event.at_s, top),
+            xytext=(5, -6),
+            textcoords="offset points",
+            verticalalignment="top",
+            color=colour,
+            fontsize=9,
+            fontweight="bold",
+        )
+    axes.set(xlim=(0, timeline.end_s), ylim=(0, top), xlabel="seconds of the epoch", ylabel="soft labels a second")
+    axes.set_title(f"{what}, each labelled once and in order, while teachers come and go", loc="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False, ncols=len(rates.served) + 1)
+    figure.savefig(path)
+
+
+def show(timeline: Timeline, console: Console) -> None:
+    """Draw into the terminal: rows a second, and a line for each thing that happened."""
+    import plotext
+
+    rates = timeline.rates(0.5)
+    top = 1.3 * max(1.0, float(rates.delivered.max(initial=0.0)))
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(min(console.width, 100), 18)
+    figure.title("soft labels a second into the training loop, by seconds of the epoch")
+    figure.ruler("x").lim(0, timeline.end_s)
+    figure.ruler("y").lim(0, top)
+    curve = figure.signal(list(rates.at_s), list(rates.delivered), marker=plotext.marker("hd", "cyan"))
+    figure.draw(curve.lines().fillx())
+    for event in timeline.events:
+        figure.line(event.at_s, "vertical", pixel=_TERMINAL_COLOURS[event.kind])
+        words = plotext.colorize(f" {event.kind} {event.teacher}", _TERMINAL_COLOURS[event.kind])
+        figure.draw(figure.text(event.at_s, 0.97 * top, words))
+    picture = figure.build().string(colorless=not console.is_terminal)
+    console.print(Text.from_ansi(picture))

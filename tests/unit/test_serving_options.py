@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from edl.protocol import kserve
-from edl_serving import TensorSpec
+from edl_serving import Array, TensorSpec
 from edl_serving.options import OutputOptions, top_k
 from tests.unit.serving_fakes import LOGITS, refusal_of
 
@@ -31,9 +31,7 @@ def parameters(**values: Any) -> dict[str, kserve.InferParameter]:
 
 
 @given(logits, st.data(), st.floats(0.5, 20))
-def test_top_k_keeps_the_largest_and_sums_up_the_rest(
-    array: np.ndarray, data: st.DataObject, temperature: float
-) -> None:
+def test_top_k_keeps_the_largest_and_sums_up_the_rest(array: Array, data: st.DataObject, temperature: float) -> None:
     k = data.draw(st.integers(1, array.shape[-1]))
     ids, values, tail = top_k(array, k, temperature)
     assert ids.dtype == np.int32

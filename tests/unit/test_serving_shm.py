@@ -42,7 +42,7 @@ def asked(key: str, nbytes: int, name: str = "r", offset: int = 0) -> kserve.Sys
 
 def descriptors() -> int:
     gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_link_and_a_folder_are_refused(make: Make) -> None:
     folder.mkdir()
     try:
         for path in (link, folder):
-            with pytest.raises(Refusal, match="cannot be opened|no shared memory object"):
+            with pytest.raises(Refusal, match=r"cannot be opened|no shared memory object"):
                 Regions(4, 1000).register(asked(path.name, 1))
     finally:
         link.unlink()

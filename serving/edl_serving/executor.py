@@ -12,6 +12,7 @@ from edl.protocol.tensors import dtype_of
 from edl.protocol.transport import grpc
 from edl_serving.answer import encode_answer
 from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.complaints import Complaints
 from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import Model
 from edl_serving.queueing import Job
@@ -45,7 +46,7 @@ class Executor:
         self._check_nan = settings.check_nan
         self._metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
-        self._logged: set[str] = set()
+        self._complaints = Complaints(_log)
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Set the answer of every job that somebody still waits for. Raises nothing.
@@ -60,6 +61,11 @@ class Executor:
             outputs = self._compute(jobs)
         except ModelFault as fault:
             if len(jobs) > 1:
+                self._complaints.add(
+                    "batch",
+                    f"model {self._model.name!r} {fault}; its batch of {len(jobs)} requests is computed one by one",
+                    fault.__cause__,
+                )
                 for job in jobs:
                     if job.deadline > time.monotonic():
                         self.run([job])
@@ -116,7 +122,6 @@ class Executor:
         try:
             outputs = self._backend.predict(inputs)
         except BaseException as exc:
-            self._log_once(exc)
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
             self._metrics.computed(rows, time.perf_counter() - started)
@@ -134,19 +139,10 @@ class Executor:
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
 
     def _blame(self, fault: ModelFault) -> Refusal:
+        cause = fault.__cause__
         self._metrics.faulted(fault.kind)
-        if fault.kind != "exception":
-            _log.warning("model %r: %s", self._model.name, fault)
+        self._complaints.add(type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}", cause)
         return Refusal(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
-
-    def _log_once(self, exc: BaseException) -> None:
-        """The stack for the first error of a kind, a line for the others."""
-        kind = type(exc).__name__
-        if kind in self._logged:
-            _log.error("model %r raised %s: %s", self._model.name, kind, exc)
-        else:
-            self._logged.add(kind)
-            _log.error("model %r raised %s: %s", self._model.name, kind, exc, exc_info=exc)
 
 
 def _checked(spec: TensorSpec, output: object, rows: int) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import edl_serving
 from edl.errors import SettingsError
 from edl.protocol import kserve
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
+from edl_serving.complaints import Complaints
 from edl_serving.metrics import Metrics
 from edl_serving.refusal import Refusal, invalid, quote
 from tests.unit.serving_fakes import LOGITS, FakeBackend, X, model_of
@@ -128,3 +130,17 @@ def test_metrics_add_up_over_workers() -> None:
     assert value("edl_teacher_model_faults_total", kind="nan") == 1
     assert value("edl_teacher_requests_total", outcome="ok") == 1
     assert value("edl_teacher_in_flight") == 5
+
+
+def test_a_model_that_keeps_failing_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    complaints = Complaints(logging.getLogger("edl_serving.test"), lambda: now)
+    for _ in range(1000):
+        now += 0.02
+        complaints.add("nan", "output 'logits' has NaN")
+    complaints.add("exception", "raised ValueError", ValueError("seven"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "output 'logits' has NaN"
+    assert len(lines) == 3
+    assert "faults of this kind in 10 s" in lines[1]
+    assert caplog.records[2].exc_info is not None

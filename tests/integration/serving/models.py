@@ -1,0 +1,127 @@
+"""Models that the tests of the teacher server serve; `runner.py` starts one by its name."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from edl_serving import Array, Backend, TensorSpec
+
+
+class Base(Backend):
+    """Sums rows: `x` FP32 [4] to `logits` FP32 [5], the row's sum plus 0 to 4."""
+
+    inputs = (TensorSpec("x", "FP32", (4,)),)  # type: ignore[assignment]
+    outputs = (TensorSpec("logits", "FP32", (5,)),)  # type: ignore[assignment]
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return {"logits": logits(inputs["x"])}
+
+
+def logits(x: Array) -> Array:
+    """What `Base` answers."""
+    answer: Array = x.sum(-1, keepdims=True) + np.arange(5, dtype=np.float32)
+    return answer
+
+
+class Mixed(Base):
+    """Two inputs of any width and several types, and an output of each kind."""
+
+    inputs = (TensorSpec("x", "FP32", (-1,)), TensorSpec("words", "BYTES", (2,)))  # type: ignore[assignment]
+    outputs = (  # type: ignore[assignment]
+        TensorSpec("logits", "FP32", (5,)),
+        TensorSpec("width", "INT64", ()),
+        TensorSpec("joined", "BYTES", ()),
+    )
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        x, words = inputs["x"], inputs["words"]
+        return {
+            "logits": logits(x),
+            "width": np.full(len(x), x.shape[1]),
+            "joined": np.array([b" ".join(pair) for pair in words], object),
+        }
+
+
+class Moody(Base):
+    """Does what the first element of a row says: 1 raises, 2 answers NaN, 3 too few rows, 4 exits, else sums."""
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        x = inputs["x"]
+        answer = logits(x)
+        moods = set(x[:, 0].tolist())
+        if 1 in moods:
+            raise ValueError("in a bad mood")
+        if 4 in moods:
+            raise SystemExit(3)
+        answer[x[:, 0] == 2] = np.nan
+        return {"logits": answer[:-1] if 3 in moods else answer}
+
+
+class Sleeper(Base):
+    """Sleeps for as many seconds as the first element of the first row says."""
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        time.sleep(float(inputs["x"][0, 0]))
+        return super().predict(inputs)
+
+    def close(self) -> None:
+        print("closed", flush=True)
+
+
+class SlowStart(Base):
+    """Warms up until a file appears."""
+
+    def warm_up(self, max_rows: int) -> None:
+        while not Path(os.environ["EDL_TEST_WARM"]).exists():
+            time.sleep(0.01)
+
+
+class NoStart(Base):
+    """Cannot warm up."""
+
+    def warm_up(self, max_rows: int) -> None:
+        raise RuntimeError("the weights are missing")
+
+
+class Images(Base):
+    """A teacher of no cost."""
+
+    inputs = (TensorSpec("image", "UINT8", (3, 224, 224)),)  # type: ignore[assignment]
+    outputs = (TensorSpec("logits", "FP32", (1000,)),)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self._answer = np.random.default_rng(0).random((256, 1000), np.float32)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return {"logits": self._answer[: len(inputs["image"])]}
+
+
+class Lookup(Base):
+    """Computed on the event loop."""
+
+    inline = True  # type: ignore[assignment]
+
+
+class Gated(Base):
+    """Waits for `gate` before each answer, and remembers what it was asked; for servers in the test's own process."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.batches: list[Array] = []
+        self.started = threading.Event()
+
+    def warm_up(self, max_rows: int) -> None:
+        pass
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        self.batches.append(inputs["x"].copy())
+        self.started.set()
+        if not self.gate.wait(30):
+            raise TimeoutError("the gate stayed shut")
+        return super().predict(inputs)

@@ -1,0 +1,34 @@
+"""A teacher server as a process: `runner.py MODEL SETTINGS`, the settings as JSON.
+
+Prints `ready PORT METRICS_PORT` when students may come, and `leaving` when it leaves discovery.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+from edl_serving import ServerSettings, TeacherServer, serve
+from tests.integration.serving import models
+
+
+def main() -> int:
+    name, text = sys.argv[1:]
+    options = json.loads(text)
+    leave_s = options.pop("leave_s", 0.0)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+
+    def join(server: TeacherServer) -> None:
+        print("ready", server.port, server.metrics_port, flush=True)
+
+    def leave() -> None:
+        print("leaving", flush=True)
+        time.sleep(leave_s)
+
+    return serve(ServerSettings(**options), getattr(models, name)(), join=join, leave=leave)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+"""Batches, the bounded queue, deadlines and cancelled requests, with a model whose strings the test holds."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from edl.protocol import names
+from edl.protocol.transport import grpc
+from edl_serving import Array
+from tests.integration.serving.conftest import Connect, StartInside, outputs_of, request_bytes, until
+from tests.integration.serving.models import Base, Gated, Lookup, Mixed, Moody, logits
+
+
+def rows(count: int, value: float = 1.0) -> Array:
+    return np.full((count, 4), value, np.float32)
+
+
+def test_requests_that_gather_while_the_model_is_busy_share_a_batch(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=8)
+    client = connect(server.target)
+    calls = [client.start(rows(1, 0))]
+    until(model.started.is_set)
+    for value in range(1, 6):
+        calls.append(client.start(rows(2, value)))
+        until(lambda value=value: server.metric("edl_teacher_queue_rows") == 2 * value)
+    assert server.metric("edl_teacher_in_flight") == 6
+    model.gate.set()
+    for value, call in enumerate(calls):
+        expected = logits(rows(2 if value else 1, value))
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], expected)
+    assert [len(batch) for batch in model.batches] == [1, 8, 2]
+    assert model.batches[1][:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert server.metric("edl_teacher_queue_seconds_count") == 6
+    assert server.metric("edl_teacher_requests_total", outcome="ok") == 6
+
+
+def test_a_delay_lets_requests_join_an_idle_model(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    model.gate.set()
+    server = inside(model, max_batch_rows=3, max_delay_s=30.0)
+    client = connect(server.target)
+    calls = [client.start(rows(1, value)) for value in range(3)]
+    for call in calls:
+        call.result()
+    assert [len(batch) for batch in model.batches] == [3]
+
+
+def test_only_requests_of_one_shape_share_a_batch(inside: StartInside, connect: Connect) -> None:
+    server = inside(Mixed(), max_batch_rows=2, max_delay_s=30.0)
+    client = connect(server.target)
+    words = np.array([[b"a", b"b"]], object)
+    widths = [1, 2, 3, 3, 1, 2]
+    calls = [
+        client.infer_bytes.future(request_bytes({"x": np.ones((1, width), np.float32), "words": words}), timeout=20)
+        for width in widths
+    ]
+    assert [outputs_of(call.result())["width"].tolist() for call in calls] == [[width] for width in widths]
+    assert server.metric("edl_teacher_batch_rows_count") == 3
+
+
+def test_a_request_larger_than_a_batch_is_computed_in_parts(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_batch_rows=8, max_queue_rows=100)
+    x = np.random.default_rng(0).random((100, 4), np.float32)
+    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
+    assert server.metric("edl_teacher_batch_rows_bucket", le="8.0") == server.metric("edl_teacher_batch_rows_count")
+    with pytest.raises(grpc.RpcError) as refused:
+        connect(server.target).infer(rows(101))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'x' has 101 rows; this server takes 100" in refused.value.details()
+
+
+def test_a_full_queue_refuses_with_a_hint_and_takes_requests_again(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=4, max_queue_rows=4)
+    client = connect(server.target)
+    busy = client.start(rows(1))
+    until(model.started.is_set)
+    waiting = client.start(rows(3))
+    until(lambda: server.metric("edl_teacher_queue_rows") == 3)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(rows(2))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "3 of 4 rows wait, and this request has 2" in refused.value.details()
+    assert int(dict(refused.value.trailing_metadata())[names.RETRY_AFTER_MS]) > 0
+    fitting = client.start(rows(1))
+    until(lambda: server.metric("edl_teacher_queue_rows") == 4)
+    model.gate.set()
+    for call in (busy, waiting, fitting):
+        call.result()
+    assert len(client.infer(rows(2))["logits"]) == 2
+    assert server.metric("edl_teacher_requests_total", outcome="unavailable") == 1
+
+
+def test_requests_nobody_waits_for_are_not_computed(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=4)
+    client = connect(server.target)
+    first = client.start(rows(1, 0))
+    until(model.started.is_set)
+    late = client.start(rows(1, 1), timeout_s=0.2)
+    gone = client.start(rows(1, 2))
+    kept = client.start(rows(1, 3))
+    with pytest.raises(grpc.RpcError) as expired:
+        late.result()
+    assert expired.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    until(lambda: server.metric("edl_teacher_queue_rows") == 2)
+    gone.cancel()
+    until(lambda: server.metric("edl_teacher_queue_rows") == 1)
+    model.gate.set()
+    first.result()
+    kept.result()
+    assert [batch[:, 0].tolist() for batch in model.batches] == [[0], [3]]
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert server.metric("edl_teacher_requests_total", outcome="cancelled") == 2
+
+
+def test_a_request_cancelled_while_it_is_computed_harms_nobody(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model)
+    client = connect(server.target)
+    gone = client.start(rows(1))
+    until(model.started.is_set)
+    gone.cancel()
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    model.gate.set()
+    np.testing.assert_array_equal(client.infer(rows(2, 5))["logits"], logits(rows(2, 5)))
+
+
+def test_a_client_that_vanishes_leaves_nothing_in_flight(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1)) for _ in range(5)]
+    until(lambda: server.metric("edl_teacher_in_flight") == 5)
+    client.close()
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert server.metric("edl_teacher_queue_rows") == 0
+    model.gate.set()
+    assert all(call.cancelled() or call.exception() for call in calls)
+
+
+def test_several_instances_compute_at_the_same_time(inside: StartInside, connect: Connect) -> None:
+    models = [Gated(), Gated(), Gated()]
+    server = inside(list(models), max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1, value)) for value in range(6)]
+    until(lambda: all(model.started.is_set() for model in models))
+    for model in models:
+        model.gate.set()
+    for value, call in enumerate(calls):
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
+
+
+def test_an_inline_model_answers_on_the_event_loop(inside: StartInside, connect: Connect) -> None:
+    server = inside(Lookup(), max_batch_rows=8)
+    x = np.random.default_rng(0).random((20, 4), np.float32)
+    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
+
+
+def test_stopping_answers_what_is_left_and_closes_the_models(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1)) for _ in range(3)]
+    until(lambda: server.metric("edl_teacher_queue_rows") == 2)
+    stopping = server.begin(server.server.stop(0.1))
+    for call in calls:
+        assert call.exception(timeout=10).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    stopping.result(10)
+    model.gate.set()
+
+
+def test_a_server_can_be_started_and_stopped_again_and_again(inside: StartInside, connect: Connect) -> None:
+    for _ in range(3):
+        server = inside(Base(), metrics_port=0)
+        assert len(connect(server.target).infer(rows(2))["logits"]) == 2
+        server.call(server.server.stop())
+        server.call(server.server.stop())
+
+
+def test_drain_finishes_what_was_accepted_and_refuses_the_rest(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1, value)) for value in range(3)]
+    until(lambda: server.metric("edl_teacher_in_flight") == 3)
+    draining = server.begin(server.server.drain(20.0))
+    until(lambda: not server.server.ready)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(rows(1))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "draining" in refused.value.details()
+    assert dict(refused.value.trailing_metadata())[names.RETRY_AFTER_MS] == "-1"
+    assert not draining.done()
+    model.gate.set()
+    assert draining.result(20)
+    for value, call in enumerate(calls):
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
+
+
+def test_drain_gives_up_at_its_deadline(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model)
+    call = connect(server.target).start(rows(1))
+    until(model.started.is_set)
+    assert not server.call(server.server.drain(0.05))
+    model.gate.set()
+    call.result()
+
+
+def test_a_model_that_fails_is_told_on_and_serves_on(inside: StartInside, connect: Connect) -> None:
+    server = inside(Moody(), max_batch_rows=16, max_delay_s=0.2)
+    client = connect(server.target)
+    calls = {value: client.start(rows(2, value)) for value in (0, 1, 2, 3, 5)}
+    for value in (0, 5):
+        np.testing.assert_array_equal(outputs_of(calls[value].result())["logits"], logits(rows(2, value)))
+    for value, said in ((1, "ValueError: in a bad mood"), (2, "'logits' has NaN in row 0 of 2"), (3, "shape [1, 5]")):
+        error = calls[value].exception()
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert said in error.details()
+        assert "Traceback" not in error.details()
+    assert len(client.infer(rows(1, 0))["logits"]) == 1
+
+
+def test_the_event_loop_never_waits_for_the_model(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model)
+    client = connect(server.target)
+    call = client.start(rows(1))
+    until(model.started.is_set)
+    server.call(asyncio.sleep(0))
+    assert client.ask("ServerLive").live
+    assert client.ask("ServerReady").ready
+    model.gate.set()
+    call.result()

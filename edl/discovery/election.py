@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 
+from edl.discovery.keys import check_key
 from edl.discovery.owned import Background, Owned
 from edl.discovery.store import Election, Lease, Store, StoreWatch
-from edl.errors import DiscoveryError, LeaseLostError
+from edl.errors import ClosedError, DiscoveryError, LeaseLostError
 
 __all__ = ["StoreElection", "election_key"]
 
@@ -28,7 +29,7 @@ class StoreElection(Owned, Election):
     def __init__(self, store: Store, name: str, value: bytes, ttl_s: float) -> None:
         super().__init__()
         self._store = store
-        self._key = election_key(name)
+        self._key = check_key(election_key(name))
         self._value = value
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
@@ -62,12 +63,14 @@ class StoreElection(Owned, Election):
                 self._changed.wait(left_s)
         return False
 
-    def _campaign(self) -> float:
+    def _campaign(self) -> float | None:
         try:
             self._try()
         except (DiscoveryError, LeaseLostError) as exc:
             log.debug("election %s: %s", self._key, exc)
             return RETRY_S
+        except ClosedError:  # the store is being closed, and this candidate with it
+            return None
         # The watch only wakes this thread when the key changes; what is true is asked of the store itself.
         # It can miss a key that came and went between two looks, hence the second at most.
         self._watch.get(min(self._ttl_s / 4, 1.0))

@@ -109,8 +109,8 @@ class Background:
         """Call `step` now rather than when its wait is over."""
         self._wake.set()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Stop, and wait for the thread to end."""
+    def close(self, timeout_s: float = 60.0) -> None:
+        """Stop, and wait for the thread to end; what it does meanwhile has a deadline of its own."""
         self._closing = True
         self._interrupt()
         self._wake.set()

@@ -60,7 +60,9 @@ class Snapshot:
     """Everybody who offered a service at one moment, sorted by id.
 
     Attributes:
-        stale: empty while the registry answers; otherwise why it does not, and `instances` are the last known.
+        stale: empty while the registry answers; otherwise why it does not, and `instances` are the last known. Those
+            that are missing in the first answers after an outage are kept for a few seconds more, with `stale` set: the
+            registry may have lost its memory, and they are about to register again.
     """
 
     service: str
@@ -101,7 +103,12 @@ class Registration(_Closing):
 
     @abc.abstractmethod
     def update(self, instance: Instance) -> None:
-        """Replace what is registered (same service and id), for example to start draining."""
+        """Replace what is registered (same service and id), for example to start draining.
+
+        Raises:
+            SettingsError: another service or id, or values that no registry could hand out.
+            DiscoveryError: the registry cannot be reached. The new values are kept, and told as soon as possible.
+        """
 
 
 class Watch(_Closing):
@@ -128,10 +135,12 @@ class Registry(_Closing):
 
     @abc.abstractmethod
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
-        """Register, and renew until closed. Others see it go at most `ttl_s` after this process died.
+        """Register, and renew until closed. Others see it go at most about `ttl_s` after this process died.
+
+        Of two live registrations with one service and id the later one is seen; closing either leaves the other alone.
 
         Raises:
-            SettingsError: the instance carries values that no registry could hand out.
+            SettingsError: the instance carries values that no registry could hand out, or `ttl_s` is below 0.5.
         """
 
     @abc.abstractmethod
@@ -144,4 +153,7 @@ class Registry(_Closing):
 
     @abc.abstractmethod
     def watch(self, service: str) -> Watch:
-        """Follow `service` until the watch is closed."""
+        """Follow `service` until the watch is closed.
+
+        Does not wait for a registry that cannot be reached: the snapshots say so in `stale`.
+        """

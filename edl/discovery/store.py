@@ -76,7 +76,11 @@ class StoreWatch(_Closing):
 class Store(_Closing):
     """Keys (path-like strings) and values (bytes up to 256 KiB). Thread-safe. Must not be used across a fork.
 
-    All methods raise `edl.errors.DiscoveryError` when the store cannot be reached.
+    A key is one or more parts with single slashes between them, none empty, `.` or `..`. A key that was written with a
+    lease belongs to it: as long as the lease lives, only who names it may write the key, and anybody may delete it.
+
+    All methods raise `edl.errors.DiscoveryError` when the store cannot be reached. A write that raises it may have
+    happened or not.
     """
 
     @abc.abstractmethod
@@ -97,7 +101,7 @@ class Store(_Closing):
 
         Raises:
             LeaseLostError: `lease` is lost.
-            ConflictError: another live lease holds the key.
+            ConflictError: a live lease other than `lease` holds the key.
         """
 
     @abc.abstractmethod
@@ -106,6 +110,10 @@ class Store(_Closing):
 
         Returns:
             The new entry; None if somebody else was there first.
+
+        Raises:
+            LeaseLostError: `lease` is lost.
+            ConflictError: the version is right, but a live lease other than `lease` holds the key.
         """
 
     @abc.abstractmethod
@@ -114,8 +122,14 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def watch(self, prefix: str) -> StoreWatch:
-        """Follow all keys under `prefix` until the watch is closed."""
+        """Follow all keys that start with `prefix` until the watch is closed.
+
+        Does not wait for a store that cannot be reached: the snapshots say so in `stale`.
+        """
 
     @abc.abstractmethod
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
-        """Campaign for `name`, in the background, until closed. `value` tells others who leads."""
+        """Campaign for `name`, in the background, until closed. `value` tells others who leads.
+
+        The leader holds the key `elections/NAME`, which others may watch.
+        """

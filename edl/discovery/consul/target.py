@@ -57,7 +57,7 @@ class Target:
             raise SettingsError(
                 f"{where}: unknown or empty option {', '.join(unknown) or 'dc'}; there is only ?dc=NAME"
             )
-        secure = parts.scheme == "consul+https" or bool(read("CONSUL_HTTP_SSL", _boolean, environ))
+        secure = bool(read("CONSUL_HTTP_SSL", _boolean, environ)) or parts.scheme == "consul+https"
         try:
             port = parts.port or (8501 if secure else 8500)
         except ValueError as exc:

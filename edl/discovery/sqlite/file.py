@@ -138,6 +138,8 @@ class SqliteFile(Owned):
             )
         except sqlite3.Error as exc:
             raise SettingsError(f"discovery file {self.path}: {exc}") from exc
+        # Nonsense in one row must not make all others unreadable.
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")
         try:
             self._prepare(connection)
         except BaseException:

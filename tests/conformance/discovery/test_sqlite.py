@@ -122,7 +122,7 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str) -> None:
 
 
 def test_a_lease_of_a_clock_that_started_again_is_over(path: Path, url: str) -> None:
-    with open_registry(url) as registry, registry.register(teacher("digits"), 10.0), registry.watch("digits") as watch:
+    with open_registry(url) as registry, registry.register(teacher("digits"), 2.0), registry.watch("digits") as watch:
         assert registry.snapshot("digits").instances
         with raw(path) as connection:
             connection.execute("UPDATE lease SET expires = expires + 1000000")
@@ -130,6 +130,26 @@ def test_a_lease_of_a_clock_that_started_again_is_over(path: Path, url: str) -> 
         assert watch.get(5) is not None
         # The registration finds out with its next renewal, and comes back.
         assert eventually(lambda: registry.snapshot("digits").instances)
+
+
+@pytest.mark.parametrize("record", ["''", "'{'", "CAST(x'ff' AS TEXT)", "x'ff00'", "x''", "17", "'[]'"])
+def test_rows_of_nonsense_are_left_out(path: Path, url: str, record: str) -> None:
+    with (
+        open_registry(url) as registry,
+        registry.register(teacher("digits", "good")),
+        registry.watch("digits") as watch,
+    ):
+        assert watch.get(5) is not None
+        with raw(path) as connection:
+            far = time.monotonic() + 1000
+            connection.execute("INSERT INTO lease VALUES (1, 3600, ?)", (far,))
+            connection.execute(f"INSERT INTO instance VALUES (1, 'digits', x'ff', 99, {record})")
+            connection.execute("UPDATE state SET revision = revision + 1")
+        snapshot = watch.get(5)
+        assert snapshot is not None
+        assert [instance.id for instance in snapshot.instances] == ["good"]
+        assert len(snapshot.rejected) == 1
+        assert snapshot == registry.snapshot("digits")
 
 
 def test_wall_clock_jumps_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def test_values_that_are_too_large_or_no_bytes_are_refused(store: Store, folder:
         store.compare_and_set(f"{folder}a", "text", None)  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="ttl_s"):
         store.lease(0.1)
+    with pytest.raises(SettingsError, match="elections/"):
+        store.elect("", b"me")
 
 
 @pytest.mark.parametrize("leased", [False, True])
@@ -106,9 +108,9 @@ def test_a_lease_takes_its_keys_with_it_and_leaves_the_others(store: Store, fold
 
 
 def test_a_lease_outlives_many_times_its_length_while_it_is_renewed(store: Store, folder: str) -> None:
-    with store.lease(0.6) as lease:
+    with store.lease(0.5) as lease:
         entry = store.put(f"{folder}a", b"1", lease)
-        time.sleep(2.0)
+        time.sleep(1.5)
         assert not lease.lost
         assert store.get(f"{folder}a") == entry
 

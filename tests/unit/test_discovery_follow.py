@@ -1,0 +1,99 @@
+"""What a watcher believes while the registry is away, and after it came back."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.discovery import Instance, Snapshot
+from edl.discovery.follow import Follower, snapshot_of
+from edl.discovery.registry import Rejected
+
+
+def teachers(*names: str) -> tuple[Instance, ...]:
+    return tuple(Instance("digits", name, "127.0.0.1", 9000) for name in names)
+
+
+def answer(*names: str) -> Snapshot:
+    return Snapshot("digits", teachers(*names))
+
+
+def test_answers_pass_through_while_nothing_fails() -> None:
+    follower = Follower("digits")
+    for names in ("", "ab", "b", ""):
+        assert follower.answered(answer(*names), 1.0) == answer(*names)
+        assert follower.recheck_at is None
+
+
+def test_the_last_known_stay_while_the_registry_is_away() -> None:
+    follower = Follower("digits")
+    follower.answered(answer("a"), 1.0)
+    assert follower.failed("down") == Snapshot("digits", teachers("a"), stale="down")
+    assert follower.failed("still down") == Snapshot("digits", teachers("a"), stale="still down")
+
+
+def test_nobody_is_known_before_the_first_answer_and_that_is_said() -> None:
+    follower = Follower("digits")
+    assert follower.failed("down") == Snapshot("digits", (), stale="down")
+    assert follower.answered(answer(), 1.0) == answer()
+
+
+def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
+    follower = Follower("digits", settle_s=3.0)
+    follower.answered(answer("a", "b"), 1.0)
+    follower.failed("down")
+    returned = follower.answered(answer(), 10.0)
+    assert returned.instances == teachers("a", "b")
+    assert "2 instances" in returned.stale
+    assert follower.recheck_at == 13.0
+    assert follower.answered(answer("b", "c"), 12.0).instances == teachers("a", "b", "c")
+    assert follower.answered(answer("b", "c"), 13.0) == answer("b", "c")
+    assert follower.recheck_at is None
+
+
+def test_waiting_ends_as_soon_as_all_are_back() -> None:
+    follower = Follower("digits", settle_s=3.0)
+    follower.answered(answer("a"), 1.0)
+    follower.failed("down")
+    assert follower.answered(answer(), 10.0).stale
+    assert follower.answered(answer("a", "b"), 10.5) == answer("a", "b")
+    assert follower.answered(answer("b"), 11.0) == answer("b"), "a departure after that is a departure"
+
+
+def test_who_comes_back_with_nonsense_is_not_kept() -> None:
+    follower = Follower("digits")
+    follower.answered(answer("a"), 1.0)
+    follower.failed("down")
+    nonsense = Snapshot("digits", (), (Rejected("a", "port is missing"),))
+    assert follower.answered(nonsense, 2.0) == nonsense
+
+
+def test_of_two_with_one_id_the_later_counts() -> None:
+    old, new = Instance("digits", "a", "h", 1), Instance("digits", "a", "h", 2)
+    assert snapshot_of("digits", [old, new]).instances == (new,)
+    assert snapshot_of("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
+
+
+events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.floats(0, 2)), max_size=30)
+
+
+@given(events)
+def test_nobody_live_is_ever_hidden_and_the_gone_vanish_in_time(events: list[tuple[set[str] | None, float]]) -> None:
+    follower = Follower("digits", settle_s=3.0)
+    now, up_since, known = 0.0, 0.0, set[str]()
+    for live, passed in events:
+        now += passed
+        if live is None:
+            snapshot = follower.failed("down")
+            assert snapshot.stale
+            assert {entry.id for entry in snapshot.instances} == known
+            up_since = float("inf")
+            continue
+        up_since = min(up_since, now)
+        snapshot = follower.answered(answer(*sorted(live)), now)
+        known = {entry.id for entry in snapshot.instances}
+        assert live <= known
+        assert [entry.id for entry in snapshot.instances] == sorted(known)
+        assert bool(snapshot.stale) == (known != live), "whoever is shown without being live is explained"
+        if now >= up_since + 3.0:
+            assert known == live

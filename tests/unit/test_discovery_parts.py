@@ -1,0 +1,162 @@
+"""The parts of discovery that own threads: slots, background threads, kept leases and registrations."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from edl.discovery import Instance
+from edl.discovery.keeping import Claim, InstanceClaim, KeptLease, KeptRegistration
+from edl.discovery.newest import Newest
+from edl.discovery.owned import Background, Owned
+from edl.errors import ClosedError, DiscoveryError
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+def test_a_slot_hands_out_the_newest_value_once() -> None:
+    slot: Newest[int] = Newest()
+    assert slot.take(0.01) is None
+    slot.put(1)
+    slot.put(2)
+    assert slot.take(0) == 2
+    assert slot.take(0.01) is None
+    slot.put(3)
+    slot.put(2)
+    assert slot.take(0.01) is None, "a change and its reversal between two looks are no news"
+    slot.put(3)
+    slot.close()
+    assert slot.take(1) is None
+
+
+def test_closing_a_slot_wakes_whoever_waits() -> None:
+    slot: Newest[int] = Newest()
+    threading.Timer(0.05, slot.close).start()
+    assert slot.take() is None
+
+
+def test_a_background_thread_waits_wakes_ends_and_is_joined() -> None:
+    calls = []
+    background = Background("edl-test", lambda: calls.append(1) or 3600.0)
+    assert eventually(lambda: len(calls) == 1)
+    background.wake()
+    assert eventually(lambda: len(calls) == 2)
+    background.close()
+    assert not any(thread.name == "edl-test" for thread in threading.enumerate())
+
+
+def test_parts_are_closed_with_their_owner_the_last_first() -> None:
+    closed: list[str] = []
+
+    class Part(Owned):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def _release(self) -> None:
+            closed.append(self.name)
+
+    owner = Owned()
+    parts = [owner._own(Part(name)) for name in "abc"]
+    parts[1].close()
+    owner.close()
+    owner.close()
+    assert closed == ["b", "c", "a"]
+    with pytest.raises(ClosedError):
+        owner._own(Part("late"))
+    assert closed[-1] == "late"
+
+
+class FakeClaim(InstanceClaim):
+    """A claim without a registry: `answer` decides what a renewal says."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[], bool] = lambda: True
+        self.announced: list[Instance] = []
+        self.withdrawn = 0
+
+    def renew(self) -> bool:
+        return self.answer()
+
+    def announce(self, instance: Instance) -> None:
+        self.answer()
+        self.announced.append(instance)
+
+    def withdraw(self) -> None:
+        self.withdrawn += 1
+
+
+def fail() -> bool:
+    raise DiscoveryError("away")
+
+
+def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> KeptLease:
+    return KeptLease(claim, ttl_s, time.monotonic() if granted is None else granted)
+
+
+def test_a_lease_that_cannot_be_renewed_in_time_is_lost_although_the_store_said_nothing() -> None:
+    claim = FakeClaim()
+    with kept_lease(claim, 0.4) as lease:
+        assert not lease.lost
+        claim.answer = fail
+        assert eventually(lambda: lease.lost)
+        claim.answer = lambda: True
+        time.sleep(0.5)
+        assert lease.lost, "it never comes back"
+    assert claim.withdrawn == 1
+
+
+def test_a_lease_that_the_store_calls_gone_is_lost_at_once() -> None:
+    claim = FakeClaim()
+    claim.answer = lambda: False
+    with kept_lease(claim, 60.0) as lease:
+        assert eventually(lambda: lease.lost, 1.0)
+
+
+def test_a_lease_is_counted_from_before_it_was_asked_for() -> None:
+    with kept_lease(FakeClaim(), 10.0, granted=time.monotonic() - 11.0) as lease:
+        assert lease.lost
+
+
+def test_a_renewal_that_took_longer_than_the_lease_does_not_save_it() -> None:
+    claim = FakeClaim()
+    claim.answer = lambda: time.sleep(0.5) or True
+    with kept_lease(claim, 0.3) as lease:
+        time.sleep(0.35)
+        assert lease.lost
+        time.sleep(0.4)
+        assert lease.lost
+
+
+def test_a_registration_that_lapsed_is_announced_again_and_errors_are_told() -> None:
+    claim = FakeClaim()
+    instance = Instance("digits", "a", "h", 1)
+    with KeptRegistration(claim, instance, 0.2) as registration:
+        answers = [False, True]
+        claim.answer = lambda: answers.pop(0) if answers else True
+        assert eventually(lambda: len(claim.announced) == 2)
+        claim.answer = fail
+        assert eventually(lambda: registration.error == "away")
+        draining = Instance("digits", "a", "h", 1, state="draining")
+        with pytest.raises(DiscoveryError):
+            registration.update(draining)
+        claim.answer = lambda: True
+        assert eventually(lambda: registration.error == "")
+        assert claim.announced[-1] == draining, "what could not be told at first is told as soon as possible"
+    assert claim.withdrawn == 1
+
+
+def test_a_registry_that_is_away_at_the_start_is_an_error() -> None:
+    claim = FakeClaim()
+    claim.answer = fail
+    with pytest.raises(DiscoveryError):
+        KeptRegistration(claim, Instance("digits", "a", "h", 1), 1.0)
+    assert not any(thread.name.startswith("edl-") for thread in threading.enumerate())

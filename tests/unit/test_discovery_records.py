@@ -1,0 +1,133 @@
+"""Which instances a registry takes, and what it makes of those that others put there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.discovery import Instance
+from edl.discovery.records import MAX_META, from_json, to_json, validated
+from edl.discovery.registry import Rejected
+from edl.errors import SettingsError
+
+GOOD = Instance("digits", "a", "127.0.0.1", 9000)
+
+printable = st.text(st.characters(exclude_categories=("C", "Z")), max_size=40)
+meta_keys = st.from_regex(r"\A[A-Za-z0-9_-]{1,20}\Z").filter(
+    lambda key: not key.startswith(("consul-", "edl-")) and key not in ("model", "capacity", "state")
+)
+instances = st.builds(
+    Instance,
+    service=st.just("digits"),
+    id=printable.filter(bool),
+    address=printable.filter(lambda text: text not in ("", "0.0.0.0", "::") and not text.startswith("unix:")),
+    port=st.integers(1, 65535),
+    capacity=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    state=st.sampled_from(["ready", "draining"]),
+    model=printable,
+    tags=st.lists(printable, max_size=4).map(tuple),
+    meta=st.dictionaries(meta_keys, printable, max_size=4),
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(["address", "port", "capacity", "state", "model", "tags", "meta"])
+
+
+@given(instances)
+def test_an_instance_survives_its_record(instance: Instance) -> None:
+    assert validated(instance) == instance
+    assert from_json(instance.service, instance.id, to_json(instance)) == instance
+
+
+@given(st.dictionaries(fields, json_values))
+def test_any_record_is_an_instance_or_rejected_with_a_reason(record: dict[str, Any]) -> None:
+    found = from_json("digits", "a", json.dumps(record))
+    if isinstance(found, Rejected):
+        assert found.reason
+        assert found.reason.isprintable()
+    else:
+        assert validated(found) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "a JSON object is expected, not list"),
+        ("null", "a JSON object is expected, not NoneType"),
+        ("{}", "address"),
+        ('{"address": "h"}', "port is missing"),
+        ('{"address": "h", "port": "80"}', "port '80' is not"),
+        ('{"address": "h", "port": true}', "port True is not"),
+        ('{"address": "h", "port": 65536}', "port 65536 is not"),
+        ('{"address": "h", "port": -1}', "port -1 is not"),
+        ('{"address": "h", "port": 0}', "port 0 does not go with"),
+        ('{"address": "h", "port": 1, "capacity": "banana"}', "capacity 'banana' is not a number"),
+        ('{"address": "h", "port": 1, "capacity": -2}', "capacity -2.0 is not"),
+        ('{"address": "h", "port": 1, "capacity": NaN}', "capacity nan is not"),
+        ('{"address": "h", "port": 1, "capacity": 1e999}', "capacity inf is not"),
+        ('{"address": "h", "port": 1, "capacity": 1' + "0" * 400 + "}", "capacity inf is not"),
+        ('{"address": "h", "port": 1, "capacity": true}', "capacity True is not"),
+        ('{"address": "h", "port": 1, "tags": "fast"}', "tags 'fast' are not a list"),
+        ('{"address": "h", "port": 1, "meta": {"model": "x"}}', "meta key 'model'"),
+        ('{"address": "h\\u001b[2J", "port": 1}', "printable"),
+    ],
+)
+def test_the_reason_names_the_value(text: str, reason: str) -> None:
+    found = from_json("digits", "a", text)
+    assert isinstance(found, Rejected)
+    assert reason in found.reason
+
+
+def test_a_name_that_could_harm_a_terminal_is_shown_harmless() -> None:
+    found = from_json("digits", "evil\x1b[2J", to_json(GOOD))
+    assert isinstance(found, Rejected)
+    assert found.id.isprintable()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"service": ""},
+        {"service": "-x"},
+        {"service": "a b"},
+        {"service": "x" * 129},
+        {"id": ""},
+        {"id": "a\n"},
+        {"id": "x" * 513},
+        {"address": ""},
+        {"address": "a b"},
+        {"address": "0.0.0.0"},
+        {"address": "::"},
+        {"port": 0},
+        {"port": 70_000},
+        {"port": 1.5},
+        {"address": "unix:/x"},
+        {"capacity": 0},
+        {"capacity": float("nan")},
+        {"state": "busy"},
+        {"model": "\0"},
+        {"model": None},
+        {"tags": ("a", 1)},
+        {"meta": {"state": "x"}},
+        {"meta": {"a b": "x"}},
+        {"meta": {"edl-id": "x"}},
+        {"meta": {"a": 1}},
+        {"meta": {"a": "ü" * 300}},
+        {"meta": {f"k{number}": "" for number in range(MAX_META + 1)}},
+        {"meta": None},
+    ],
+)
+def test_an_instance_that_no_registry_could_hand_out_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError):
+        validated(replace(GOOD, **changes))

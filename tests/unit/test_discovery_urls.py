@@ -1,0 +1,136 @@
+"""URLs and Consul's environment variables: what is accepted, what is refused, and that no secret is repeated."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+import edl.discovery
+from edl.discovery import open_registry, open_store
+from edl.discovery.consul.target import Target
+from edl.errors import SettingsError
+
+
+def target(url: str, **environ: str) -> Target:
+    return Target.of(urlsplit(url), 5.0, environ)
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert edl.discovery.__all__ == ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"]
+    assert all(hasattr(edl.discovery, name) for name in edl.discovery.__all__)
+
+
+def test_importing_discovery_imports_no_implementation() -> None:
+    heavy = "sorted({'sqlite3', 'consul', 'requests', 'ssl', 'numpy', 'grpc'} & set(sys.modules))"
+    program = f"import sys, edl.discovery; print({heavy})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_without_py_consul_the_extra_is_named() -> None:
+    program = (
+        "import sys; sys.modules['consul'] = None\n"
+        "from edl.discovery import open_registry, open_store\n"
+        "from edl.errors import SettingsError\n"
+        "for opened in (open_registry, open_store):\n"
+        "    try: opened('consul://127.0.0.1:8500')\n"
+        "    except SettingsError as exc: print(exc)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.count("pip install 'edl[consul]'") == 2, done
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", "unknown scheme ''"),
+        ("discovery.sqlite", "unknown scheme ''"),
+        ("etcd://host:2379", "unknown scheme 'etcd'"),
+        ("http://host:8500", "unknown scheme 'http'"),
+        ("consul://[::1", "Invalid IPv6"),
+        ("sqlite:relative.sqlite", "not the absolute path"),
+        ("sqlite://relative.sqlite", "a path after sqlite:///"),
+        ("sqlite:///", "not the absolute path"),
+        ("sqlite:///a/b/", "not the absolute path"),
+        ("sqlite:///a?b", "a path after sqlite:///"),
+        ("sqlite:///a%00b", "not the absolute path"),
+        ("consul://", "the host is missing"),
+        ("consul://:8500", "the host is missing"),
+        ("consul://host:port", "Port could not be cast"),
+        ("consul://host:99999", "Port out of range"),
+        ("consul://host:8500/folder", "a host, a port"),
+        ("consul://host:8500?datacenter=x", "unknown or empty option datacenter"),
+        ("consul://host:8500?dc=", "unknown or empty option dc"),
+    ],
+)
+def test_an_unusable_url_is_named(url: str, message: str) -> None:
+    for opened in (open_registry, open_store):
+        with pytest.raises(SettingsError, match="discovery URL") as caught:
+            opened(url)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "consul://user:s3cret@host:8500",
+        "consul://s3cret@host",
+        "consul://host:8500?token=s3cret",
+        "consul://host:8500?dc=a&token=s3cret",
+        "nothing://user:s3cret@host?token=s3cret",
+        "nothing://s3cret@[::1?s3cret",
+    ],
+)
+def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        open_registry(url)
+    assert "s3cret" not in f"{caught.value!r} {caught.value.__cause__!r}"
+
+
+def test_an_unusable_timeout_is_refused(tmp_path: Path) -> None:
+    for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(SettingsError, match="timeout_s"):
+            open_registry(f"sqlite:///{tmp_path}/x.sqlite", timeout_s=timeout_s)
+
+
+def test_a_store_in_another_datacenter_is_refused() -> None:
+    with pytest.raises(SettingsError, match="dc=far"):
+        open_store("consul://127.0.0.1:8500?dc=far")
+
+
+def test_a_consul_url_says_where() -> None:
+    plain = target("consul://host")
+    assert (plain.host, plain.port, plain.tls, plain.dc) == ("host", 8500, None, "")
+    assert target("consul://host:1/?dc=far").dc == "far"
+    assert target("consul://[::1]:1").host == "::1"
+    assert str(target("consul://[::1]:1")) == "Consul at http://[::1]:1"
+    secure = target("consul+https://host")
+    assert (secure.port, str(secure)) == (8501, "Consul at https://host:8501")
+    assert target("consul://host:8500", CONSUL_HTTP_SSL="true").tls is not None
+    assert target("consul://host:8500", CONSUL_HTTP_SSL="0").tls is None
+    assert target("consul+https://host").server_name == "host"
+    assert target("consul+https://host", CONSUL_TLS_SERVER_NAME="server.dc1.consul").server_name == "server.dc1.consul"
+
+
+def test_consul_s_variables_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for name, value in (
+        ("CONSUL_HTTP_SSL", "perhaps"),
+        ("CONSUL_HTTP_SSL_VERIFY", "perhaps"),
+        ("CONSUL_CACERT", str(tmp_path / "missing.pem")),
+        ("CONSUL_CACERT", str(tmp_path / "empty.pem")),
+        ("CONSUL_CLIENT_CERT", str(tmp_path / "missing.pem")),
+        ("CONSUL_CLIENT_KEY", str(tmp_path / "missing.pem")),
+    ):
+        with pytest.raises(SettingsError, match=name):
+            target("consul+https://host", **{name: value})
+
+
+def test_a_token_is_taken_from_the_environment_and_not_shown() -> None:
+    found = target("consul://host", CONSUL_HTTP_TOKEN=" s3cret ")
+    assert found.token == "s3cret"
+    assert "s3cret" not in f"{found} {found!r}"

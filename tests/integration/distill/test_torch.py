@@ -136,9 +136,7 @@ def test_a_new_version_of_the_teacher_is_another_teacher(start: Start) -> None:
     with SoftLabelCache() as cache:
         for version, scale in (("1", 1.0), ("2", 5.0)):
             endpoint = start("echo", scale=scale, version=version).endpoint
-            with distill(
-                data, endpoint, inputs="x", outputs="y", cache=cache, ids=1, options=PATIENT
-            ) as loader:
+            with distill(data, endpoint, inputs="x", outputs="y", cache=cache, ids=1, options=PATIENT) as loader:
                 for (_, numbers), soft in loader:
                     assert (soft[:, 0] == scale * numbers).all()
 

@@ -1,0 +1,19 @@
+"""For all tests: fixtures of real components, and an environment that says nothing about EDL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest_plugins = ["tests.plugins_consul", "tests.plugins_triton"]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings from outside, and a discovery file of the test's own as the default."""
+    for name in os.environ:
+        if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

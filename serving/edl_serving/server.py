@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
@@ -100,6 +101,9 @@ class TeacherServer:
         try:
             await self._listen(self._lifecycle, self._batcher)
             await self._batcher.warm_up()
+        except asyncio.CancelledError:
+            await self.stop(close_within_s=0.0)
+            raise
         except BaseException:
             await self.stop()
             raise

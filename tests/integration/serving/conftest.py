@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -127,6 +129,12 @@ class Process:
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
 
+    def metrics(self) -> str:
+        """What Prometheus reads."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """Its exit code."""
         return self.popen.wait(timeout_s)
@@ -234,3 +242,11 @@ def connect() -> Iterator[Connect]:
     yield one
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A TCP port that nobody listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -47,18 +48,14 @@ def run(name: str, options: list[str]) -> Outcome:
     Raises:
         SystemExit: it failed.
     """
-    done = subprocess.run(
-        [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"benchmarks/{name}.py failed:\n{done.stderr}")
-    ratios = json.loads(done.stdout)["ratios"]
-    return Outcome({key: Spread(**one) for key, one in ratios.items()}, done.stderr.strip())
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", "--notes", str(notes), *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise SystemExit(f"benchmarks/{name}.py failed:\n{done.stderr}")
+        ratios = json.loads(done.stdout)["ratios"]
+        return Outcome({key: Spread(**one) for key, one in ratios.items()}, notes.read_text().strip())
 
 
 def machine() -> str:

@@ -19,6 +19,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 __all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "take_turns"]
@@ -90,8 +91,12 @@ def divide(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [one / other for one, other in zip(ours, theirs, strict=True)]
 
 
-def note(text: str = "") -> None:
-    """Say something beside the ratios: to standard error, since standard output may be one JSON line."""
+_notes: list[str] = []
+
+
+def note(text: str) -> None:
+    """Say something beside the ratios, in Markdown: to standard error, since standard output may be one JSON line."""
+    _notes.append(text)
     print(text, file=sys.stderr, flush=True)
 
 
@@ -115,13 +120,17 @@ def main(
     parser.add_argument("--seconds", type=float, help="how long a side runs in a round (default 4)")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="write there, too, what is said beside the ratios")
     given = parser.parse_args(argv)
+    _notes.clear()
     options = Options(
         repeats=given.repeats or (1 if given.quick else 5),
         seconds=given.seconds or (0.5 if given.quick else 4.0),
         quick=given.quick,
     )
     spreads = {key: Spread.of(values) for key, values in measure(options).items()}
+    if given.notes is not None:
+        given.notes.write_text("\n".join(_notes))
     if given.json:
         ratios = {key: {"median": one.median, "min": one.min, "max": one.max} for key, one in spreads.items()}
         print(json.dumps({"benchmark": name, "ratios": ratios}))

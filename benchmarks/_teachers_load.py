@@ -31,7 +31,7 @@ _BARE_IN_FLIGHT = 3
 
 def request(number: int) -> bytes:
     """One request in KServe's form."""
-    header = kserve.ModelInferRequest(model_name="Sleeper")
+    header = kserve.ModelInferRequest(model_name="m")
     header.inputs.add(name="id", datatype="INT64", shape=[ROWS, 1])
     return codec.encode_request(header, [np.arange(number * ROWS, (number + 1) * ROWS, dtype=np.int64).data])
 

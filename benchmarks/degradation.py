@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from benchmarks._child import Child
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
 from benchmarks._load import CLASSES, KEEP_MEMORY, ROWS
-from benchmarks._teachers import Teacher
+from edl.testing import LocalTeacher
 
 GOALS = [Goal("student", 0.97)]
 _TEACHERS = 2
@@ -29,11 +29,17 @@ def measure(options: Options) -> dict[str, list[float]]:
         pace_s = ROWS / alone.ask(seconds=min(2.0, options.seconds))["rows_s"]
         sleep_s = pace_s * _TEACHERS / _HEADROOM
         teachers = [
-            Teacher("Sleeper", max_batch=ROWS, number=number, seconds=sleep_s, classes=CLASSES)
+            stack.enter_context(
+                LocalTeacher(
+                    "benchmarks._models:Sleeper",
+                    serve={"max-batch": ROWS, "shared-memory": False},
+                    number=number,
+                    seconds=sleep_s,
+                    classes=CLASSES,
+                )
+            )
             for number in range(_TEACHERS)
         ]
-        for teacher in teachers:
-            stack.callback(teacher.close)
         endpoints = ",".join(teacher.endpoint for teacher in teachers)
         distilled = stack.enter_context(Child([*command, "--teachers", endpoints], KEEP_MEMORY))
         rounds = take_turns(

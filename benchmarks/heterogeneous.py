@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks._child import Child
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
 from benchmarks._load import ROWS
-from benchmarks._teachers import Teacher
+from edl.testing import LocalTeacher
 
 GOALS = [Goal("of_sum", 0.95)]
 _FAST_S, _SLOW_S = 0.010, 0.040
@@ -31,16 +31,15 @@ def measure(options: Options) -> dict[str, list[float]]:
     with ExitStack() as stack:
         teachers = []
         for number, sleep_s in enumerate((_FAST_S, _FAST_S, _FAST_S, _SLOW_S)):
-            teacher = Teacher(
-                "Sleeper",
-                max_batch=ROWS,
+            teacher = LocalTeacher(
+                "benchmarks._models:Sleeper",
+                serve={"max-batch": ROWS},
                 number=number,
                 seconds=sleep_s,
                 every=_STRAGGLE_EVERY,
                 factor=_STRAGGLE_FACTOR,
             )
-            stack.callback(teacher.close)
-            teachers.append(teacher)
+            teachers.append(stack.enter_context(teacher))
         command = [sys.executable, "-m", "benchmarks._teachers_load", ",".join(one.endpoint for one in teachers)]
         child = stack.enter_context(Child(command))
         pace = _PACE * child.ask(side="bare", seconds=options.seconds)["rows_s"] / ROWS

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks._harness import Goal, Options, Spread, main, note
 from benchmarks._load import ROWS
 from benchmarks._models import label_of
-from benchmarks._teachers import Teacher
 from edl.distill import DistillReader
+from edl.testing import LocalTeacher
 
 GOALS = [Goal("after_kill", 0.95)]
 _TEACHERS = 4
@@ -70,20 +70,19 @@ def measure(options: Options) -> dict[str, list[float]]:
         discovery = f"sqlite:///{folder}/discovery.sqlite"
         numbers = itertools.count()
 
-        def start() -> tuple[int, Teacher]:
+        def start() -> tuple[int, LocalTeacher]:
             number = next(numbers)
             log = str(folder / f"teacher-{number}")
-            teacher = Teacher(
-                "Sleeper",
-                max_batch=ROWS,
-                discovery=discovery,
+            teacher = LocalTeacher(
+                "benchmarks._models:Sleeper",
                 service="teachers",
+                discovery=discovery,
+                serve={"max-batch": ROWS},
                 number=number,
                 seconds=_SLEEP_S,
                 log=log,
             )
-            stack.callback(teacher.close)
-            return number, teacher
+            return number, stack.enter_context(teacher)
 
         teachers = [start() for _ in range(_TEACHERS)]
         reader = DistillReader(ins=["id"], predicts=["label"])

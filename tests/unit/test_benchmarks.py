@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import __main__ as every
 from benchmarks._child import Child, processes, usage
-from benchmarks._harness import Goal, Options, Spread, divide, main, table, take_turns
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, table, take_turns
 
 GOALS_OF_THE_ISSUE = {
     "reader": {"vs_bare_grpc": 0.9, "vs_pytriton_shm": 5.0, "vs_pytriton_grpc": 2.0},
@@ -43,17 +43,20 @@ def test_ratios_are_taken_within_a_round() -> None:
         divide([1.0], [1.0, 2.0])
 
 
-def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     seen: list[Options] = []
 
     def measure(options: Options) -> dict[str, Sequence[float]]:
         seen.append(options)
+        note("by the way")
         return {"vs_peer": [3.0, 1.0, 2.0]}
 
-    main("example", measure, [], None, ["--json", "--repeats", "3", "--seconds", "0.25"])
+    options = ["--json", "--repeats", "3", "--seconds", "0.25", "--notes", str(tmp_path / "n")]
+    main("example", measure, [], None, options)
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
+    assert (tmp_path / "n").read_text() == "by the way"
     assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
 
 

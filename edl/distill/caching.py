@@ -59,12 +59,17 @@ def offline_view(caching: Caching, ask: Ask) -> CacheView:
         if set(ask.outputs) == set(key.outputs)
         and (not ask.model or key.model == ask.model)
         and (key.top_k, key.dataset) == (ask.top_k, caching.dataset)
+        and (ask.top_k is None or key.temperature == ask.temperature)
         and ask.dtype in (None, key.dtype)
+        and caching.cache.store_dtype in (None, key.dtype)
     ]
     if len(fitting) == 1:
         return caching.cache.view(fitting[0])
     there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
-    wanted = f"outputs {list(ask.outputs)}, top_k={ask.top_k}, dtype={ask.dtype}, dataset={caching.dataset!r}"
+    wanted = (
+        f"outputs {list(ask.outputs)}, top_k={ask.top_k}, temperature={ask.temperature:g}, "
+        f"dtype={ask.dtype or caching.cache.store_dtype}, dataset={caching.dataset!r}"
+    )
     raise SettingsError(
         f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "
         f"for {wanted}; it holds: {there}"

@@ -17,7 +17,7 @@ from edl.distill.arena import Region
 from edl.distill.compress import TopK, top_k
 from edl.distill.dispatch import Failure, FailureKind
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
-from edl.errors import ProtocolError
+from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
 from edl.protocol.transport import grpc
@@ -118,9 +118,9 @@ class TeacherClient:
         try:
             header, raw = codec.decode_response(answer)
             found = _arrays(header, raw)
-        except ProtocolError as exc:
+            return {name: self._output(name, found, payload.rows) for name in self.ask.outputs}
+        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
-        return {name: self._output(name, found, payload.rows) for name in self.ask.outputs}
 
     async def close(self) -> None:
         """Close the connection; requests under way end with LOST."""

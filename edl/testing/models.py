@@ -1,0 +1,224 @@
+"""Models for tests, as `edl serve --factory edl.testing.models:NAME --option KEY=VALUE` makes them.
+
+All take time as a device does, one batch after the other, by these options:
+
+- `delay_s`: seconds for a batch of whatever size; `row_s`: seconds more for each row;
+- `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
+
+The time is slept, so that many teachers fit on one machine. `version` is what caches of labels see.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+__all__ = [
+    "Array",
+    "Model",
+    "echo",
+    "fingerprint",
+    "fingerprint_of",
+    "linear",
+    "nan",
+    "raises",
+    "wrong_shape",
+    "wrong_width",
+    "zeros",
+]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+Arrays: TypeAlias = Mapping[str, Array]
+
+_PRIME = 2039  # the largest below 2048: every remainder is exact in float16 as well
+
+
+class Model:
+    """A function over arrays that takes as long as told; see the module for the options.
+
+    Args:
+        function: computes the outputs; its own time counts towards the model's.
+        inputs, outputs: tensors as text, for example `"x:float32[4]"`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Arrays], Arrays],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        *,
+        version: str | int = "1",
+        delay_s: float = 0.0,
+        row_s: float = 0.0,
+        straggle: float = 0.0,
+        straggle_factor: float = 10.0,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= straggle <= 1 or min(delay_s, row_s, straggle_factor) < 0:
+            raise ValueError(f"straggle={straggle} must be in [0, 1], and times not below 0")
+        self.inputs, self.outputs, self.version = list(inputs), list(outputs), str(version)
+        self._function = function
+        self._delay_s, self._row_s = delay_s, row_s
+        self._straggle, self._straggle_factor = straggle, straggle_factor
+        self._random = random.Random(seed)
+
+    @property
+    def inline(self) -> bool:
+        """Whether it takes microseconds: the server then need not go to a thread and back."""
+        return self._delay_s == self._row_s == 0
+
+    def __call__(self, inputs: Arrays) -> Arrays:
+        """Outputs for a batch."""
+        started = time.monotonic()
+        outputs = self._function(inputs)
+        takes_s = self._delay_s + self._row_s * len(next(iter(inputs.values())))
+        if self._straggle and self._random.random() < self._straggle:
+            takes_s *= self._straggle_factor
+        if takes_s:
+            time.sleep(max(0.0, started + takes_s - time.monotonic()))
+        return outputs
+
+    def warm_up(self, max_rows: int) -> None:
+        """Nothing: there is nothing to load, and faults are for requests."""
+
+
+def zeros(
+    classes: int = 1000, shape: Sequence[int] = (3, 224, 224), dtype: str = "uint8", name: str = "image", **options: Any
+) -> Model:
+    """Any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher of no cost.
+
+    Args:
+        dtype: of the input, numpy's name.
+    """
+    kept: dict[int, Arrays] = {}
+
+    def answer(inputs: Arrays) -> Arrays:
+        rows = len(inputs[name])
+        if rows not in kept:
+            kept[rows] = {"logits": np.zeros((rows, classes), np.float32)}
+        return kept[rows]
+
+    return Model(answer, [_spec(name, dtype, shape)], [f"logits:float32[{classes}]"], **options)
+
+
+def echo(width: int = 4, scale: float = 1.0, repeat: int = 1, **options: Any) -> Model:
+    """`x` FP32 [rows, width] to `y` FP32 [rows, width * repeat]: the row times `scale`, `repeat` times side by side."""
+
+    def answer(inputs: Arrays) -> Arrays:
+        return {"y": np.tile(inputs["x"] * np.float32(scale), (1, repeat))}
+
+    return Model(answer, [f"x:float32[{width}]"], [f"y:float32[{width * repeat}]"], **options)
+
+
+def wrong_width(width: int = 4, **options: Any) -> Model:
+    """`echo` with twice the outputs: sound in itself, but of no use beside an `echo`."""
+    return echo(width, repeat=2, **options)
+
+
+def linear(width: int = 4, **options: Any) -> Model:
+    """`x` FP32 [rows, width] to `y` FP32 [rows, width]: `x @ arange(width * width).reshape(width, width)`."""
+    weights = np.arange(width * width, dtype=np.float32).reshape(width, width)
+    return Model(
+        lambda inputs: {"y": inputs["x"] @ weights}, [f"x:float32[{width}]"], [f"y:float32[{width}]"], **options
+    )
+
+
+def fingerprint(
+    classes: int = 10, shape: Sequence[int] = (4,), dtype: str = "float32", name: str = "x", **options: Any
+) -> Model:
+    """Any `name` [rows, *shape] to `y` FP32 [rows, classes] = `fingerprint_of(row)`, which tells rows apart."""
+
+    def answer(inputs: Arrays) -> Arrays:
+        return {"y": fingerprint_of(inputs[name], classes)}
+
+    return Model(answer, [_spec(name, dtype, shape)], [f"y:float32[{classes}]"], **options)
+
+
+def fingerprint_of(rows: Array, classes: int = 10) -> Array:
+    """What `fingerprint` answers: whole numbers below 2039, made from all bytes of each row.
+
+    Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
+    numbers are exact in FP32 and FP16: a label that belongs to another input is found out.
+
+    Args:
+        rows: [rows, ...], of any numeric dtype.
+
+    Returns:
+        FP32 [rows, classes].
+    """
+    data = np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+    if data.shape[1] % 8 == 0:
+        data = data.view(np.uint64)
+    # Odd multipliers, so that every bit counts. Sums wrap around at 2**64, as unsigned integers of numpy do.
+    factors = np.random.default_rng(2039).integers(1 << 63, size=data.shape[1], dtype=np.uint64) * np.uint64(
+        2
+    ) + np.uint64(1)
+    sums = np.einsum("rb,b->r", data, factors, dtype=np.uint64, casting="safe")
+    classed = np.random.default_rng(9302).integers(1 << 63, size=classes, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    mixed = (sums[:, None] * classed) >> np.uint64(32)
+    answer: Array = (mixed % np.uint64(_PRIME)).astype(np.float32)
+    return answer
+
+
+def nan(width: int = 4, **options: Any) -> Model:
+    """As `echo`, with NaN in the last element of every row; for options see `_faulty`."""
+
+    def spoil(y: Array) -> Array:
+        y[:, -1] = math.nan
+        return y
+
+    return _faulty(spoil, width, **options)
+
+
+def raises(width: int = 4, message: str = "boom", **options: Any) -> Model:
+    """As `echo`, but it raises RuntimeError; for options see `_faulty`."""
+
+    def spoil(y: Array) -> Array:
+        raise RuntimeError(message)
+
+    return _faulty(spoil, width, **options)
+
+
+def wrong_shape(width: int = 4, **options: Any) -> Model:
+    """As `echo`, but the answers have an element more than the model says; for options see `_faulty`."""
+    return _faulty(lambda y: np.concatenate([y, y[:, :1]], axis=1), width, **options)
+
+
+def _faulty(
+    spoil: Callable[[Array], Array],
+    width: int,
+    every: int = 1,
+    while_exists: str = "",
+    above: float = -math.inf,
+    **options: Any,
+) -> Model:
+    """A model that echoes, and misbehaves when all of these say so.
+
+    Args:
+        every: each so many batches.
+        while_exists: only while there is a file of this name.
+        above: only if a row begins with a larger number.
+    """
+    batches = 0
+
+    def answer(inputs: Arrays) -> Arrays:
+        nonlocal batches
+        batches += 1
+        x = inputs["x"]
+        due = (
+            batches % every == 0 and (not while_exists or Path(while_exists).exists()) and bool((x[:, 0] > above).any())
+        )
+        y = x * np.float32(1)
+        return {"y": spoil(y) if due else y}
+
+    return Model(answer, [f"x:float32[{width}]"], [f"y:float32[{width}]"], **options)
+
+
+def _spec(name: str, dtype: str, shape: Sequence[int]) -> str:
+    return f"{name}:{dtype}[{','.join(map(str, shape))}]"

@@ -1,0 +1,228 @@
+"""A real teacher in a process of its own, that a test can kill, pause and drain."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from edl.errors import ClosedError, EDLError
+
+__all__ = ["LocalTeacher"]
+
+_POLL_S = 0.01
+
+
+class LocalTeacher:
+    """An `edl serve` process on a free port of this machine. It serves when the constructor returns.
+
+    It ends with `close`, with the `with` block, when the object is garbage, and with this process, even by SIGKILL.
+
+    Args:
+        target: name of a model in `edl.testing.models`; or the model as `edl serve --factory` takes it,
+            `package.module:name` or `path/file.py:name`. Empty if `serve` says the model.
+        name: the model's name in requests.
+        service, discovery: where to register, and as what; without a service the teacher registers nowhere.
+        port: TCP port, 0 for a free one.
+        serve: more flags of `edl serve`, without the dashes: `{"max-batch": 4, "max-delay": "2ms"}`; a bool
+            turns one on or off, a list repeats it, a mapping repeats it with `key=value`.
+        env: environment variables in addition to this process's.
+        wait: False to return at once; call `wait_ready` later. Several teachers start faster this way.
+        timeout_s: how long it may take to be ready.
+        options: arguments of the factory.
+
+    Raises:
+        EDLError: the process ended, or was not ready in time; with the end of its log.
+    """
+
+    def __init__(
+        self,
+        target: str = "echo",
+        *,
+        name: str = "m",
+        service: str = "",
+        discovery: str = "",
+        port: int = 0,
+        serve: Mapping[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        wait: bool = True,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="edl-teacher-"))
+        self._timeout_s = timeout_s
+        self._ready: dict[str, Any] | None = None
+        flags: dict[str, Any] = {"model": name, "port": port, "ttl": "2s", "option": _as_json(options)}
+        if target:
+            flags["factory"] = target if ":" in target else f"edl.testing.models:{target}"
+        if service:
+            flags["service"] = service
+        if discovery or not service:
+            flags["discovery"] = discovery or "none"
+        flags |= {**(serve or {}), "ready-file": self._folder / "ready", "exit-with": os.getpid()}
+        command = [sys.executable, "-m", "edl", "serve", *_arguments(flags)]
+        with (self._folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+            )
+        self._finalizer = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
+        if wait:
+            try:
+                self.wait_ready(timeout_s)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port`, as students take it."""
+        return str(self._when_ready()["endpoint"])
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        return int(self._when_ready()["port"])
+
+    @property
+    def metrics_port(self) -> int | None:
+        """The port of `/metrics`; None unless `serve` asks for it."""
+        port = self._when_ready()["metrics_port"]
+        return None if port is None else int(port)
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def log(self) -> str:
+        """What it has printed; empty after `close`."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self._folder / "log").read_text(errors="replace")
+        return ""
+
+    def is_alive(self) -> bool:
+        """Whether the process runs, be it paused."""
+        return self.returncode is None
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until it serves and is registered.
+
+        Raises:
+            EDLError: it ended, or `timeout_s` passed.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while self._ready is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._ready = json.loads((self._folder / "ready").read_text())
+                return
+            if not self._finalizer.alive:
+                raise ClosedError("this teacher was closed")
+            if (code := self.returncode) is not None:
+                raise EDLError(f"the teacher ended with code {code} before it was ready:\n{self.log[-3000:]}")
+            if time.monotonic() > deadline:
+                raise EDLError(f"the teacher was not ready within {timeout_s:g} s:\n{self.log[-3000:]}")
+            time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait: the process and its requests are gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def terminate(self) -> None:
+        """SIGTERM: it leaves discovery, finishes what it has accepted, and exits. Returns at once; see `wait`."""
+        self._process.terminate()
+
+    def pause(self) -> None:
+        """SIGSTOP: it holds its connections and its lease, and does nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT: it goes on after `pause`."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """Wait until the process has ended.
+
+        Returns:
+            Its exit code, negative for a signal.
+
+        Raises:
+            TimeoutError: it still runs after `timeout_s`.
+        """
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the teacher still runs after {timeout_s:g} s:\n{self.log[-3000:]}") from None
+
+    def close(self) -> None:
+        """End it at once, whatever state it is in, and forget its log. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = self._ready["endpoint"] if self._ready else "not ready"
+        return f"<LocalTeacher {where}, pid {self.pid}>"
+
+    def _when_ready(self) -> dict[str, Any]:
+        self.wait_ready()
+        assert self._ready is not None
+        return self._ready
+
+
+def _as_json(options: Mapping[str, Any]) -> dict[str, str]:
+    return {key: json.dumps(value) for key, value in options.items()}
+
+
+def _arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as the command line has them. With `=`, so that a value may begin with a dash."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, Mapping):
+            arguments += [f"--{name}={key}={item}" for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            arguments += [f"--{name}={item}" for item in value]
+        else:
+            arguments.append(f"--{name}={value}")
+    return arguments
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+    """SIGKILL ends a paused process as well. A forked child of the owner must leave it alone."""
+    if os.getpid() != owner:
+        return
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

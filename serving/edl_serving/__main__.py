@@ -1,0 +1,10 @@
+"""`python -m edl_serving serve ...` is `edl serve ...`."""
+
+from __future__ import annotations
+
+import sys
+
+from edl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Which address of this host others can use."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+__all__ = ["is_loopback", "outward_address"]
+
+_ANYWHERE = "198.51.100.1"  # RFC 5737: belongs to nobody, so it is routed like any other foreign address
+
+
+def outward_address(discovery_url: str | None) -> str:
+    """The address of this host on the way to the registry, or else on the way out.
+
+    Nothing is sent: connecting a datagram socket only asks the kernel which way it would go.
+    """
+    registry = urlsplit(discovery_url or "").hostname
+    for host in (registry, _ANYWHERE):
+        if host is None or is_loopback(host):
+            continue
+        try:
+            ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` means this host only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,78 @@
+"""Models that the teacher server can serve: what loads them, found by name and imported only when asked for.
+
+Each module here turns one family of models into a `Backend`: `callable` any Python function over numpy arrays, `torch`
+PyTorch in three formats, `paddle` an inference model of PaddlePaddle. All of them pass one conformance suite.
+
+What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
+A model of another family needs no change here: a `--factory` may return a `Backend` of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from edl.errors import SettingsError
+from edl_serving.backend import Backend
+from edl_serving.backends.source import ModelSource
+
+__all__ = ["KINDS", "Kind", "ModelSource", "open_backends"]
+
+_ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
+_TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way of giving a model.
+
+    Attributes:
+        loader: `module:function`; the function makes a `Backend` of a `ModelSource`.
+        takes: the fields of `ModelSource` that mean something to it.
+    """
+
+    loader: str
+    takes: frozenset[str]
+
+    def load(self) -> Callable[[ModelSource], Backend]:
+        """Import the loader."""
+        module, _, function = self.loader.partition(":")
+        loader: Callable[[ModelSource], Backend] = getattr(importlib.import_module(module), function)
+        return loader
+
+
+KINDS = {
+    "callable": Kind("edl_serving.backends.callable:from_function", _ANY_MODEL),
+    "factory": Kind("edl_serving.backends.callable:from_factory", _ANY_MODEL | {"options"}),
+    "torch-factory": Kind("edl_serving.backends.torch:from_factory", _TORCH | {"options", "checkpoint"}),
+    "torchscript": Kind("edl_serving.backends.torch:from_torchscript", _TORCH),
+    "torch-export": Kind("edl_serving.backends.torch:from_export", _TORCH),
+    "paddle": Kind("edl_serving.backends.paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
+}
+
+
+def open_backends(source: ModelSource) -> list[Backend]:
+    """The model that `source` names, one instance for each device that it names.
+
+    Raises:
+        SettingsError: what the source says cannot be used; names the flag.
+        Exception: whatever the user's own code raised while it built the model.
+    """
+    kind = KINDS[source.kind]
+    for field in fields(source):
+        given = getattr(source, field.name) not in (None, (), {})
+        if given and field.name not in kind.takes | {"kind", "target"}:
+            flag = {"inputs": "input", "outputs": "output", "options": "option"}.get(field.name, field.name)
+            raise SettingsError(f"--{flag} means nothing to --{source.kind}")
+    load = kind.load()
+    devices: list[Any] = [device.strip() for device in source.device.split(",")] if source.device else [None]
+    backends: list[Backend] = []
+    try:
+        backends += (load(replace(source, device=device)) for device in devices)
+    except BaseException:
+        for backend in backends:
+            backend.close()
+        raise
+    return backends

@@ -1,0 +1,149 @@
+"""Any Python function over numpy arrays as a model.
+
+The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and returns one of the outputs, with the same
+number of rows in the same order; a single output may come as the bare array. It may carry, as attributes:
+
+- `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, where the command line does not say;
+- `version`: identifies its weights;
+- `inline = True`: it takes microseconds, so the server may call it on its event loop;
+- `warm_up(max_rows)` in place of the two calls on zeros, and `close()`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from edl.errors import SettingsError
+from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.source import ModelSource, digest
+from edl_serving.backends.specs import cast, infer_outputs, parse_specs, read_sample, spec_of
+from edl_serving.backends.target import resolve, source_file
+
+__all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
+
+
+class CallableBackend(Backend):
+    """A function over numpy arrays; see the module.
+
+    Args:
+        function: called with one batch at a time, never by two threads at once.
+        inputs, outputs: tensors as text or `TensorSpec`; empty for the function's attributes of that name. Outputs
+            that nobody names are found out by calling the function.
+        sample: a batch to call it with for that, instead of zeros; says the inputs too.
+        version: empty for the function's attribute, or "1".
+
+    Raises:
+        SettingsError: nobody says what the inputs are, or a spec is wrong.
+        Exception: whatever the function raised when it was called to find its outputs.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Mapping[str, Array]], Any],
+        inputs: Sequence[str | TensorSpec] = (),
+        outputs: Sequence[str | TensorSpec] = (),
+        *,
+        sample: Mapping[str, Array] | None = None,
+        version: str = "",
+    ) -> None:
+        if not callable(function):
+            raise SettingsError(f"a model must be callable; {function!r} is not (is it what a factory returned?)")
+        self._function = function
+        self._version = version or str(getattr(function, "version", "") or "1")
+        self._inputs = parse_specs(inputs or getattr(function, "inputs", ()))
+        if not self._inputs and sample:
+            self._inputs = tuple(spec_of(name, array) for name, array in sample.items())
+        if not self._inputs:
+            raise SettingsError(
+                "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
+                "or set the function's attribute `inputs`"
+            )
+        self._outputs = parse_specs(outputs or getattr(function, "outputs", ()))
+        if not self._outputs:
+            self._outputs = tuple(infer_outputs(self._ask, self._inputs, sample))
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    @property
+    def inline(self) -> bool:
+        return bool(getattr(self._function, "inline", False))
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        answer = self._ask(inputs)
+        missing = [spec.name for spec in self._outputs if spec.name not in answer]
+        if missing:
+            raise KeyError(f"the function answered {sorted(answer)}, without {missing[0]!r}")
+        return {spec.name: cast(spec, answer[spec.name]) for spec in self._outputs}
+
+    def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        answer = self._function(inputs)
+        if isinstance(answer, Mapping):
+            return {str(name): np.asarray(value) for name, value in answer.items()}
+        if len(self._outputs) > 1:
+            raise TypeError(f"the function returned {type(answer).__name__}; a dictionary of outputs is needed")
+        return {self._outputs[0].name if self._outputs else "output": np.asarray(answer)}
+
+    def warm_up(self, max_rows: int) -> None:
+        own = getattr(self._function, "warm_up", None)
+        if own is not None:
+            own(max_rows)
+        else:
+            super().warm_up(max_rows)
+
+    def close(self) -> None:
+        close = getattr(self._function, "close", None)
+        if close is not None:
+            close()
+
+
+def from_function(source: ModelSource) -> Backend:
+    """`--callable`: the function itself."""
+    return _backend(source, resolve(source.target, "--callable"))
+
+
+def from_factory(source: ModelSource) -> Backend:
+    """`--factory`: a function or class that returns the function (or a `Backend`) when called with the options."""
+    factory = resolve(source.target, "--factory")
+    if not callable(factory):
+        raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")
+    built = call_factory(factory, source, "--factory")
+    return built if isinstance(built, Backend) else _backend(source, built)
+
+
+def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) -> Any:
+    """The factory's result for the source's options.
+
+    Raises:
+        SettingsError: the options do not fit its parameters.
+        Exception: whatever it raised.
+    """
+    try:
+        inspect.signature(factory).bind(**source.options)
+    except TypeError as exc:
+        raise SettingsError(f"{flag} {source.target!r} does not take these options: {exc}") from exc
+    except ValueError:
+        pass  # written in C, without a signature
+    return factory(**source.options)
+
+
+def _backend(source: ModelSource, function: Any) -> Backend:
+    version = source.version or str(getattr(function, "version", "") or "")
+    if not version:
+        file = source_file(source.target)
+        version = digest([source.target.encode(), source.settings(), *([file] if file and file.is_file() else [])])
+    sample = read_sample(source.sample) if source.sample else None
+    return CallableBackend(function, source.inputs, source.outputs, sample=sample, version=version)

@@ -1,0 +1,75 @@
+"""What the user said about a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edl.errors import SettingsError
+
+__all__ = ["ModelSource", "digest", "existing"]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from. Each field is the flag of `edl serve` of that name.
+
+    Attributes:
+        kind: a key of `KINDS`, the flag that names the model.
+        target: what that flag says: a path, or `package.module:name`.
+        checkpoint: file with the weights, for a model that a factory builds.
+        options: keyword arguments of the factory.
+        inputs, outputs: tensors as `parse_spec` reads them; empty where the model itself says.
+        sample: an `.npz` file with a batch of each input; says names, types and shapes, and warms the model up.
+        device: "cpu", "cuda", "cuda:1" or "auto"; None for the backend's default.
+        threads: CPU threads for one call, None for the framework's default.
+        autocast: "bfloat16" or "float16", None for the model's own precision.
+        normalize: "imagenet", or means and deviations of channels as "m,m,m/s,s,s": makes floats of uint8 inputs.
+        version: identifies the weights; None to derive it from them.
+    """
+
+    kind: str
+    target: str
+    checkpoint: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    sample: str | None = None
+    device: str | None = None
+    threads: int | None = None
+    autocast: str | None = None
+    normalize: str | None = None
+    version: str | None = None
+
+    def settings(self) -> bytes:
+        """What changes a model's answers without being in its weights; part of its version."""
+        return repr((sorted(self.options.items()), self.autocast, self.normalize)).encode()
+
+
+def existing(path: str, flag: str) -> Path:
+    """`path` if it is a file.
+
+    Raises:
+        SettingsError: names the flag and the path.
+    """
+    found = Path(path).expanduser()
+    if not found.is_file():
+        raise SettingsError(f"{flag}: there is no file {str(found)!r} (in {Path.cwd()})")
+    return found
+
+
+def digest(parts: Iterable[bytes | Path]) -> str:
+    """A version: 16 hexadecimal digits of the SHA-256 of bytes and files' contents."""
+    sha = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            with part.open("rb") as file:
+                while block := file.read(1 << 20):
+                    sha.update(block)
+        else:
+            sha.update(part)
+        sha.update(b"\0")
+    return sha.hexdigest()[:16]

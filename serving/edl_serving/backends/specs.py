@@ -1,0 +1,140 @@
+"""Names, types and shapes of tensors: from text, from a sample batch, or from what a model answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.tensors import datatype_of, dtype_of
+from edl_serving.backend import Array, TensorSpec
+from edl_serving.backends.source import existing
+
+__all__ = ["Predict", "cast", "infer_outputs", "parse_spec", "parse_specs", "read_sample", "spec_of"]
+
+Predict: TypeAlias = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+
+_SPEC = re.compile(r"(?P<name>.+):(?P<type>[A-Za-z]\w*)\s*(?:\[(?P<shape>[^\[\]]*)\])?")
+
+
+def parse_spec(text: str) -> TensorSpec:
+    """A tensor written `name:TYPE[size,size]`, without the batch dimension; -1 or ? is any size.
+
+    `TYPE` is KServe's name or numpy's, in any case: `image:uint8[3,224,224]`, `label:INT64`, `words:BYTES[?]`.
+
+    Raises:
+        SettingsError: says what is wrong with which part.
+    """
+    match = _SPEC.fullmatch(text.strip())
+    if match is None:
+        raise SettingsError(f"tensor {text!r}: expected name:TYPE[size,size], for example image:uint8[3,224,224]")
+    sizes = [size.strip() for size in (match["shape"] or "").split(",") if size.strip()]
+    try:
+        shape = tuple(-1 if size in ("?", "-1") else int(size) for size in sizes)
+    except ValueError:
+        raise SettingsError(f"tensor {text!r}: sizes are whole numbers, or -1 for any, separated by commas") from None
+    return TensorSpec(match["name"], _datatype(match["type"]), shape)
+
+
+def _datatype(name: str) -> str:
+    for known in (name.upper(), {"str": "BYTES", "bytes": "BYTES", "bfloat16": "BF16"}.get(name.lower(), "")):
+        try:
+            dtype_of(known)
+            return known
+        except ProtocolError:
+            continue
+    try:
+        return datatype_of(np.dtype(name.lower()))
+    except (TypeError, ProtocolError):
+        return name  # TensorSpec refuses it, and lists what there is
+
+
+def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
+    """`parse_spec` of each; names must differ."""
+    specs = tuple(text if isinstance(text, TensorSpec) else parse_spec(text) for text in texts)
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"tensor {name!r} is given twice")
+    return specs
+
+
+def read_sample(path: str) -> dict[str, Array]:
+    """The arrays of an `.npz` file, each a batch of one input.
+
+    Raises:
+        SettingsError: no such file, another format, or batches of different length.
+    """
+    try:
+        with np.load(existing(path, "--sample"), allow_pickle=False) as file:
+            arrays: dict[str, Array] = {name: file[name] for name in file.files}
+    except (ValueError, OSError, AttributeError, TypeError) as exc:
+        raise SettingsError(f"--sample {path!r}: not an .npz file of plain arrays ({exc})") from exc
+    lengths = {name: len(array) if array.ndim else None for name, array in arrays.items()}
+    if not lengths or len(set(lengths.values())) > 1 or not next(iter(lengths.values())):
+        raise SettingsError(f"--sample {path!r}: every array needs the same number of rows, at least 1; got {lengths}")
+    return arrays
+
+
+def spec_of(name: str, batch: Array) -> TensorSpec:
+    """The spec of an array `[rows, *shape]`."""
+    return TensorSpec(name, datatype_of(batch.dtype), batch.shape[1:])
+
+
+def infer_outputs(
+    predict: Predict, inputs: Sequence[TensorSpec], sample: Mapping[str, Array] | None
+) -> list[TensorSpec]:
+    """What `predict` answers, found by asking it: with a sample, or twice with zeros.
+
+    Dimensions of any size are 1 in the first batch of zeros and 2 in the second; where the outputs differ in a size,
+    that is of any size too.
+
+    Raises:
+        SettingsError: the model does not answer rows with rows.
+    """
+    batches = [sample] if sample else [_zeros(inputs, rows=2, free=1), _zeros(inputs, rows=3, free=2)]
+    seen: dict[str, list[Array]] = {}
+    for batch in batches:
+        rows = len(next(iter(batch.values())))
+        for name, array in predict(batch).items():
+            if array.ndim == 0 or len(array) != rows:
+                raise SettingsError(f"the model answers {rows} rows with {name!r} of shape {list(array.shape)}")
+            seen.setdefault(name, []).append(array)
+    return [_merge(name, arrays) for name, arrays in seen.items()]
+
+
+def _zeros(inputs: Sequence[TensorSpec], rows: int, free: int) -> dict[str, Array]:
+    batch: dict[str, Array] = {}
+    for spec in inputs:
+        shape = (rows, *(free if size == -1 else size for size in spec.shape))
+        dtype = dtype_of(spec.datatype)
+        batch[spec.name] = np.full(shape, b"", dtype) if dtype.kind == "O" else np.zeros(shape, dtype)
+    return batch
+
+
+def _merge(name: str, arrays: Sequence[Array]) -> TensorSpec:
+    first, last = arrays[0], arrays[-1]
+    if first.ndim != last.ndim or first.dtype != last.dtype:
+        raise SettingsError(
+            f"output {name!r} is once {first.dtype}{list(first.shape[1:])} and once {last.dtype}{list(last.shape[1:])}"
+        )
+    shape = tuple(a if a == b else -1 for a, b in zip(first.shape[1:], last.shape[1:], strict=True))
+    return TensorSpec(name, datatype_of(first.dtype), shape)
+
+
+def cast(spec: TensorSpec, value: object) -> Array:
+    """`value` as an array in the dtype of `spec`.
+
+    Raises:
+        TypeError: the cast could change values beyond rounding (floats to integers, and the like).
+    """
+    array: Array = np.asarray(value)
+    dtype = dtype_of(spec.datatype)
+    if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SU"):
+        return array
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise TypeError(f"output {spec.name!r} is {array.dtype}, which does not become {spec.datatype}")
+    return array.astype(dtype)

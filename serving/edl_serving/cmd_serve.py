@@ -1,0 +1,119 @@
+"""`edl serve`: serve a model to students as a teacher."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from edl.errors import EDLError
+from edl_serving.backend import Backend
+from edl_serving.backends import open_backends
+from edl_serving.config import add_flags, read_file, values
+from edl_serving.leash import exit_with
+from edl_serving.logs import log_to_stderr
+from edl_serving.parser import Parser
+from edl_serving.presence import Presence
+from edl_serving.ready_file import ReadyFile
+from edl_serving.run import serve
+from edl_serving.serve_config import GROUPS, ServeConfig
+
+__all__ = ["main"]
+
+_log = logging.getLogger(__name__)
+EXIT_MODEL = 3
+
+_DESCRIPTION = """\
+Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself where students look
+for teachers. SIGTERM drains: it leaves discovery, finishes what it has accepted, and exits."""
+
+_EXAMPLES = """\
+examples:
+  edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits
+      any Python function {name: array} -> {name: array}; students find it as service "digits"
+  edl serve --torch-factory nets:resnet50 --checkpoint resnet50.pt --input "image:uint8[3,224,224]" \\
+            --output logits --normalize imagenet --device cuda --autocast bfloat16 --model resnet50 --max-delay 2ms
+  edl serve --torch-export resnet50.pt2 --model resnet50 --device cuda:0,cuda:1
+  edl serve --paddle inference/ernie --model ernie --discovery consul://10.0.0.7:8500 --host 0.0.0.0
+  edl serve --config teacher.toml --port 8001
+
+a config file has the same names as the flags; a flag wins over it:
+  model = "digits"
+  factory = "teacher.py:build"      # paths are relative to the current folder
+  max-batch = 128
+  max-delay = "2ms"
+  tag = ["gpu"]
+  [option]
+  width = 512
+
+exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings, 3 the model failed to load
+or to warm up."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl serve`."""
+    parser = Parser("edl serve", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
+    add_flags(parser, GROUPS)
+    flags = vars(parser.parse(argv))
+    path = flags.pop("config", None)
+    config = ServeConfig.of(values(GROUPS, flags, read_file(path) if path else {}, path or ""))
+    log_to_stderr("edl serve", verbose=config.verbose)
+    return run(config)
+
+
+def run(config: ServeConfig) -> int:
+    """Serve as told until a signal.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        SettingsError: something that the user said cannot be used.
+    """
+    if config.exit_with is not None:
+        exit_with(config.exit_with)
+    with contextlib.ExitStack() as stack:
+        ready_file = stack.enter_context(ReadyFile(config.ready_file))
+        presence = stack.enter_context(Presence(config, ready_file))
+        try:
+            backends = _open(config)
+            presence.version = backends[0].version
+            return serve(config.server, backends, join=presence.join, leave=presence.leave)
+        except EDLError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - the user's model, whose own stack tells most
+            print(f"edl serve: the model failed:\n{_users_stack(exc)}", file=sys.stderr)
+            return EXIT_MODEL
+
+
+def _open(config: ServeConfig) -> list[Backend]:
+    started = time.monotonic()
+    backends = open_backends(config.source)
+    first = backends[0]
+    shapes = [
+        ", ".join(f"{spec.name}:{spec.datatype}{list(spec.shape)}" for spec in specs)
+        for specs in (first.inputs, first.outputs)
+    ]
+    _log.info(
+        "model %r (%s, version %s): %s -> %s, loaded in %.1f s",
+        config.server.model,
+        first.platform,
+        first.version,
+        *shapes,
+        time.monotonic() - started,
+    )
+    return backends
+
+
+def _users_stack(exc: BaseException) -> str:
+    """The traceback without EDL's own frames at its top."""
+    trace = exc.__traceback__
+    ours = str(Path(__file__).parent)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((ours, "<frozen importlib")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(exc), exc, trace or exc.__traceback__)).rstrip()

@@ -1,0 +1,104 @@
+"""A teacher as others see it: in discovery, and in the file that says that it is ready."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from edl.discovery import Instance
+from edl_serving.address import is_loopback
+from edl_serving.announce import Announcer
+from edl_serving.ready_file import ReadyFile
+from edl_serving.serve_config import ServeConfig
+from edl_serving.server import TeacherServer
+
+__all__ = ["Presence"]
+
+_log = logging.getLogger(__name__)
+_JOIN_S = 10.0  # what is wrong with a registration shows within this; a registry that is away does not end the server
+
+
+class Presence:
+    """This teacher in discovery, and the file that says that it is ready. `join` and `leave` are for `serve`."""
+
+    def __init__(self, config: ServeConfig, ready_file: ReadyFile) -> None:
+        self._config = config
+        self._ready_file = ready_file
+        self._instance: Instance | None = None
+        self._metrics_port: int | None = None
+        self._announcer: Announcer | None = None
+        self.version = ""
+        announcement = config.announcement
+        if announcement.url is not None:
+            self._announcer = Announcer(announcement.url, announcement.ttl_s, self._on_shown)
+
+    def join(self, server: TeacherServer) -> None:
+        """Enter discovery; a registry that is away is tried again in the background."""
+        told = self._config.announcement
+        self._metrics_port = server.metrics_port
+        self._instance = Instance(
+            service=told.service,
+            id=told.id_at(server.port),
+            address=self._config.address,
+            port=server.port,
+            capacity=told.capacity,
+            model=self._config.server.model,
+            tags=told.tags,
+            meta={**self._meta(), **told.meta},
+        )
+        if self._announcer is None:
+            self._say_ready(self._instance)
+            return
+        if told.url is not None and told.url.startswith("consul") and is_loopback(self._config.address):
+            _log.warning(
+                "only students on this host can reach %s; --host 0.0.0.0 is for others", self._instance.endpoint
+            )
+        self._announcer.want(self._instance)
+        self._announcer.settle(_JOIN_S)
+
+    def leave(self) -> None:
+        """Show as draining, and give students a moment to hear of it."""
+        self._ready_file.remove()
+        if self._announcer is None or self._instance is None:
+            return
+        started = time.monotonic()
+        self._instance = replace(self._instance, state="draining")
+        self._announcer.want(self._instance)
+        if self._announcer.settle(self._config.server.drain_timeout_s / 4):
+            spent_s = time.monotonic() - started
+            time.sleep(max(0.0, min(self._config.linger_s, self._config.server.drain_timeout_s / 4 - spent_s)))
+
+    def __enter__(self) -> Presence:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._announcer is not None:
+            self._announcer.close()
+
+    def _meta(self) -> dict[str, str]:
+        meta = {"version": self.version, "pid": str(os.getpid())}
+        # Equal on student and teacher if they share a kernel, and so perhaps memory.
+        with contextlib.suppress(OSError):
+            meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if self._config.server.uds is not None:
+            meta["uds"] = str(Path(self._config.server.uds).absolute())
+        return meta
+
+    def _on_shown(self, instance: Instance | None) -> None:
+        if instance is not None and instance.state == "ready":
+            _log.info("registered as %s/%s at %s", instance.service, instance.id, self._config.announcement.url)
+            self._say_ready(instance)
+
+    def _say_ready(self, instance: Instance) -> None:
+        self._ready_file.write(
+            {
+                "endpoint": instance.endpoint,
+                "port": instance.port,
+                "metrics_port": self._metrics_port,
+                "pid": os.getpid(),
+            }
+        )

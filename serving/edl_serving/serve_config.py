@@ -1,0 +1,217 @@
+"""Everything that `edl serve` can be told, as a table of options and as one object."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edl.errors import SettingsError
+from edl.settings import DiscoverySettings
+from edl_serving import values as v
+from edl_serving.address import outward_address
+from edl_serving.backends import KINDS
+from edl_serving.backends.source import ModelSource
+from edl_serving.config import Group, Option
+from edl_serving.settings import ServerSettings
+
+__all__ = ["DISCOVERY_OPTIONS", "GROUPS", "Announcement", "ServeConfig"]
+
+NO_DISCOVERY = "none"
+
+_MODEL = Group(
+    "the model (one of the first six)",
+    (
+        Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
+        Option("factory", v.text, "TARGET", "a function or class that returns such a function; takes --option"),
+        Option("torch-factory", v.text, "TARGET", "a function that returns a torch.nn.Module; takes --option"),
+        Option("torchscript", v.text, "FILE", "a model saved by torch.jit.save"),
+        Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
+        Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
+        Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
+        Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
+        Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
+        Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
+        Option("sample", v.text, "FILE", "an .npz file with a batch of each input, instead of --input"),
+        Option(
+            "device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); with commas several, an instance each"
+        ),
+        Option("threads", v.count, "N", "CPU threads for one call of the model"),
+        Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
+        Option(
+            "normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: makes floats of uint8 images for the model"
+        ),
+        Option("model-version", v.text, "TEXT", "identifies the weights to caches of labels (default: a hash of them)"),
+    ),
+)
+
+_SERVER = Group(
+    "the server",
+    (
+        Option("model", v.text, "NAME", "name of the model in requests (default: the service's name)"),
+        Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
+        Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
+        Option("uds", v.text, "PATH", "a Unix socket to listen on as well"),
+        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
+        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
+        Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
+        Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
+        Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
+        Option("linger", v.duration_s, "TIME", "after leaving discovery, serve on so that students hear of it (0.5s)"),
+        Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
+        Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
+        Option("metrics-port", v.port, "PORT", "serve Prometheus metrics here, 0 for a free port (default: off)"),
+        Option("metrics-host", v.text, "ADDRESS", "address for that (default 127.0.0.1)"),
+    ),
+)
+
+DISCOVERY_OPTIONS = (
+    Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
+    Option("discovery", v.text, "URL", "sqlite:///path or consul://host:8500 (default: EDL_DISCOVERY, or your file)"),
+    Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
+    Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
+    Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
+    Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
+    Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
+)
+
+_DISCOVERY = Group(
+    f"discovery (--discovery {NO_DISCOVERY} to stay out of it)",
+    (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+)
+
+_PROCESS = Group(
+    "the process",
+    (
+        Option(
+            "ready-file", v.text, "PATH", "written once students can come: JSON of endpoint, port, metrics_port, pid"
+        ),
+        Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
+        Option("verbose", v.flag, "", "log more", negative=True),
+    ),
+)
+
+GROUPS = (_MODEL, _SERVER, _DISCOVERY, _PROCESS)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """How a teacher shows in discovery.
+
+    Attributes:
+        url: None to stay out of it.
+        id: None for host name and port.
+    """
+
+    service: str
+    url: str | None
+    ttl_s: float = 10.0
+    id: str | None = None
+    capacity: float = 1.0
+    tags: tuple[str, ...] = ()
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], service: str) -> Announcement:
+        """From values of `DISCOVERY_OPTIONS`."""
+        settings = DiscoverySettings.of(given.get("discovery"), given.get("ttl"))
+        return cls(
+            service=service,
+            url=None if settings.url == NO_DISCOVERY else settings.url,
+            ttl_s=settings.ttl_s,
+            id=given.get("id"),
+            capacity=given.get("capacity", 1.0),
+            tags=given.get("tag", ()),
+            meta=given.get("meta", {}),
+        )
+
+    def id_at(self, port: int) -> str:
+        """The id of a teacher on this host: the same again after a restart on the same port."""
+        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()) or "host"
+        return self.id or f"{host}-{port}"
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All of it.
+
+    Attributes:
+        address: host name or address at which students reach this server.
+        linger_s: how long the server goes on serving after it has left discovery.
+    """
+
+    source: ModelSource
+    server: ServerSettings
+    announcement: Announcement
+    address: str
+    linger_s: float = 0.5
+    ready_file: str | None = None
+    exit_with: int | None = None
+    verbose: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ServeConfig:
+        """From values of `GROUPS`.
+
+        Raises:
+            SettingsError: something is missing, or does not go together.
+        """
+        kinds = [kind for kind in KINDS if kind.replace("-", "_") in given]
+        if len(kinds) != 1:
+            found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"
+            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in KINDS)}; {found}")
+        model = given.get("model") or given.get("service")
+        if model is None:
+            raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
+        announcement = Announcement.of(given, given.get("service") or model)
+        return cls(
+            source=_source(kinds[0], given),
+            server=_server(model, given),
+            announcement=announcement,
+            address=_address(given, announcement.url),
+            **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": ""}),
+        )
+
+
+def _only(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Those of `given` that `names` has, under the name that it gives them (empty: the same)."""
+    return {new or old: given[old] for old, new in names.items() if old in given}
+
+
+def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
+    names = {
+        **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
+        "option": "options",
+        "input": "inputs",
+        "output": "outputs",
+        "model_version": "version",
+    }
+    return ModelSource(kind, given[kind.replace("-", "_")], **_only(given, names))
+
+
+def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
+    names = {
+        **dict.fromkeys(("host", "port", "uds", "check_nan", "shared_memory", "metrics_port", "metrics_host"), ""),
+        "max_batch": "max_batch_rows",
+        "max_delay": "max_delay_s",
+        "max_queue": "max_queue_rows",
+        "max_message": "max_message_bytes",
+        "drain_timeout": "drain_timeout_s",
+    }
+    chosen = _only(given, names)
+    if "max_queue" not in given and "max_batch" in given:
+        chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * given["max_batch"])
+    if "metrics_port" not in given and "metrics_host" in given:
+        raise SettingsError("--metrics-host means nothing without --metrics-port")
+    return ServerSettings(model, **chosen)
+
+
+def _address(given: Mapping[str, Any], url: str | None) -> str:
+    if "advertise" in given:
+        return str(given["advertise"])
+    host = str(given.get("host", ServerSettings.host)).strip("[]")
+    if host in ("0.0.0.0", "::", "*"):
+        return outward_address(url)
+    return host

@@ -1,0 +1,88 @@
+"""Reads single values of settings, from a command line (text) or from TOML (typed). All raise ValueError."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+__all__ = ["count", "duration_s", "flag", "json_or_text", "number", "port", "size_bytes", "text"]
+
+_DURATION = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|h)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"(?P<number>\d+)\s*(?P<unit>B|KiB|MiB|GiB)")
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def text(raw: Any) -> str:
+    """Text that is not empty."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise ValueError("expected text")
+    return raw.strip()
+
+
+def flag(raw: Any) -> bool:
+    """True or false."""
+    if not isinstance(raw, bool):
+        raise ValueError("expected true or false")
+    return raw
+
+
+def _whole(raw: Any, low: int, high: int, words: str) -> int:
+    try:
+        value = int(raw) if isinstance(raw, str) else raw
+    except ValueError:
+        value = None
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"expected {words}")
+    return value
+
+
+def count(raw: Any) -> int:
+    """A whole number from 1."""
+    return _whole(raw, 1, 2**62, "a whole number above 0")
+
+
+def port(raw: Any) -> int:
+    """A TCP port, 0 for a free one."""
+    return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
+
+
+def number(raw: Any) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(raw)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(raw, bool) or not 0 < value < math.inf:
+        raise ValueError("expected a number above 0")
+    return value
+
+
+def duration_s(raw: Any) -> float:
+    """Seconds; the text carries the unit."""
+    match = _DURATION.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if match is None:
+        if raw in ("0", 0) and not isinstance(raw, bool):
+            return 0.0
+        raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def size_bytes(raw: Any) -> int:
+    """Bytes; the text carries the unit."""
+    match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if match is None:
+        raise ValueError("expected a size with its unit, as in 512MiB")
+    return int(match["number"]) * _BYTES[match["unit"]]
+
+
+def json_or_text(raw: Any) -> Any:
+    """JSON where the text is JSON (`3`, `true`, `[1, 2]`), else the text itself; what TOML typed stays as it is."""
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw

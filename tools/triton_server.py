@@ -92,11 +92,13 @@ def point_at_own_libpython() -> None:
 
     Any other of the same version would be found first, and fails to import this one's compiled modules.
     """
-    folder = pathlib.Path(sysconfig.get_config_var("LIBDIR"))
-    library = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
-    if not (folder / library).exists():
+    library = str(sysconfig.get_config_var("INSTSONAME"))
+    places = [pathlib.Path(sysconfig.get_config_var("LIBDIR"))]
+    places.append(places[0] / str(sysconfig.get_config_var("MULTIARCH")))  # Debian's Python
+    folder = next((place for place in places if ".so" in library and (place / library).exists()), None)
+    if folder is None:
         raise SystemExit(
-            f"{sys.executable} has no shared {library} in {folder}, which Triton's Python backend loads; "
+            f"{sys.executable} has no shared libpython in {places[0]}, which Triton's Python backend loads; "
             "use a Python built with --enable-shared (PYTHON=... tools/triton.sh)"
         )
     environ["LD_LIBRARY_PATH"] = ":".join(filter(None, [str(folder), environ.get("LD_LIBRARY_PATH")]))

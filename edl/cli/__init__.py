@@ -29,8 +29,8 @@ _FIRST_STEPS = """\
 First steps (discovery is a SQLite file on this machine: no server to install):
   edl demo
       all of it in about two minutes, on handwritten digits
-  edl serve --callable mymodel:predict --model digits --service digits
-      a teacher: any Python callable over numpy arrays; start as many as you like
+  edl serve --callable mymodel.py:predict --input "image:fp32[1,8,8]" --service digits
+      a teacher: any Python function over numpy arrays; start as many as you like
   edl teachers --watch
       who is live, as it changes
 

@@ -65,7 +65,8 @@ class Command:
         except (OSError, SyntaxError, ValueError):
             docstring = ""
         first = docstring.partition("\n")[0].strip()
-        return re.sub(r"^`{0,2}edl [\w -]+`{0,2} ?[:,-] *", "", first) or f"({self.target})"
+        text = re.sub(r"^`{0,2}edl [\w -]+`{0,2} ?[:,-] *", "", first).rstrip(".")
+        return text[:1].upper() + text[1:] or f"({self.target})"
 
 
 def _locate(module: str) -> ModuleSpec | None:

@@ -114,7 +114,7 @@ def test_another_package_adds_a_command(add_command: AddCommand, capsys: pytest.
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("hello you\n")
-    assert "offered by another package." in out
+    assert "Offered by another package" in out
 
 
 def test_another_package_cannot_replace_a_command_of_ours(add_command: AddCommand) -> None:

@@ -47,7 +47,7 @@ def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Scre
     reader.set_batch_generator(lambda: batches(digits, plan))
     with reader, screen.bar(plan.batches) as bar:
         with Timeline(reader.stats) as timeline:
-            troubles = _Troubles(plan, fleet, timeline, screen)
+            troubles = _Troubles(plan, reader, fleet, timeline, screen)
             losses: deque[tuple[float, float]] = deque(maxlen=50)
             for batch, (image, label, number, logits) in enumerate(reader()):
                 pair = pairs[plan.seed_of(batch)]
@@ -72,7 +72,8 @@ def _show(
 class _Troubles:
     """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
+    def __init__(self, plan: Plan, reader: DistillReader, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
+        self._reader = reader
         self._plan, self._fleet, self._timeline, self._screen = plan, fleet, timeline, screen
         self._killed, self._newcomer = "teacher-1", f"teacher-{plan.teachers + 1}"
         self._drained = "teacher-2"
@@ -89,9 +90,10 @@ class _Troubles:
         if "start" in self._done and "join" not in self._done:
             if fraction >= self._plan.drain_at:
                 self._fleet.wait_ready(self._newcomer)  # a very slow machine: let it come before the next one goes
-            if self._fleet.is_ready(self._newcomer) and self._once("join"):
+            seen = self._reader.stats().teachers.get(self._newcomer)
+            if seen is not None and seen.state == "ready" and self._once("join"):
                 self._timeline.mark("join", self._newcomer)
-                self._screen.event("join", f"{self._newcomer} has started and serves from now on")
+                self._screen.event("join", f"{self._newcomer} has started and is found: it serves from now on")
         if fraction >= self._plan.drain_at and self._once("drain"):
             self._fleet.drain(self._drained)
             self._timeline.mark("drain", self._drained)

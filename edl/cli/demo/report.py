@@ -133,9 +133,9 @@ def _comparison(result: Result) -> Text:
     plan = result.plan
     gains = [soft - hard for soft, hard in zip(result.distilled, result.alone, strict=True)]
     return Text(
-        f"{plan.seeds} seeds. Of each, both students start with the same weights and take the same {plan.steps} steps on\n"
-        "the same distorted images; only the labels differ. Distilled beats alone by "
-        f"{100 * statistics.fmean(gains):.1f} points\n({100 * min(gains):+.1f} to {100 * max(gains):+.1f})."
+        f"{plan.seeds} seeds. Of each, both students start with the same weights and take {plan.steps} steps\n"
+        "on the same distorted images; only the labels differ. Distilled beats alone by\n"
+        f"{100 * statistics.fmean(gains):.1f} points ({100 * min(gains):+.1f} to {100 * max(gains):+.1f})."
     )
 
 

@@ -1,0 +1,124 @@
+"""The house's own rules: quick imports, layers, generated files up to date, a complete wheel, one version."""
+
+from __future__ import annotations
+
+import email
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import edl
+
+ROOT = Path(__file__).resolve().parents[2]
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("EDL_")}
+
+
+def python(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=CLEAN, capture_output=True, text=True, timeout=110, check=True).stdout
+
+
+def test_importing_edl_is_quick() -> None:
+    """The best of several, since the machine may be busy; an interpreter's own start does not count."""
+    code = "import time; t = time.perf_counter(); import edl; print(time.perf_counter() - t)"
+    assert min(float(python("-c", code)) for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("imported", "unwanted"),
+    [
+        ("edl", "numpy grpc google.protobuf torch paddle rich sqlite3 asyncio"),
+        ("edl.cli", "numpy grpc google.protobuf torch paddle rich sqlite3 asyncio"),
+        ("edl.discovery", "numpy grpc torch paddle consul requests"),
+        ("edl.distill", "torch paddle consul requests"),
+        ("edl_serving", "torch paddle consul requests"),
+        ("edl.testing", "torch paddle"),
+    ],
+)
+def test_imports_stay_light(imported: str, unwanted: str) -> None:
+    code = f"import sys, {imported}; print(*(name for name in {unwanted.split()} if name in sys.modules))"
+    assert python("-c", code).split() == []
+
+
+def test_the_layers_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports")], cwd=ROOT, capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_is_generated_from_the_protocol_is_up_to_date(tmp_path: Path) -> None:
+    python(
+        *("-m", "grpc_tools.protoc", f"--proto_path={ROOT / 'edl/protocol'}", "kserve.proto"),
+        *(f"--descriptor_set_out={tmp_path / 'kserve.binpb'}", f"--pyi_out={tmp_path}"),
+    )
+    assert (tmp_path / "kserve.binpb").read_bytes() == (ROOT / "edl/protocol/kserve.binpb").read_bytes()
+    assert (tmp_path / "kserve_pb2.pyi").read_text() == (ROOT / "edl/protocol/kserve.pyi").read_text(), (
+        "run `make protocol`"
+    )
+
+
+def test_the_version_is_said_once_and_the_same_everywhere() -> None:
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r'^version = "(.+)"$', pyproject, re.MULTILINE)
+    assert declared is not None
+    assert declared[1] == edl.__version__ == importlib.metadata.version("edl")
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {edl.__version__}" in changelog
+
+
+def test_the_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None:
+    python("-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), ".")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = email.message_from_bytes(archive.read(f"edl-{edl.__version__}.dist-info/METADATA"))
+        entry_points = archive.read(f"edl-{edl.__version__}.dist-info/entry_points.txt").decode()
+    sources = _sources(ROOT / "edl") | _sources(ROOT / "serving/edl_serving")
+    assert sources <= names, f"missing in the wheel: {sorted(sources - names)}"
+    others = {name for name in names - sources if f"edl-{edl.__version__}.dist-info/" not in name}
+    assert others == set()
+    assert {"edl/py.typed", "edl_serving/py.typed", "edl/protocol/kserve.binpb"} <= names
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert f"edl-{edl.__version__}.dist-info/licenses/LICENSE" in names
+    assert "edl = edl.cli:main" in entry_points
+    assert metadata.get_payload().strip(), "the README is the description"
+
+
+def _sources(package: Path) -> set[str]:
+    return {
+        str(path.relative_to(package.parent))
+        for path in package.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_the_constraints_cover_what_is_declared() -> None:
+    """Every package named in pyproject.toml is pinned, or the tests run with whatever is newest that day."""
+    text = (ROOT / "pyproject.toml").read_text()
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    block = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
+    declared = {
+        match[1].lower() for match in re.finditer(r'"([A-Za-z0-9-]+)(?:\[[a-z,]+\])?(?:[<>=;][^"]*)?"', block)
+    } - {"edl", "tomli"}
+    assert len(declared) > 20
+    assert {name.replace("_", "-") for name in declared} <= {name.replace("_", "-") for name in pinned}
+
+
+def test_no_registry_or_machine_is_named() -> None:
+    """Sources install from wherever the user's pip is set up to look."""
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    texts = {".py", ".md", ".toml", ".txt", ".sh", ".yaml", ""}
+    for path in (ROOT / name for name in tracked.stdout.split("\0") if name):
+        if path.suffix in texts and path.is_file() and path != Path(__file__):
+            text = path.read_text(errors="replace")
+            assert "--index-url" not in text, path
+            assert not re.search(r"/(root|home/\w+|work)/", text), f"{path} names a folder of one machine"

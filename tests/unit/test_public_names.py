@@ -1,0 +1,55 @@
+"""The public names, exactly: adding or removing one is a decision, and shows here."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import edl
+
+PUBLIC = {
+    "edl": ["__version__"],
+    "edl.cli": ["main"],
+    "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
+    "edl.distill": ["DistillReader", "Options", "ReaderStats", "Teachers"],
+    "edl.distill.losses": [
+        "DistillLoss",
+        "Reduction",
+        "TeacherIs",
+        "feature_mse",
+        "kl_divergence",
+        "logit_mse",
+        "mix",
+        "soft_cross_entropy",
+        "top_k_kl",
+    ],
+    "edl.distill.torch": ["TorchLoader", "distill"],
+    "edl.protocol": ["codec", "kserve", "names", "tensors"],
+    "edl.testing": ["LocalTeacher"],
+    "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],
+}
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_a_public_module_offers_exactly_these_names(module: str) -> None:
+    found = importlib.import_module(module)
+    assert sorted(found.__all__) == sorted(PUBLIC[module])
+    for name in PUBLIC[module]:
+        assert hasattr(found, name), f"{module}.__all__ names {name}, which is not there"
+
+
+def test_every_subpackage_is_pinned_here() -> None:
+    packages = {f"edl.{info.name}" for info in pkgutil.iter_modules(edl.__path__) if info.ispkg}
+    assert packages <= PUBLIC.keys()
+
+
+@pytest.mark.parametrize("module", sorted(PUBLIC))
+def test_a_public_module_and_what_it_offers_are_explained(module: str) -> None:
+    found = importlib.import_module(module)
+    assert found.__doc__
+    for name in PUBLIC[module]:
+        value = getattr(found, name)
+        if callable(value) and getattr(value, "__module__", "").startswith("edl"):
+            assert value.__doc__, f"{module}.{name} has no docstring"

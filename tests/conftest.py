@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it switches gRPC's fork handlers off
+
 pytest_plugins = ["tests.plugins_consul", "tests.plugins_triton"]
 
 

@@ -73,7 +73,8 @@ class Plan:
         inputs: in the model's order.
         raw_count: how many `raw_input_contents` there must be.
         shapes: of the inputs without the rows; only requests with the same ones share a batch.
-        reusable: nothing in it belongs to one request alone.
+        typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to one
+            request alone.
         answers: headers of answers to this plan, serialized, by the shapes of the outputs.
     """
 
@@ -84,7 +85,7 @@ class Plan:
     shapes: tuple[tuple[int, ...], ...]
     options: OutputOptions
     outputs: tuple[Output, ...]
-    reusable: bool
+    typed: str | None
     uses_shared_memory: bool
     answers: dict[object, bytes] = field(default_factory=dict, compare=False)
 
@@ -111,7 +112,7 @@ def make_plan(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> 
         shapes=tuple([one.shape[1:] for one in inputs]),
         options=options,
         outputs=outputs,
-        reusable=all(isinstance(source, (Raw, Place)) for source in sources),
+        typed=next((one.spec.name for one in inputs if not isinstance(one.source, (Raw, Place))), None),
         uses_shared_memory=any(isinstance(source, Place) for source in sources) or any(one.place for one in outputs),
     )
 

@@ -76,7 +76,7 @@ class RequestReader:
             plan = make_plan(codec.parse_request(header), self._model, self._max_rows)
         except ProtocolError as exc:
             raise invalid(str(exc)) from exc
-        if plan.reusable and len(header) <= _MAX_CACHED_HEADER:
+        if plan.typed is None and len(header) <= _MAX_CACHED_HEADER:
             if len(self._plans) >= _MAX_CACHED_PLANS:
                 self._plans.clear()
             self._plans[header] = plan
@@ -89,6 +89,8 @@ def bind(plan: Plan, raw: Sequence[memoryview], regions: Regions | None) -> Requ
     Raises:
         Refusal: they are not there, or their bytes do not add up.
     """
+    if raw and plan.typed is not None:
+        raise invalid(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
     if len(raw) != plan.raw_count:
         _refuse_count(plan, len(raw))
     if plan.uses_shared_memory and regions is None:
@@ -116,10 +118,7 @@ def _refuse_count(plan: Plan, count: int) -> None:
     for one in plan.inputs:
         if isinstance(one.source, Raw) and one.source.index >= count:
             raise invalid(f"input {quote(one.spec.name)} has no contents ({count} raw_input_contents were sent)")
-    raise invalid(
-        f"{count} raw_input_contents were sent, but only {plan.raw_count} of {len(plan.inputs)} inputs have theirs "
-        "neither as contents nor in shared memory"
-    )
+    raise invalid(f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory")
 
 
 def _from_region(one: Input, place: Place, regions: Regions | None) -> Array:

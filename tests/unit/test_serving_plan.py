@@ -156,9 +156,11 @@ def test_a_claim_of_terabytes_allocates_nothing() -> None:
 def test_raw_and_typed_contents_do_not_mix() -> None:
     header = two()
     header.inputs[0].contents.bytes_contents.extend([b"a", b"bc"])
-    assert "1 of 2 inputs" in refusal_of(lambda: read(header, [words(b"a", b"bc"), X]))
+    for raw in ([X], [words(b"a", b"bc"), X]):
+        assert "'words' has contents" in refusal_of(lambda raw=raw: read(header, raw))
+    assert "'x' has no contents" in refusal_of(lambda: read(header, []))
     header.inputs[1].contents.fp32_contents.extend(range(6))
-    assert "1 raw_input_contents" in refusal_of(lambda: read(header, [X]))
+    assert "'x' has contents" in refusal_of(lambda: read(header, [X]))
 
 
 def test_typed_contents_of_a_wrong_count_or_field_are_refused() -> None:

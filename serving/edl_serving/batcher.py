@@ -183,4 +183,4 @@ def _settle(jobs: list[Job]) -> None:
 
 
 def _stopping() -> Refusal:
-    return Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping", retry_after_ms=-1)
+    return Refusal(grpc.StatusCode.UNAVAILABLE, "the server is stopping")

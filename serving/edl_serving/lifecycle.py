@@ -44,7 +44,7 @@ class Lifecycle:
         if self.state not in (State.READY, State.LEAVING):
             if self.state is State.STARTING:
                 raise Refusal(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server is draining", retry_after_ms=-1)
+            raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         self.in_flight += 1
         self._idle.clear()
 

@@ -16,7 +16,7 @@ class Refusal(Exception):
     Attributes:
         code: the status.
         message: for the person on the other side: what was refused, and what would be accepted.
-        retry_after_ms: with UNAVAILABLE, when to try again here; below 0 means elsewhere only.
+        retry_after_ms: with UNAVAILABLE, when to try again here; without it, this server is no longer the place.
     """
 
     def __init__(self, code: grpc.StatusCode, message: str, retry_after_ms: int | None = None) -> None:

@@ -18,14 +18,19 @@ def main() -> int:
     name, text = sys.argv[1:]
     options = json.loads(text)
     leave_s = options.pop("leave_s", 0.0)
+    join_fails, leave_fails = options.pop("join_fails", False), options.pop("leave_fails", False)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 
     def join(server: TeacherServer) -> None:
+        if join_fails:
+            raise OSError("discovery is down")
         print("ready", server.port, server.metrics_port, flush=True)
 
     def leave() -> None:
         print("leaving", flush=True)
         time.sleep(leave_s)
+        if leave_fails:
+            raise OSError("discovery is down")
 
     return serve(ServerSettings(**options), getattr(models, name)(), join=join, leave=leave)
 

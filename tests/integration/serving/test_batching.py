@@ -195,7 +195,7 @@ def test_drain_finishes_what_was_accepted_and_refuses_the_rest(inside: StartInsi
         client.infer(rows(1))
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "draining" in refused.value.details()
-    assert dict(refused.value.trailing_metadata())[names.RETRY_AFTER_MS] == "-1"
+    assert names.RETRY_AFTER_MS not in dict(refused.value.trailing_metadata())  # so: elsewhere
     assert not draining.done()
     model.gate.set()
     assert draining.result(20)

@@ -104,6 +104,19 @@ def test_leaving_discovery_may_hang_and_the_server_still_ends(process: StartProc
     assert server.wait(20) == 0
 
 
+def test_failing_to_leave_discovery_does_not_fail_the_drain(process: StartProcess) -> None:
+    server = process("Base", leave_fails=True)
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    until(lambda: any("leaving discovery raised OSError: discovery is down" in line for line in server.log))
+
+
+def test_failing_to_join_discovery_ends_the_server(process: StartProcess) -> None:
+    server = process("Base", ready=False, join_fails=True)
+    assert server.wait(20) == 1
+    until(lambda: any("OSError: discovery is down" in line for line in server.log))
+
+
 def test_a_server_is_not_ready_until_its_model_is_warm(
     process: StartProcess, connect: Connect, tmp_path: Path, unused_port: int
 ) -> None:

@@ -19,6 +19,7 @@ __all__ = ["Action", "Answer", "Dispatcher", "Failure", "FailureKind", "GiveUp",
 
 
 _STARVING_S = 1.0
+_MOST_TOKENS = 8.0
 
 
 class FailureKind(enum.Enum):
@@ -147,8 +148,9 @@ class TeacherState:
 
     def expected_s(self) -> float:
         """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured."""
-        median = self.window.median_s
-        return 0.0 if median is None else median * (len(self.in_flight) + 1) / max(self.window.size, 1)
+        if self.window.median_s is None:
+            return 0.0
+        return max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
 
 
 class Dispatcher:
@@ -162,7 +164,7 @@ class Dispatcher:
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
         self._numbers = itertools.count()
-        self._hedge_tokens = 4.0
+        self._hedge_tokens = _MOST_TOKENS / 2
         self._wanted: int | None = None
 
     # Events
@@ -377,9 +379,9 @@ class Dispatcher:
         self.sent += 1
         if extra:
             self.hedged += 1
-            self._hedge_tokens = max(self._hedge_tokens - 1, 0.0)
+            self._hedge_tokens -= 1
         else:
-            self._hedge_tokens = min(self._hedge_tokens + self.policy.hedge_budget, 16.0)
+            self._hedge_tokens = min(self._hedge_tokens + self.policy.hedge_budget, _MOST_TOKENS)
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
 
     def _hedge_times(self) -> Iterator[tuple[int, float]]:
@@ -407,7 +409,7 @@ class Dispatcher:
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
         """Send elsewhere too what is late, and, with nothing else to do, what a faster teacher would end sooner."""
         late = [(self._attempts[number].task, number) for number, due in self._hedge_times() if due <= now]
-        head_due = self._head_due()
+        head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
         if head_due is not None and head_due <= now and self._wanted is not None:
             late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)
         for number, attempt in sorted(set(late)):
@@ -425,7 +427,7 @@ class Dispatcher:
             late_s = self._late_s(self.teachers.get(sent.teacher))
             if late_s is not None:
                 yield sent.sent_at + max(4 * late_s, _STARVING_S)
-            head_due = self._head_due()
+            head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
             if head_due is not None:
                 yield head_due
 

@@ -302,6 +302,8 @@ class Engine:
     # Requests
 
     def _apply(self, actions: list[Action]) -> None:
+        if self._closed:
+            return
         for action in actions:
             if isinstance(action, Send):
                 job = self._jobs[action.task]
@@ -352,7 +354,7 @@ class Engine:
         counts = self._totals.counts[send.teacher]
         counts.requests += 1
         actions = self._dispatcher.answered(send.attempt, self._now())
-        if any(isinstance(action, Answer) for action in actions):
+        if any(isinstance(action, Answer) for action in actions) and not self._closed:
             self._progress_at = self._now()
             counts.rows += job.payload.rows
             self._totals.received += job.payload.rows

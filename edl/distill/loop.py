@@ -19,6 +19,8 @@ __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 
+_LINGER_S = 0.05
+
 
 class LoopThread:
     """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
@@ -84,6 +86,9 @@ class LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
+            # gRPC still has events of closed channels on their way to this loop; behind a closed one they would be
+            # tracebacks in the log of the next reader.
+            self.loop.run_until_complete(asyncio.sleep(_LINGER_S))
             tasks = asyncio.all_tasks(self.loop)
             for task in tasks:
                 task.cancel()

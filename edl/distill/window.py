@@ -32,7 +32,8 @@ class Window:
         probing: wait until nothing is in flight, then send one request alone.
         base_s: latency of a request that found the teacher idle.
         median_s: median latency of the last answers, None before the first.
-        usual_s: a latency that nine in ten of the last answers stayed below, None before the third.
+        usual_s: a latency that three in four of the last answers stayed below, None before the third.
+        service_s: latency divided by the requests in flight, averaged: what one more in flight adds; 0 at first.
     """
 
     limit: int = 32
@@ -41,6 +42,7 @@ class Window:
     base_s: float = float("inf")
     median_s: float | None = None
     usual_s: float | None = None
+    service_s: float = 0.0
     _probed_at: float = 0.0
     _since_change: int = 0
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -61,7 +63,9 @@ class Window:
         self._latencies.append(latency_s)
         ordered = sorted(self._latencies)
         self.median_s = ordered[len(ordered) // 2]
-        self.usual_s = ordered[int(0.9 * (len(ordered) - 1))] if len(ordered) > 2 else None
+        self.usual_s = ordered[int(0.75 * (len(ordered) - 1))] if len(ordered) > 2 else None
+        service_s = latency_s / in_flight
+        self.service_s += (service_s - self.service_s) * (0.1 if self.service_s else 1.0)
         if in_flight == 1 and self.probing:
             self.base_s = latency_s
             self.probing = False
@@ -95,4 +99,5 @@ class Window:
         self.size, self.probing, self.base_s = 1, True, float("inf")
         self._since_change = 0
         self.median_s = self.usual_s = None
+        self.service_s = 0.0
         self._latencies.clear()

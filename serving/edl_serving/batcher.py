@@ -169,11 +169,11 @@ class Batcher:
         for job in left:
             job.answer = _stopping()
         _settle(left)
-        closed = [worker.closed for worker in self._workers if worker.started]
-        if closed:
-            _, late = await asyncio.wait(closed, timeout=timeout_s)
-            if late:
-                _log.warning("%d backends are still computing after %.1f s; left behind", len(late), timeout_s)
+        for worker in self._workers:
+            worker.discard()
+        _, late = await asyncio.wait([worker.closed for worker in self._workers], timeout=timeout_s)
+        if late:
+            _log.warning("%d backends are still computing after %.1f s; left behind", len(late), timeout_s)
 
 
 def _settle(jobs: list[Job]) -> None:

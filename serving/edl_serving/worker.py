@@ -48,6 +48,7 @@ class Worker:
         self._max_batch_rows = max_batch_rows
         self._source = source
         self._metrics = metrics
+        self._discarded = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="edl-teacher", daemon=True)
         self.warm: asyncio.Future[None] = self._loop.create_future()
@@ -57,13 +58,14 @@ class Worker:
         """Start the thread."""
         self._thread.start()
 
-    @property
-    def started(self) -> bool:
-        """Whether `start` was called."""
-        return self._thread.ident is not None
+    def discard(self) -> None:
+        """Close the backend of a worker that may not have been started."""
+        if self._thread.ident is None:
+            self._discarded = True
+            self._thread.start()
 
     def _run(self) -> None:
-        failure = self._warm_up()
+        failure = None if self._discarded else self._warm_up()
         self._tell(self.warm, failure)
         if failure is None:
             while (jobs := self._source.next_batch()) is not None:

@@ -7,6 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl_serving import Array
@@ -181,6 +182,23 @@ def test_a_server_can_be_started_and_stopped_again_and_again(inside: StartInside
         assert len(connect(server.target).infer(rows(2))["logits"]) == 2
         server.call(server.server.stop())
         server.call(server.server.stop())
+
+
+def test_backends_are_closed_even_if_the_server_could_not_start(inside: StartInside) -> None:
+    class Closing(Base):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    first, second = Closing(), Closing()
+    server = inside(first)
+    with pytest.raises(SettingsError, match=str(server.port)):
+        inside(second, port=server.port)
+    assert second.closed
+    assert not first.closed
+    server.call(server.server.stop())
+    assert first.closed
 
 
 def test_drain_finishes_what_was_accepted_and_refuses_the_rest(inside: StartInside, connect: Connect) -> None:

@@ -75,6 +75,7 @@ class ConsulAgent:
             # This class watches the start over plain HTTP on a port of its own.
             ports |= {"https": self.http_port, "http": own}
         self._own_port = ports["http"]
+        self.lan_address = f"127.0.0.1:{lan}"
         settings = {
             "server": True,
             "bootstrap_expect": 1,

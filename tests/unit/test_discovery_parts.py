@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,8 @@ from edl.discovery import Instance
 from edl.discovery.keeping import Claim, InstanceClaim, KeptLease, KeptRegistration
 from edl.discovery.newest import Newest
 from edl.discovery.owned import Background, Owned
+from edl.discovery.sqlite.store import SqliteStore
+from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError
 
 
@@ -160,3 +163,22 @@ def test_a_registry_that_is_away_at_the_start_is_an_error() -> None:
     with pytest.raises(DiscoveryError):
         KeptRegistration(claim, Instance("digits", "a", "h", 1), 1.0)
     assert not any(thread.name.startswith("edl-") for thread in threading.enumerate())
+
+
+class _Doubtful(SqliteStore):
+    """Its first compare-and-set happens, and is reported as a failure: the answer got lost."""
+
+    failures = 1
+
+    def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
+        entry = super().compare_and_set(key, value, version, lease)
+        if self.failures:
+            self.failures -= 1
+            raise DiscoveryError("no answer")
+        return entry
+
+
+def test_a_candidate_that_does_not_know_whether_it_was_elected_stands_again(tmp_path: Path) -> None:
+    with _Doubtful(str(tmp_path / "discovery.sqlite")) as store, store.elect("x", b"me", 30.0) as election:
+        assert election.wait(10), "the key that nobody knows to hold must not stay"
+        assert store.failures == 0

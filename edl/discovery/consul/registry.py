@@ -68,7 +68,7 @@ class _ServiceClaim(InstanceClaim):
         self._service_id = f"{instance.service}-{readable}-{secrets.token_hex(4)}"
 
     def announce(self, instance: Instance) -> None:
-        # An agent whose servers are starting would accept this, and tell them a quarter of a minute later.
+        # An agent that cannot reach its servers would accept this, and nobody would hear of it.
         if not self.client.has_leader():
             raise DiscoveryError(f"{self.client.target}: the servers have no leader yet")
         self.client.register_service(

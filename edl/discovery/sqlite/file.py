@@ -115,8 +115,8 @@ class SqliteFile(Owned):
         if self._connection is not None and _inode(self.path) == self._inode:
             return self._connection
         if self._connection is not None:
-            # Closing it would remove the journal by its name, which may be the new file's by now. Rather leak it.
-            _never_close(self._connection)
+            # SQLite sees that the file was unlinked, and leaves its successor's journal alone.
+            self._connection.close()
             self._connection = None
         try:
             return self._connect()

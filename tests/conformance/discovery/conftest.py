@@ -22,8 +22,7 @@ def _open_things() -> set[str]:
             target = str(descriptor.readlink())
         except OSError:
             continue
-        # Connections to a file that was deleted under them are left open on purpose, see `edl.discovery.sqlite.file`.
-        if target.startswith("socket:") or (".sqlite" in target and not target.endswith(" (deleted)")):
+        if target.startswith("socket:") or ".sqlite" in target:
             things.add(f"{descriptor.name} -> {target}")
     return things
 

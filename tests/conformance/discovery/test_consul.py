@@ -21,7 +21,7 @@ import pytest
 from edl.discovery import Instance, Snapshot, open_registry, open_store
 from edl.errors import DiscoveryError, SettingsError
 from tests.conformance.discovery.backends import eventually, teacher
-from tests.plugins_consul import ConsulAgent
+from tests.plugins_consul import ConsulAgent, free_ports
 
 pytestmark = pytest.mark.consul
 TOKEN = "0b3c9a52-8f5e-4f8e-9b52-3d1c6f9a7e11"
@@ -129,6 +129,25 @@ def test_watching_asks_nothing_while_nothing_changes(
         assert len(paths) <= 3, paths
 
 
+def test_an_agent_that_is_not_there_is_an_error_and_not_an_empty_answer(service: str) -> None:
+    url = f"consul://127.0.0.1:{free_ports(1)[0]}"
+    with open_registry(url) as registry, open_store(url) as store, registry.watch(service) as watch:
+        for call in (
+            lambda: registry.snapshot(service),
+            registry.services,
+            lambda: registry.register(teacher(service)),
+            lambda: store.get("a"),
+            lambda: store.list("a"),
+            lambda: store.put("a", b""),
+            store.lease,
+        ):
+            with pytest.raises(DiscoveryError, match="cannot be reached"):
+                call()
+        snapshot = watch.get(10)
+        assert snapshot is not None
+        assert "cannot be reached" in snapshot.stale
+
+
 def test_an_agent_that_hangs_is_an_error_in_time_and_nothing_waits_for_it(
     consul_agent: ConsulAgent, service: str
 ) -> None:
@@ -151,6 +170,45 @@ def test_an_agent_that_hangs_is_an_error_in_time_and_nothing_waits_for_it(
         assert time.monotonic() - begun < 15
     finally:
         os.kill(consul_agent.pid, signal.SIGCONT)
+
+
+def test_servers_that_are_away_behind_a_living_agent_are_an_outage_too(tmp_path: Path, service: str) -> None:
+    server = ConsulAgent(tmp_path / "server", {"node_name": "server"})
+    try:
+        server.start()
+        client = {"node_name": "client", "server": False, "bootstrap_expect": 0, "retry_join": [server.lan_address]}
+        agent = ConsulAgent(tmp_path / "client", client)
+        try:
+            agent.start()
+            _loses_its_servers(agent, server, service)
+        finally:
+            agent.kill()
+    finally:
+        server.kill()
+
+
+def _loses_its_servers(agent: ConsulAgent, server: ConsulAgent, service: str) -> None:
+    with (
+        open_registry(agent.url, timeout_s=2.0) as registry,
+        registry.register(teacher(service), 2.0),
+        registry.watch(service) as watch,
+        open_store(agent.url, timeout_s=2.0) as store,
+        store.lease(1.0) as lease,
+    ):
+        while not (healthy := watch.get(10) or pytest.fail("not seen")).instances:
+            pass
+        server.kill()
+        stale = watch.get(20)
+        assert stale is not None
+        assert (bool(stale.stale), stale.instances) == (True, healthy.instances)
+        with pytest.raises(DiscoveryError):
+            registry.register(teacher(service, "b"))
+        assert eventually(lambda: lease.lost)
+        server.start()
+        history = [stale]
+        while history[-1].stale:
+            history.append(watch.get(30) or pytest.fail("the watcher does not recover"))
+        assert [snapshot.instances for snapshot in history] == [healthy.instances] * len(history)
 
 
 class _Nonsense(BaseHTTPRequestHandler):

@@ -7,7 +7,8 @@ load²/capacity) are found by splitting at the most violated bound: H. Groenevel
 separable concave function over a polymatroid feasible region", European J. of Operational Research 54 (1991).
 
 Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within one `Level` all
-teachers stop at the same price. A student fills the cheaper level before it takes anything of a dearer one.
+teachers stop at the same price. Where students want more teachers than there are large ones, the bound separates
+levels: every student takes all it can of an earlier level before it takes anything of a later one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Level:
 
 
 def fair_levels(capacities: Floats, takers: Ints) -> list[Level]:
-    """The levels, from the cheapest on; every teacher is in one.
+    """The levels, in order; every teacher is in one.
 
     Args:
         capacities: of n >= 1 teachers, positive, falling.
@@ -50,24 +51,17 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[Level]:
     """
     _, exponent = np.frexp(capacities[0])
     capacities = np.maximum(np.ldexp(capacities, -int(exponent)), _SMALLEST_CAPACITY)
-    pending, parts = [(0, len(capacities))], []
+    pending, levels = [(0, len(capacities))], []
     while pending:
         start, stop = pending.pop()
-        price = _price(capacities[start:stop], takers[start:stop])
-        split = _violated(capacities[start:stop], takers[start:stop], price)
+        part, takes = capacities[start:stop], takers[start:stop]
+        low, high = _bounds(part, _price(part, takes), int(takes[0]))
+        split = _violated(part, takes, low, high)
         if split:
             pending += [(start + split, stop), (start, start + split)]
         else:
-            parts.append((price, start, stop))
-    # Prices may only rise from level to level. Where that leaves no difference, teachers are exchangeable: one level.
-    levels: list[tuple[float, int, int]] = []
-    for price, start, stop in parts:
-        if levels and price <= levels[-1][0]:
-            price, start, _ = levels.pop()
-        levels.append((price, start, stop))
-    return [
-        Level(start, stop, *_bounds(capacities[start:stop], price, int(takers[start]))) for price, start, stop in levels
-    ]
+            levels.append(Level(start, stop, low, high))
+    return levels
 
 
 def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
@@ -94,20 +88,19 @@ def _price(capacities: Floats, takers: Ints) -> float:
     return enough
 
 
-def _violated(capacities: Floats, takers: Ints, price: float) -> int:
+def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
     """The number of teachers from the front that got most beyond what students can give them; 0 if none did.
 
-    Only borders between different capacities need a look: inside a run of equal ones the excess, with its loads in
-    falling order, is nowhere larger than at both ends.
+    Judged are the flattest of all loads within the bounds, so that the front, when it got too much, got it in all of
+    them. Only borders between different capacities need a look: within a run of equal ones the excess, with its loads
+    in falling order, is nowhere larger than at both ends.
     """
-    low, high = _bounds(capacities, price, int(takers[0]))
-    (optional,) = np.nonzero(high > low)
-    loads = low.copy()
-    # Of several loads that are equally fair, the flattest is possible if any is.
-    loads[optional[len(optional) - (int(takers.sum()) - int(low.sum())) :]] += 1
     (borders,) = np.nonzero(capacities[1:] != capacities[:-1])
     if not len(borders):
         return 0
+    loads = low.copy()
+    (optional,) = np.nonzero(high > low)
+    loads[optional[len(optional) - (int(takers.sum()) - int(low.sum())) :]] += 1
     excess = np.cumsum(loads - takers)[borders]
     worst = int(np.argmax(excess))
     return int(borders[worst]) + 1 if excess[worst] > 0 else 0

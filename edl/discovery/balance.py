@@ -85,7 +85,7 @@ def balance(
 
 
 def _link_level(level: Level, wants: list[int], before: list[list[int]], links: list[list[int]]) -> None:
-    """Add the links to one level's teachers. What a student wants beyond cheaper levels it takes here."""
+    """Add the links to one level's teachers: what each student wants beyond those of earlier levels."""
     size = level.stop - level.start
     choosing: list[int] = []
     full = 0
@@ -98,7 +98,7 @@ def _link_level(level: Level, wants: list[int], before: list[list[int]], links: 
     chosen = link(
         wants=[wants[student] - level.start for student in choosing],
         low=[max(int(load) - full, 0) for load in level.low],
-        high=[min(int(load) - full, len(choosing)) for load in level.high],
+        high=[max(int(load) - full, 0) for load in level.high],
         previous=[
             [place - level.start for place in before[student] if 0 <= place - level.start < size]
             for student in choosing

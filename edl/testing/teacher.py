@@ -37,7 +37,8 @@ class LocalTeacher:
         name: the model's name in requests.
         service, discovery: where to register, and as what; without a service the teacher registers nowhere.
         port: TCP port, 0 for a free one.
-        serve: more flags of `edl serve`, without the dashes: `{"max-batch": 4, "max-delay": "2ms"}`; a bool
+        max_batch, max_queue: rows; None for the server's defaults.
+        serve: more flags of `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool
             turns one on or off, a list repeats it, a mapping repeats it with `key=value`.
         env: environment variables in addition to this process's.
         wait: False to return at once; call `wait_ready` later. Several teachers start faster this way.
@@ -56,6 +57,8 @@ class LocalTeacher:
         service: str = "",
         discovery: str = "",
         port: int = 0,
+        max_batch: int | None = None,
+        max_queue: int | None = None,
         serve: Mapping[str, Any] | None = None,
         env: dict[str, str] | None = None,
         wait: bool = True,
@@ -72,6 +75,7 @@ class LocalTeacher:
             flags["service"] = service
         if discovery or not service:
             flags["discovery"] = discovery or "none"
+        flags |= {name: rows for name, rows in (("max-batch", max_batch), ("max-queue", max_queue)) if rows is not None}
         flags |= {**(serve or {}), "ready-file": self._folder / "ready", "exit-with": os.getpid()}
         command = [sys.executable, "-m", "edl", "serve", *_arguments(flags)]
         with (self._folder / "log").open("wb") as log:

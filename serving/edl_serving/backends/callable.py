@@ -20,7 +20,7 @@ import numpy as np
 from edl.errors import SettingsError
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import cast, infer_outputs, parse_specs, read_sample, spec_of
+from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, read_sample, spec_of
 from edl_serving.backends.target import resolve, source_file
 
 __all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
@@ -62,9 +62,8 @@ class CallableBackend(Backend):
                 "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
                 "or set the function's attribute `inputs`"
             )
-        self._outputs = parse_specs(outputs or getattr(function, "outputs", ()))
-        if not self._outputs:
-            self._outputs = tuple(infer_outputs(self._ask, self._inputs, sample))
+        said = outputs or getattr(function, "outputs", ())
+        self._outputs = complete_outputs(said, self._ask, self._inputs, sample)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -83,19 +82,16 @@ class CallableBackend(Backend):
         return bool(getattr(self._function, "inline", False))
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        answer = self._ask(inputs)
-        missing = [spec.name for spec in self._outputs if spec.name not in answer]
-        if missing:
-            raise KeyError(f"the function answered {sorted(answer)}, without {missing[0]!r}")
-        return {spec.name: cast(spec, answer[spec.name]) for spec in self._outputs}
+        answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
+        return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
 
     def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)
         if isinstance(answer, Mapping):
             return {str(name): np.asarray(value) for name, value in answer.items()}
-        if len(self._outputs) > 1:
-            raise TypeError(f"the function returned {type(answer).__name__}; a dictionary of outputs is needed")
-        return {self._outputs[0].name if self._outputs else "output": np.asarray(answer)}
+        if isinstance(answer, np.ndarray):
+            return {"output": answer}
+        raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays, nor an array")
 
     def warm_up(self, max_rows: int) -> None:
         own = getattr(self._function, "warm_up", None)

@@ -61,7 +61,7 @@ def existing(path: str, flag: str) -> Path:
     return found
 
 
-def digest(parts: Iterable[bytes | Path]) -> str:
+def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
     """A version: 16 hexadecimal digits of the SHA-256 of bytes and files' contents."""
     sha = hashlib.sha256()
     for part in parts:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -13,8 +14,20 @@ from edl.protocol.tensors import datatype_of, dtype_of
 from edl_serving.backend import Array, TensorSpec
 from edl_serving.backends.source import existing
 
-__all__ = ["Predict", "cast", "infer_outputs", "parse_spec", "parse_specs", "read_sample", "spec_of"]
+__all__ = [
+    "Predict",
+    "cast",
+    "complete_outputs",
+    "infer_outputs",
+    "parse_spec",
+    "parse_specs",
+    "pick",
+    "read_sample",
+    "spec_of",
+    "unnamed",
+]
 
+T = TypeVar("T")
 Predict: TypeAlias = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 
 _SPEC = re.compile(r"(?P<name>.+):(?P<type>[A-Za-z]\w*)\s*(?:\[(?P<shape>[^\[\]]*)\])?")
@@ -104,6 +117,53 @@ def infer_outputs(
                 raise SettingsError(f"the model answers {rows} rows with {name!r} of shape {list(array.shape)}")
             seen.setdefault(name, []).append(array)
     return [_merge(name, arrays) for name, arrays in seen.items()]
+
+
+def complete_outputs(
+    given: Sequence[str | TensorSpec],
+    predict: Predict,
+    inputs: Sequence[TensorSpec],
+    sample: Mapping[str, Array] | None,
+) -> tuple[TensorSpec, ...]:
+    """The outputs, of which some may be given by name alone: `predict` is asked for the rest.
+
+    Raises:
+        SettingsError: a name or type is wrong, or the model answers less than was named.
+        Exception: whatever `predict` raised.
+    """
+    if given and all(isinstance(text, TensorSpec) or ":" in text for text in given):
+        return parse_specs(given)
+    found = {spec.name: spec for spec in infer_outputs(predict, inputs, sample)}
+    if not given:
+        return tuple(found.values())
+    names = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text.strip() for text in given]
+    try:
+        specs = pick(found, names)
+    except ValueError as exc:
+        raise SettingsError(f"--output: {exc}") from None
+    completed = [
+        text if isinstance(text, TensorSpec) or ":" in text else replace(specs[name], name=name)
+        for text, name in zip(given, names, strict=True)
+    ]
+    return parse_specs(completed)
+
+
+def unnamed(count: int) -> list[str]:
+    """Names for the outputs of a model that gives them none."""
+    return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
+
+
+def pick(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[str, T]:
+    """Those of a model's answers that `names` mean: by name, or in order if the model gives them no names.
+
+    Raises:
+        ValueError: there are not so many, or none of that name.
+    """
+    if all(name in answers for name in names):
+        return answers
+    if list(answers) == unnamed(len(answers)) and len(names) <= len(answers):
+        return dict(zip(names, answers.values(), strict=False))
+    raise ValueError(f"the model answers {', '.join(map(repr, answers))}; wanted are {', '.join(map(repr, names))}")
 
 
 def _zeros(inputs: Sequence[TensorSpec], rows: int, free: int) -> dict[str, Array]:

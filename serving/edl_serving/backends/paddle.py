@@ -1,0 +1,189 @@
+"""PaddlePaddle inference models: what `paddle.jit.save` and `paddle.static.save_inference_model` write.
+
+The files say the names, types and shapes of the inputs. Outputs bear names that the export made up (`fetch_name_0`);
+`--output logits` gives them better ones, in their order.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.tensors import datatype_of
+from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.fixed_batch import Rows, in_parts
+from edl_serving.backends.source import ModelSource, digest
+from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, read_sample, spec_of, unnamed
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
+    import paddle
+    import paddle.inference
+
+__all__ = ["PaddleBackend", "from_inference_model"]
+
+_FILES = (".json", ".pdmodel")
+
+
+class PaddleBackend(Backend):
+    """An inference model of PaddlePaddle, run by a `paddle.inference` predictor.
+
+    Args:
+        prefix: the model's files without `.json` or `.pdmodel`, and `.pdiparams`.
+        inputs: tensors as text or `TensorSpec`, in place of what the files say.
+        outputs: likewise, or names alone, in the model's order.
+        sample: a batch to call the model with to find the outputs, instead of zeros.
+        device: "cpu", "cuda" or "gpu", "cuda:1", "auto".
+        threads: CPU threads.
+
+    Raises:
+        SettingsError: something of this cannot be used.
+        Exception: whatever Paddle raised when it loaded the model, or called it to find its outputs.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        inputs: Sequence[str | TensorSpec] = (),
+        outputs: Sequence[str | TensorSpec] = (),
+        *,
+        sample: Mapping[str, Array] | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+        version: str = "1",
+    ) -> None:
+        self._version = version
+        program, weights = model_files(prefix)
+        self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, device, threads))
+        self._input_names: list[str] = self._predictor.get_input_names()
+        self._output_names: list[str] = self._predictor.get_output_names()
+        declared, self._rows = self._declared(program)
+        self._inputs = parse_specs(inputs) or declared
+        if not self._inputs and sample:
+            self._inputs = tuple(spec_of(name, array) for name, array in sample.items())
+        if {spec.name for spec in self._inputs} != set(self._input_names):
+            said = (
+                f"got {', '.join(spec.name for spec in self._inputs)}" if self._inputs else "its files do not say more"
+            )
+            raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {said}")
+        named = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text for text in outputs]
+        self._by_name = bool(named) and set(named) <= set(self._output_names)
+        self._outputs = complete_outputs(outputs, self._ask, self._inputs, sample)
+
+    def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], Rows]:
+        """Inputs and batch sizes as the files have them; nothing where this version of Paddle cannot tell."""
+        try:
+            found = _shapes_of(program, self._input_names)
+            declared = tuple(_spec(name, dtype, shape) for name, (dtype, shape) in found.items())
+            batches = {shape[0] for _, shape in found.values()}
+        except (AttributeError, TypeError, KeyError, IndexError, ProtocolError, RuntimeError, ValueError, OSError):
+            return (), Rows()
+        fixed = batches.pop() if len(batches) == 1 else -1
+        return declared, Rows(fixed, fixed) if fixed > 0 else Rows()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self._inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self._outputs
+
+    @property
+    def version(self) -> str:
+        return self._version
+
+    @property
+    def platform(self) -> str:
+        return "paddle"
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
+        return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
+
+    def _ask(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return in_parts(self._call, inputs, self._rows)
+
+    def _call(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        for name in self._input_names:
+            self._predictor.get_input_handle(name).copy_from_cpu(np.require(inputs[name], requirements=["C", "A"]))
+        self._predictor.run()
+        names = self._output_names if self._by_name else unnamed(len(self._output_names))
+        arrays = (self._predictor.get_output_handle(name).copy_to_cpu() for name in self._output_names)
+        return dict(zip(names, arrays, strict=True))
+
+    def close(self) -> None:
+        self._predictor = None
+
+
+def model_files(prefix: str) -> tuple[Path, Path]:
+    """The program and the weights of a model; the prefix may be written with a suffix, too.
+
+    Raises:
+        SettingsError: one is not there; names it.
+    """
+    path = Path(prefix).expanduser()
+    if path.suffix in (*_FILES, ".pdiparams"):
+        path = path.with_suffix("")
+    programs = [path.with_name(path.name + suffix) for suffix in _FILES]
+    program = next((file for file in programs if file.is_file()), None)
+    weights = path.with_name(path.name + ".pdiparams")
+    if program is None:
+        raise SettingsError(f"--paddle: there is neither {programs[0]} nor {programs[1]} (in {Path.cwd()})")
+    if not weights.is_file():
+        raise SettingsError(f"--paddle: there is {program}, but no {weights}")
+    return program, weights
+
+
+def from_inference_model(source: ModelSource) -> Backend:
+    """`--paddle`."""
+    program, weights = model_files(source.target)
+    return PaddleBackend(
+        str(program.with_suffix("")),
+        source.inputs,
+        source.outputs,
+        sample=read_sample(source.sample) if source.sample else None,
+        device=source.device,
+        threads=source.threads,
+        version=source.version or digest([program, weights]),
+    )
+
+
+def _config(program: Path, weights: Path, device: str | None, threads: int | None) -> Any:
+    config = paddle.inference.Config(str(program), str(weights))
+    config.disable_glog_info()
+    kind, _, index = (device or "auto").replace("gpu", "cuda").partition(":")
+    gpus = paddle.device.cuda.device_count() if paddle.device.is_compiled_with_cuda() else 0
+    if kind not in ("cpu", "cuda", "auto") or (index and not index.isdecimal()):
+        raise SettingsError(f"--device {device!r}: expected cpu, cuda, cuda:1 or auto")
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise SettingsError(f"--device {device!r}: PaddlePaddle sees {gpus} GPUs here")
+    if kind == "cuda" or (kind == "auto" and gpus):
+        config.enable_use_gpu(256, int(index or 0))  # MiB to begin with; the pool grows
+    else:
+        config.disable_gpu()
+        if threads is not None:
+            config.set_cpu_math_library_num_threads(threads)
+    return config
+
+
+def _shapes_of(program: Path, names: Sequence[str]) -> dict[str, tuple[Any, list[int]]]:
+    """Types and shapes of a model's inputs. The predictor would tell them only after a first call."""
+    if program.suffix == ".pdmodel":
+        # The old format: what the public API would read it with is not there while the new one is in force.
+        block = paddle.base.core.ProgramDesc(program.read_bytes()).block(0)
+        variables = {name: block.find_var(name.encode()) for name in names}
+        return {name: (variable.dtype(), list(variable.shape())) for name, variable in variables.items()}
+    specs = {spec.name: spec for spec in paddle.jit.load(str(program.with_suffix("")))._input_spec()}
+    return {name: (specs[name].dtype, list(specs[name].shape)) for name in names}
+
+
+def _spec(name: str, dtype: Any, shape: Sequence[int]) -> TensorSpec:
+    return TensorSpec(
+        name, datatype_of(np.dtype(str(dtype).rpartition(".")[2])), tuple(int(size) for size in shape[1:])
+    )

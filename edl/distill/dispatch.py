@@ -164,7 +164,7 @@ class Dispatcher:
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
         self._numbers = itertools.count()
-        self._hedge_tokens = _MOST_TOKENS / 2
+        self._hedge_tokens = 1.0
         self._wanted: int | None = None
 
     # Events

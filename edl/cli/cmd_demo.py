@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
     plan = Plan(out=options.out)
     if options.quick:
-        plan = replace(plan, seeds=2, steps=400, teacher_epochs=15)
+        plan = replace(plan, seeds=2, steps=400, teacher_epochs=15, join_at=plan.kill_at)
     plan = replace(
         plan,
         seeds=plan.seeds if options.seeds is None else options.seeds,

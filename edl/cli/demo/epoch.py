@@ -45,7 +45,7 @@ def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Scre
     reader = DistillReader(ins=["image", None, None], predicts=["logits"])
     reader.set_dynamic_teacher(discovery, SERVICE)
     reader.set_batch_generator(lambda: batches(digits, plan))
-    with reader, screen.bar(plan.batches) as bar:
+    with reader, screen.bar(plan.batches) as bar, screen.words_of("edl"):
         with Timeline(reader.stats) as timeline:
             troubles = _Troubles(plan, reader, fleet, timeline, screen)
             losses: deque[tuple[float, float]] = deque(maxlen=50)
@@ -82,9 +82,9 @@ class _Troubles:
     def at(self, fraction: float) -> None:
         """The epoch is at `fraction`."""
         if fraction >= self._plan.kill_at and self._once("kill"):
-            self._fleet.kill(self._killed)
-            self._timeline.mark("kill", self._killed)
             self._screen.event("kill", f"{self._killed} gets SIGKILL in the middle of its work")
+            self._timeline.mark("kill", self._killed)
+            self._fleet.kill(self._killed)
         if fraction >= self._plan.join_at and self._once("start"):
             self._fleet.start(self._newcomer)
         if "start" in self._done and "join" not in self._done:
@@ -95,9 +95,9 @@ class _Troubles:
                 self._timeline.mark("join", self._newcomer)
                 self._screen.event("join", f"{self._newcomer} has started and is found: it serves from now on")
         if fraction >= self._plan.drain_at and self._once("drain"):
-            self._fleet.drain(self._drained)
-            self._timeline.mark("drain", self._drained)
             self._screen.event("drain", f"{self._drained} gets SIGTERM: it finishes what it has, and leaves")
+            self._timeline.mark("drain", self._drained)
+            self._fleet.drain(self._drained)
 
     def _once(self, what: str) -> bool:
         first = what not in self._done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ __all__ = ["draw", "show"]
 _COLOURS = ("#4c78a8", "#72b7b2", "#eeca3b", "#b279a2", "#9d755d", "#83bcb6")
 _EVENT_COLOURS = {"kill": "#d62728", "join": "#2ca02c", "drain": "#e08214"}
 _TERMINAL_COLOURS = {"kill": "red", "join": "green", "drain": "orange"}
-_EVENT_WORDS = {"kill": "killed\n(SIGKILL)", "join": "joins", "drain": "drains\n(SIGTERM)"}
+_EVENT_WORDS = {"kill": "killed (SIGKILL)", "join": "joins", "drain": "drains (SIGTERM)"}
 
 
 def draw(timeline: Timeline, path: Path, what: str) -> None:
@@ -34,13 +35,13 @@ def draw(timeline: Timeline, path: Path, what: str) -> None:
     )
     axes.plot(rates.at_s, rates.delivered, color="#222222", linewidth=1.6, label="into the training loop")
     top = 1.32 * max(1.0, float(np.max(sum(rates.served.values(), np.zeros_like(rates.at_s)))))
-    for event in timeline.events:
+    for row, event in enumerate(timeline.events):
         colour = _EVENT_COLOURS[event.kind]
         axes.axvline(event.at_s, color=colour, linewidth=1.6, linestyle="--")
         axes.annotate(
-            f"{event.teacher}\n{_EVENT_WORDS[event.kind]}",
+            f"{event.teacher} {_EVENT_WORDS[event.kind]}",
             (event.at_s, top),
-            xytext=(5, -6),
+            xytext=(5, -6 - 15 * row),
             textcoords="offset points",
             verticalalignment="top",
             color=colour,
@@ -60,18 +61,28 @@ def show(timeline: Timeline, console: Console) -> None:
     import plotext
 
     rates = timeline.rates(0.5)
-    top = 1.3 * max(1.0, float(rates.delivered.max(initial=0.0)))
+    highest = max(1.0, float(rates.delivered.max(initial=0.0)))
+    top = 1.5 * highest
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(min(console.width, 100), 18)
+    figure.plot_size(min(console.width, 100), 20)
     figure.title("soft labels a second into the training loop, by seconds of the epoch")
     figure.ruler("x").lim(0, timeline.end_s)
     figure.ruler("y").lim(0, top)
+    ticks = np.arange(0.0, highest, _round_step(highest / 4))
+    figure.ruler("y").ticks(list(ticks), [f"{tick:,.0f}" for tick in ticks])
     curve = figure.signal(list(rates.at_s), list(rates.delivered), marker=plotext.marker("hd", "cyan"))
     figure.draw(curve.lines().fillx())
-    for event in timeline.events:
-        figure.line(event.at_s, "vertical", pixel=_TERMINAL_COLOURS[event.kind])
-        words = plotext.colorize(f" {event.kind} {event.teacher}", _TERMINAL_COLOURS[event.kind])
-        figure.draw(figure.text(event.at_s, 0.97 * top, words))
+    for row, event in enumerate(timeline.events):
+        colour = _TERMINAL_COLOURS[event.kind]
+        figure.line(event.at_s, "vertical", pixel=colour)
+        height = (1.44 - 0.12 * row) * highest  # a row for each, since two may happen at nearly the same time
+        figure.draw(figure.text(event.at_s, height, plotext.colorize(f" {event.kind} {event.teacher}", colour)))
     picture = figure.build().string(colorless=not console.is_terminal)
     console.print(Text.from_ansi(picture))
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)

@@ -161,7 +161,9 @@ def _samples(result: Result) -> Table:
     verdict("repeated", findings.repeated)
     verdict("out of order", findings.out_of_order)
     wrong = findings.mislabelled + findings.changed
-    verdict("with another's label", wrong, f"all recomputed here: equal within {findings.largest_difference:.0e}")
+    difference = findings.largest_difference
+    equal = f"equal within {difference:.0e}" if difference else "exactly equal"
+    verdict("with another's label", wrong, f"all computed again here: {equal}")
     return table
 
 

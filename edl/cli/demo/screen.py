@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,16 @@ class Screen:
         self.say(f"{kind.upper():<5} {text}", EVENT_STYLES[kind])
 
     @contextmanager
+    def words_of(self, logger: str) -> Iterator[None]:
+        """Show what the library itself logs meanwhile."""
+        handler, log = _Words(self), logging.getLogger(logger)
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+
+    @contextmanager
     def bar(self, total: int) -> Iterator[Bar]:
         """Progress towards `total`; `say` and `event` print above it."""
         if not self.console.is_terminal:
@@ -56,6 +67,15 @@ class Screen:
         )
         with Progress(*columns, console=self.console, transient=True, refresh_per_second=8) as progress:
             yield _Live(progress, progress.add_task("", total=total))
+
+
+class _Words(logging.Handler):
+    def __init__(self, screen: Screen) -> None:
+        super().__init__()
+        self._screen = screen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._screen.say(f"{record.name}: {record.getMessage()}", "dim")
 
 
 class Bar(abc.ABC):

@@ -45,10 +45,11 @@ def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
 
     with_hedging, dispatcher = trial(0.05)
     without, _ = trial(0.0)
-    assert 0 < dispatcher.hedged <= 0.05 * 2000 + 16
-    assert with_hedging.now < without.now
-    tail = [sorted(simulation.latency.values())[int(0.99 * 2000)] for simulation in (with_hedging, without)]
-    assert tail[0] < tail[1]
+    assert 0 < dispatcher.hedged <= 0.05 * 2000 + 1
+    assert with_hedging.now < 0.95 * without.now
+    # A straggler holds up its teacher and so the request behind it: 6% are late, of which the budget covers 5%.
+    tail = [sorted(simulation.latency.values())[int(0.95 * 2000)] for simulation in (with_hedging, without)]
+    assert tail[0] < 0.7 * tail[1]
 
 
 def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:

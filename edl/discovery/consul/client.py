@@ -50,15 +50,8 @@ class _Api(consul.base.Consul):  # type: ignore[misc]
     def __init__(self, target: Target) -> None:
         self._target = target
         # Everything is given, so that py-consul looks up nothing in the environment by itself.
-        super().__init__(
-            host=target.host,
-            port=target.port,
-            token=target.token or None,
-            scheme="http",
-            dc=target.dc or None,
-            verify=True,
-        )
-        self.token = target.token or None
+        super().__init__(host=target.host, port=target.port, scheme="http", dc=target.dc or None, verify=True)
+        self.token = None  # the transport sends it: not every call of every version of py-consul does
 
     def http_connect(self, *_: Any, **__: Any) -> Transport:
         return Transport(self._target)
@@ -154,10 +147,7 @@ class Client(Owned):
                 return False
 
     def _knows_service(self, service_id: str) -> bool:
-        headers = self._api.prepare_headers()
-        return bool(
-            self._api.http.get(lambda answer: answer.code != 404, f"/v1/agent/service/{service_id}", None, headers)
-        )
+        return bool(self._api.http.get(lambda answer: answer.code != 404, f"/v1/agent/service/{service_id}"))
 
     def deregister_service(self, service_id: str) -> None:
         """Remove a service from the agent, if it is there."""
@@ -221,8 +211,8 @@ class Client(Owned):
         """
         body = json.dumps([{"KV": _encoded(operation)} for operation in operations])
         with self._translated():
-            # py-consul's own call sends no token, and makes an error of a refusal.
-            return self._api.http.put(_transacted, "/v1/txn", None, body, self._api.prepare_headers())  # type: ignore[no-any-return]
+            # py-consul's own call makes an error of a refusal.
+            return self._api.http.put(_transacted, "/v1/txn", data=body)  # type: ignore[no-any-return]
 
 
 def _service(found: Json) -> Service:

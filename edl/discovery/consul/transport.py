@@ -33,6 +33,9 @@ class Transport(HTTPClient):  # type: ignore[misc]
     def __init__(self, target: Target) -> None:
         super().__init__(target.host, target.port)
         self._target = target
+        self._headers = {"Content-Type": "application/json"}
+        if target.token:
+            self._headers["X-Consul-Token"] = target.token
         self._lock = threading.Lock()
         self._open: set[_Connection] = set()
         self._closed = False
@@ -96,7 +99,7 @@ class Transport(HTTPClient):  # type: ignore[misc]
                 raise ClosedError(f"the connection to {self._target} is closed")
             self._open.add(connection)
         try:
-            connection.request(method, url, body, {**(headers or {}), "Content-Type": "application/json"})
+            connection.request(method, url, body, {**(headers or {}), **self._headers})
             answer = connection.getresponse()
             response = Response(answer.status, answer.headers, answer.read().decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException) as exc:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +94,8 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, asyncio.Task[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._inbox: deque[Job] = deque()
+        self._woken = False
         self._nobody_since: float | None = None
         self._progress_at = 0.0
         self._reminded_at = 0.0
@@ -112,6 +115,13 @@ class Engine:
     def room(self) -> int:
         """Requests that all live teachers together want in flight."""
         return self._dispatcher.room
+
+    def submit(self, job: Job) -> None:
+        """Ask for a job's labels. Jobs are numbered in the order of delivery."""
+        self._inbox.append(job)
+        if not self._woken:  # else the loop is on its way
+            self._woken = True
+            self._thread.call(self._take_in)
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
@@ -174,8 +184,12 @@ class Engine:
         for name, instance in wanted.items():
             self._join(name, instance)
 
-    def submit(self, job: Job) -> None:
-        """Ask for a job's labels. Jobs are numbered in the order of delivery."""
+    def _take_in(self) -> None:
+        self._woken = False
+        while self._inbox:
+            self._submit(self._inbox.popleft())
+
+    def _submit(self, job: Job) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
             return
@@ -396,12 +410,10 @@ class Engine:
         due = self._dispatcher.next_event(now)
         nobody = self._watch_for_nobody(now)
         due = nobody if due is None else due if nobody is None else min(due, nobody)
-        if self._timer is not None:
-            if due is not None and abs(self._timer.when() - due) < 0.001:
-                return
-            self._timer.cancel()
-            self._timer = None
-        if due is not None:
+        if due is not None and (self._timer is None or due < self._timer.when() - 0.001):
+            # A timer that comes too early costs a look; setting one anew with every event costs more.
+            if self._timer is not None:
+                self._timer.cancel()
             self._timer = asyncio.get_running_loop().call_at(max(due, now + 0.001), self._wake)
 
     def _wake(self) -> None:

@@ -157,7 +157,7 @@ class Labeller:
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
             answer = _Answer(chunk, index, changed, spec.version, missing, self._keeper)
-            self._thread.call(engine.submit, Job(number, payload, answer, changed))
+            engine.submit(Job(number, payload, answer, changed))
         changed()
 
     def _look_up(self, chunk: Chunk, engine: Engine, spec: ModelSpec) -> Missing | None:

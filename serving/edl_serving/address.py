@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from urllib.parse import urlsplit
 
-__all__ = ["is_loopback", "outward_address"]
+__all__ = ["is_loopback", "outward_address", "warn_of_loopback"]
+
+_log = logging.getLogger(__name__)
 
 _ANYWHERE = "198.51.100.1"  # RFC 5737: belongs to nobody, so it is routed like any other foreign address
 
@@ -28,6 +31,12 @@ def outward_address(discovery_url: str | None) -> str:
         except OSError:
             continue
     return "127.0.0.1"
+
+
+def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
+    """Log a warning where a registry for many machines is told an address that means this one only."""
+    if discovery_url is not None and discovery_url.startswith("consul") and is_loopback(address):
+        _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
 
 
 def is_loopback(host: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edl.discovery import Instance
-from edl_serving.address import is_loopback
+from edl_serving.address import warn_of_loopback
 from edl_serving.announce import Announcer
 from edl_serving.ready_file import ReadyFile
 from edl_serving.serve_config import ServeConfig
@@ -40,23 +40,11 @@ class Presence:
         """Enter discovery; a registry that is away is tried again in the background."""
         told = self._config.announcement
         self._metrics_port = server.metrics_port
-        self._instance = Instance(
-            service=told.service,
-            id=told.id_at(server.port),
-            address=self._config.address,
-            port=server.port,
-            capacity=told.capacity,
-            model=self._config.server.model,
-            tags=told.tags,
-            meta={**self._meta(), **told.meta},
-        )
+        self._instance = told.instance(self._config.address, server.port, self._config.server.model, self._meta())
         if self._announcer is None:
             self._say_ready(self._instance)
             return
-        if told.url is not None and told.url.startswith("consul") and is_loopback(self._config.address):
-            _log.warning(
-                "only students on this host can reach %s; --host 0.0.0.0 is for others", self._instance.endpoint
-            )
+        warn_of_loopback(told.url, self._config.address, "--host 0.0.0.0")
         self._announcer.want(self._instance)
         self._announcer.settle(_JOIN_S)
 

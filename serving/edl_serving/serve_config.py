@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from edl.discovery import Instance
+from edl.discovery.records import check_ttl, validated
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings
 from edl_serving import values as v
@@ -102,7 +104,7 @@ class Announcement:
 
     Attributes:
         url: None to stay out of it.
-        id: None for host name and port.
+        id: None for this host's name and the port: the same again after a restart on that port.
     """
 
     service: str
@@ -127,10 +129,28 @@ class Announcement:
             meta=given.get("meta", {}),
         )
 
-    def id_at(self, port: int) -> str:
-        """The id of a teacher on this host: the same again after a restart on the same port."""
-        host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()) or "host"
-        return self.id or f"{host}-{port}"
+    def check(self, address: str) -> None:
+        """Find out now, rather than once a large model is loaded, what no registry would take.
+
+        Raises:
+            SettingsError: names the value.
+        """
+        if self.url is not None:
+            check_ttl(self.ttl_s)
+            validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
+
+    def instance(self, address: str, port: int, model: str, meta: Mapping[str, str]) -> Instance:
+        """What discovery is told. `meta` gives way to the user's."""
+        return Instance(
+            service=self.service,
+            id=self.id or re.sub(r"[^A-Za-z0-9.-]+", "-", f"{socket.gethostname()}-{port}").strip("-"),
+            address=address,
+            port=port,
+            capacity=self.capacity,
+            model=model,
+            tags=self.tags,
+            meta={**meta, **self.meta},
+        )
 
 
 @dataclass(frozen=True)
@@ -166,11 +186,13 @@ class ServeConfig:
         if model is None:
             raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
         announcement = Announcement.of(given, given.get("service") or model)
+        address = _address(given, announcement.url)
+        announcement.check(address)
         return cls(
             source=_source(kinds[0], given),
             server=_server(model, given),
             announcement=announcement,
-            address=_address(given, announcement.url),
+            address=address,
             **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": ""}),
         )
 

@@ -1,0 +1,164 @@
+"""`edl register` with the real Triton: in discovery while it is ready, and only then."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import Instance, open_registry
+from edl.errors import SettingsError
+from edl.testing import LocalTeacher
+from edl_serving import cmd_register
+from tests.plugins_triton import TritonFactory
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+QUICK = ("--interval", "100ms", "--timeout", "1s", "--ttl", "2s")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/discovery.sqlite"
+
+
+@pytest.fixture
+def register(url: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts `edl register` in the background; its log is `register.log`."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(endpoint: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "edl", "register", endpoint, "--discovery", url, *QUICK, *arguments]
+        with (tmp_path / "register.log").open("ab") as log:
+            started.append(
+                subprocess.Popen([*command, "--exit-with", str(os.getpid())], stdin=subprocess.DEVNULL, stderr=log)
+            )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def seen(
+    url: str, service: str, wanted: Callable[[tuple[Instance, ...]], bool], within_s: float = 30.0
+) -> tuple[Instance, ...]:
+    """The instances of `service` once they are as wanted."""
+    deadline = time.monotonic() + within_s
+    with open_registry(url) as registry:
+        while not wanted(found := registry.snapshot(service).instances):
+            assert time.monotonic() < deadline, f"not within {within_s} s: {found}"
+            time.sleep(0.02)
+    return found
+
+
+@pytest.mark.triton
+def test_a_real_triton_enters_leaves_and_comes_back(
+    triton: TritonFactory, register: Start, url: str, tmp_path: Path
+) -> None:
+    server = triton.start("sums")
+    ready = tmp_path / "ready"
+    process = register(
+        *(server.endpoint, "--model", "sums", "--service", "labels", "--capacity", "2.5", "--tag", "gpu"),
+        *("--meta", "rack=r7", "--ready-file", str(ready)),
+    )
+    (instance,) = seen(url, "labels", bool)
+    assert (instance.endpoint, instance.model, instance.capacity) == (server.endpoint, "sums", 2.5)
+    assert instance.tags == ("gpu",)
+    assert instance.meta == {"rack": "r7", "version": "1"}
+    assert ready.exists()
+
+    server.stop()
+    seen(url, "labels", lambda found: not found)
+    assert not ready.exists()
+    assert process.poll() is None
+
+    triton.start("sums", port=server.port)
+    assert seen(url, "labels", bool) == (instance,)
+
+    process.terminate()
+    assert process.wait(20) == 0
+    seen(url, "labels", lambda found: not found, within_s=1.0)
+    log = (tmp_path / "register.log").read_text()
+    assert "out of discovery until it is ready again" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.triton
+def test_a_model_that_the_server_lacks_never_enters(
+    triton: TritonFactory, register: Start, url: str, tmp_path: Path
+) -> None:
+    server = triton.start("sums")
+    process = register(server.endpoint, "--model", "nonesuch")
+    deadline = time.monotonic() + 20
+    while "nonesuch" not in (tmp_path / "register.log").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with open_registry(url) as registry:
+        assert registry.snapshot("nonesuch").instances == ()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 0
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for_and_one_that_hangs_leaves(register: Start, url: str) -> None:
+    with LocalTeacher("echo") as first:
+        port = first.port
+    process = register(f"127.0.0.1:{port}", "--service", "s", "--model", "m", "--failures", "3")
+    with open_registry(url) as registry:
+        assert registry.snapshot("s").instances == ()
+    with LocalTeacher("echo", port=port) as teacher:
+        seen(url, "s", bool)
+        teacher.pause()
+        seen(url, "s", lambda found: not found)
+        teacher.resume()
+        (instance,) = seen(url, "s", bool)
+        assert instance.endpoint == teacher.endpoint
+        teacher.terminate()
+        seen(url, "s", lambda found: not found)
+    assert process.poll() is None
+
+
+def test_what_students_are_told_may_differ_from_what_is_asked(register: Start, url: str) -> None:
+    with LocalTeacher("echo") as teacher:
+        register(
+            teacher.endpoint, "--model", "m", "--service", "s", "--advertise", "teachers.example:8001", "--id", "t1"
+        )
+        (instance,) = seen(url, "s", bool)
+    assert (instance.endpoint, instance.id) == ("teachers.example:8001", "t1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["localhost", "--model", "m"], "ENDPOINT 'localhost': expected host:port"),
+        (["localhost:99999", "--model", "m"], "ENDPOINT 'localhost:99999'"),
+        (["localhost:1"], "name the model: --model NAME"),
+        (["--model", "m"], "required: ENDPOINT"),
+        (["localhost:1", "--model", "m", "--interval", "5"], "--interval '5': expected a duration with its unit"),
+        (
+            ["localhost:1", "--model", "m", "--intervall", "5s"],
+            "unknown option '--intervall'; did you mean '--interval'?",
+        ),
+        (["localhost:1", "--model", "m", "--service", "a b"], "service 'a b'"),
+        (["localhost:1", "--model", "m", "--discovery", "none"], "--discovery none"),
+        (["localhost:1", "--model", "m", "--capacity", "-1"], "--capacity '-1': expected a number above 0"),
+    ],
+)
+def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(words)):
+        cmd_register.main(arguments)
+
+
+def test_wrong_usage_ends_with_one_line_and_code_2() -> None:
+    command = [sys.executable, "-m", "edl", "register", "localhost:1", "--model", "m", "--discovery", "etcd://x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2, done.stderr
+    assert "unknown scheme 'etcd'" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

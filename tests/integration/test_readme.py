@@ -1,8 +1,9 @@
-"""Every code block of README.md is run, in order, in one folder, as a reader of it would."""
+"""Every code block of README.md is run, in order, in one folder, as a reader of it would; and those of the docs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from edl.discovery import open_registry
@@ -20,13 +22,15 @@ from tests.plugins_consul import ConsulAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CONSUL = "consul://127.0.0.1:8500"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, text and first line in the file."""
+    """A fenced block: its page, language, text and first line in the page."""
 
+    page: str
     language: str
     text: str
     line: int
@@ -38,19 +42,20 @@ class Block:
         return named[1] if named else None
 
     def __str__(self) -> str:
-        return f"line{self.line}-{self.language}"
+        return f"{self.page}-line{self.line}"
 
 
 def blocks(path: Path) -> list[Block]:
     text = path.read_text()
     return [
-        Block(match[1], match[2], text[: match.start()].count("\n") + 1)
+        Block(path.name, match[1], match[2], text[: match.start()].count("\n") + 1)
         for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     ]
 
 
 BLOCKS = blocks(README)
-PYTHON = [block for block in BLOCKS if block.language == "python" and block.file_name is None]
+IN_DOCS = [block for page in PAGES if page != README for block in blocks(page)]
+PYTHON = [block for block in BLOCKS + IN_DOCS if block.language == "python" and block.file_name is None]
 COMMANDS = [block for block in BLOCKS if block.language == "bash"]
 
 
@@ -67,6 +72,7 @@ class Workshop:
         for block in BLOCKS:
             if block.file_name is not None:
                 folder.joinpath(block.file_name).write_text(block.text)
+        np.savez(folder / "digits.npz", x=np.zeros((64, 1, 8, 8), np.float32))
 
     def run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
@@ -151,7 +157,35 @@ def test_commands_with_consul(workshop: Workshop, consul_agent: ConsulAgent) -> 
             assert "ready" in workshop.run(sys.executable, "-m", "edl", *arguments, environ=environ)
 
 
-def test_links_and_pictures_are_there() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README.read_text()):
+@pytest.mark.parametrize("block", [block for block in IN_DOCS if block.language == "bash"], ids=str)
+def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
+    """Those that only look, or label, are run; models to serve are the reader's own, so there the flags are checked."""
+    for line in block.text.splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "make":
+            assert workshop.run("make", "-C", str(ROOT), "--dry-run", *arguments)
+        elif arguments[0] in ("teachers", "label"):
+            workshop.run(sys.executable, "-m", "edl", *arguments)
+        else:
+            assert program == "edl"
+            assert arguments[0] in ("serve", "register"), f"no test looks at {line!r}"
+
+
+@functools.cache
+def flags_of(command: str) -> set[str]:
+    told = subprocess.run([sys.executable, "-m", "edl", *command.split(), "--help"], capture_output=True, text=True)
+    return set(re.findall(r"--[a-z][a-z-]*", told.stdout))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_the_flags_that_a_page_names(page: Path) -> None:
+    for command, rest in re.findall(r"\bedl (bench reader|[a-z]+)((?: [^`\n]*)?)", page.read_text()):
+        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
+            assert flag in flags_of(command), f"{page.name}: `edl {command}` has no {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         if "://" not in target:
-            assert (ROOT / target).exists(), f"README.md links to {target}, which is not there"
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"

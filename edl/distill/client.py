@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from edl.distill.arena import Region
 from edl.distill.compress import TopK, top_k
-from edl.distill.dispatch import Failure, FailureKind
+from edl.distill.dispatch import FailureKind
+from edl.distill.failure import RequestFailed, failure_of
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
+from edl.distill.stream import InferStream
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
@@ -38,23 +41,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-_REJECTED = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.OUT_OF_RANGE,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-}
-
-
-class RequestFailed(Exception):
-    """A request, or the attempt to connect, came to nothing."""
-
-    def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.failure = Failure(kind, message, retry_after_s)
+_NO_ID = codec.id_field("-" * 8)  # as long as a stream's, so that a call of its own is as large
+_SMALL = 4096  # bytes; no server refuses a message for that
 
 
 class TeacherClient:
@@ -73,6 +61,9 @@ class TeacherClient:
         self._registering = asyncio.Lock()
         self._headers: dict[Any, bytes] = {}
         self._server_top_k = False
+        self._server_streams = False
+        self._stream: InferStream | None = None
+        self._proven_nbytes = _SMALL
 
     async def open(self, timeout_s: float) -> ModelSpec:
         """Connect, and see that the server is ready and what its model looks like.
@@ -92,6 +83,7 @@ class TeacherClient:
         meta = await self._ask("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
         self._server_top_k = names.EXTENSION_TOP_K in server.extensions
+        self._server_streams = names.EXTENSION_STREAM in server.extensions
         self.spec = ModelSpec(
             name=model,
             version=meta.versions[-1] if meta.versions else "",
@@ -110,39 +102,62 @@ class TeacherClient:
             RequestFailed: there is no usable answer.
         """
         deadline = time.monotonic() + timeout_s
-        message = await self._message(payload, deadline)
+        in_slot = self.shares_memory and payload.slot is not None
+        if in_slot and payload.slot is not None:
+            in_slot = await self._registered(payload.slot.region, deadline)
+        header = self._header(payload, timeout_s, in_slot=in_slot)
+        raw = () if in_slot else payload.raw
+        timeout_s = max(deadline - time.monotonic(), 0.001)
         try:
-            answer = await self._infer(message, timeout=max(deadline - time.monotonic(), 0.001))
-        except grpc.aio.AioRpcError as exc:
-            raise _translated(exc, self.endpoint) from exc
-        try:
-            header, raw = codec.decode_response(answer)
-            found = _arrays(header, raw)
-            return {name: self._output(name, found, payload.rows) for name in self.ask.outputs}
+            if self._server_streams and self._proven(header, raw):
+                header, found = await self._open_stream().ask(header, raw, timeout_s)
+            else:
+                header, found = await self._call(header, raw, timeout_s)
+            arrays = _arrays(codec.parse_response(header), found)
+            return {name: self._output(name, arrays, payload.rows) for name in self.ask.outputs}
         except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
 
     async def close(self) -> None:
         """Close the connection; requests under way end with LOST."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.close()
         await self._channel.close()
 
     # Requests
 
-    async def _message(self, payload: Payload, deadline: float) -> bytes:
-        in_slot = self.shares_memory and payload.slot is not None
-        if in_slot and payload.slot is not None:
-            in_slot = await self._registered(payload.slot.region, deadline)
-        header = self._header(payload, in_slot=in_slot)
-        return header if in_slot else codec.join_request(header, payload.raw)
+    def _open_stream(self) -> InferStream:
+        if self._stream is None or self._stream.broken:
+            self._stream = InferStream(self._channel, self.endpoint)
+        return self._stream
 
-    def _header(self, payload: Payload, *, in_slot: bool) -> bytes:
+    def _proven(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
+        """Whether the server takes messages of this size. One that it does not take would end the whole stream."""
+        return _nbytes(header, raw) <= self._proven_nbytes
+
+    async def _call(
+        self, header: bytes, raw: Sequence[codec.Buffer], timeout_s: float
+    ) -> tuple[bytes, list[memoryview]]:
+        try:
+            answer = await self._infer(codec.join_request(header + _NO_ID, raw), timeout=timeout_s)
+        except grpc.aio.AioRpcError as exc:
+            raise _translated(exc, self.endpoint) from exc
+        self._proven_nbytes = max(self._proven_nbytes, _nbytes(header, raw))
+        return codec.split_response(answer)
+
+    def _header(self, payload: Payload, timeout_s: float, *, in_slot: bool) -> bytes:
         slot = payload.slot if in_slot else None
-        key = payload.inputs if slot is None else (payload.inputs, slot.region.name, slot.offset)
+        key: Any = (payload.inputs, timeout_s)
+        if slot is not None:
+            key = (payload.inputs, timeout_s, slot.region.name, slot.offset)
         header = self._headers.get(key)
         if header is None:
             if len(self._headers) > 1024:
                 self._headers.clear()
             header = request_header(self.ask, self.spec.name, payload, compressed=self._server_top_k, in_slot=in_slot)
+            if self._server_streams:
+                header += _timeout_field(timeout_s)
             self._headers[key] = header
         return header
 
@@ -214,7 +229,7 @@ class TeacherClient:
         if spec is not None and not spec.fits(array.shape[1:]):
             raise self._unusable(f"output {name!r} has rows of shape {list(array.shape[1:])}, not {list(spec.shape)}")
         if array.dtype.kind == "f":
-            if np.isnan(array).any():
+            if array.size and np.isnan(array.min()):  # costs less than a look at each; `min` hands NaN on
                 row = int(np.argwhere(np.isnan(array))[0][0])
                 raise self._unusable(f"output {name!r} is NaN in row {row} of {rows}")
             if self.ask.dtype is not None and array.dtype != self.ask.dtype:
@@ -228,6 +243,17 @@ class TeacherClient:
 def _is_local(endpoint: str) -> bool:
     host = endpoint.rpartition(":")[0].strip("[]")
     return endpoint.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
+
+
+def _nbytes(header: bytes, raw: Sequence[codec.Buffer]) -> int:
+    return len(header) + sum([memoryview(part).nbytes for part in raw])
+
+
+def _timeout_field(timeout_s: float) -> bytes:
+    """Protobuf messages add up when their bytes are joined."""
+    message = kserve.ModelInferRequest()
+    message.parameters[names.TIMEOUT_MS].int64_param = round(timeout_s * 1000)
+    return bytes(message.SerializeToString())
 
 
 def _spec_of(tensor: Any) -> TensorSpec:
@@ -249,26 +275,5 @@ def _arrays(header: Any, raw: list[memoryview]) -> dict[str, Array]:
 
 
 def _translated(exc: grpc.aio.AioRpcError, endpoint: str) -> RequestFailed:
-    code, details = exc.code(), exc.details() or ""
-    message = f"{endpoint}: {details or code.name}"
-    if code is grpc.StatusCode.UNAVAILABLE:
-        hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
-        if hint is None:
-            return RequestFailed(FailureKind.LOST, message)
-        return RequestFailed(FailureKind.OVERLOADED, message, _seconds(hint))
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in details:
-        return RequestFailed(FailureKind.OVERLOADED, message, 0.05)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return RequestFailed(FailureKind.TIMEOUT, message)
-    if code is grpc.StatusCode.CANCELLED:
-        return RequestFailed(FailureKind.LOST, message)
-    if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return RequestFailed(FailureKind.REJECTED, message)
-    return RequestFailed(FailureKind.ERROR, message)
-
-
-def _seconds(milliseconds: str | bytes) -> float:
-    try:
-        return min(max(float(milliseconds) / 1000, 0.0), 60.0)
-    except ValueError:
-        return 0.05
+    hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
+    return failure_of(exc.code(), exc.details() or "", hint, endpoint)

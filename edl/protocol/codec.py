@@ -21,17 +21,24 @@ __all__ = [
     "decode_response",
     "encode_request",
     "encode_response",
+    "id_field",
     "join_request",
     "join_response",
     "parse_request",
+    "parse_response",
     "split_request",
+    "split_response",
+    "split_streamed_request",
+    "split_streamed_response",
     "wrap_response",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+_ID = 3  # of requests and responses alike
 _RAW_INPUT = 7
 _RAW_OUTPUT = 6
+_STREAMED_ERROR = 1
 _STREAMED_RESPONSE = 2
 _LENGTH_DELIMITED = 2
 _MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
@@ -75,10 +82,11 @@ def _skip(data: memoryview, at: int, wire_type: int) -> int:
     return end
 
 
-def _split(data: Buffer, raw_field: int) -> tuple[bytes, list[memoryview]]:
-    """The message without its fields `raw_field`, and those fields as views of `data`."""
+def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, list[memoryview], memoryview | None]:
+    """The message without its fields `raw_field` and `id_field`, and those fields as views of `data`."""
     view = memoryview(data)
     raw: list[memoryview] = []
+    found: memoryview | None = None
     kept: list[memoryview] = []
     at = kept_from = fields = 0
     while at < len(view):
@@ -89,14 +97,18 @@ def _split(data: Buffer, raw_field: int) -> tuple[bytes, list[memoryview]]:
         tag, at = _read_varint(view, at)
         at_value = at
         at = _skip(view, at, tag & 7)
-        if tag >> 3 == raw_field and tag & 7 == _LENGTH_DELIMITED:
+        if tag >> 3 in (raw_field, id_field) and tag & 7 == _LENGTH_DELIMITED:
             if start > kept_from:
                 kept.append(view[kept_from:start])
             kept_from = at
-            raw.append(view[_read_varint(view, at_value)[1] : at])
+            value = view[_read_varint(view, at_value)[1] : at]
+            if tag >> 3 == raw_field:
+                raw.append(value)
+            else:
+                found = value
     if at > kept_from:
         kept.append(view[kept_from:at])
-    return b"".join(kept), raw
+    return b"".join(kept), raw, found
 
 
 def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
@@ -131,9 +143,20 @@ def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
     return _join(header, _RAW_OUTPUT, raw)
 
 
-def wrap_response(response: bytes) -> bytes:
-    """A `ModelStreamInferResponse` around the bytes of a `ModelInferResponse`."""
-    return _varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED) + _varint(len(response)) + response
+def id_field(request_id: str) -> bytes:
+    """The field `id` alone. Before or behind the bytes of a request or response, it becomes that message's id."""
+    data = request_id.encode()
+    return _varint(_ID << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data
+
+
+def wrap_response(response: bytes, id_bytes: bytes = b"") -> bytes:
+    """A `ModelStreamInferResponse` around the bytes of a `ModelInferResponse`.
+
+    Args:
+        id_bytes: of `id_field`; empty to leave the response's own.
+    """
+    length = _varint(len(id_bytes) + len(response))
+    return b"".join((_varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, response))
 
 
 def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
@@ -142,7 +165,39 @@ def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
     Raises:
         ProtocolError: `data` is no protobuf message.
     """
-    return _split(data, _RAW_INPUT)
+    return _split(data, _RAW_INPUT)[:2]
+
+
+def split_streamed_request(data: Buffer) -> tuple[bytes, list[memoryview], str]:
+    """As `split_request`, and the id cut out of the header: what is left of it is the same for many requests.
+
+    Raises:
+        ProtocolError: `data` is no protobuf message, or its id no UTF-8.
+    """
+    header, raw, found = _split(data, _RAW_INPUT, _ID)
+    return header, raw, _text(found)
+
+
+def split_streamed_response(data: Buffer) -> tuple[bytes, list[memoryview], str, str]:
+    """Take a `ModelStreamInferResponse` apart.
+
+    Returns:
+        The response's header, still serialized and without its id; its `raw_output_contents` as views of `data`; the
+        id; the error message, empty if there is none.
+
+    Raises:
+        ProtocolError: `data` is no such message.
+    """
+    _, inner, error = _split(data, _STREAMED_RESPONSE, _STREAMED_ERROR)
+    header, raw, found = _split(inner[-1], _RAW_OUTPUT, _ID) if inner else (b"", [], None)
+    return header, raw, _text(found), _text(error)
+
+
+def _text(data: memoryview | None) -> str:
+    try:
+        return "" if data is None else str(data, "utf-8")
+    except UnicodeDecodeError as exc:
+        raise ProtocolError("malformed message: a string that is no UTF-8") from exc
 
 
 def parse_request(header: bytes) -> kserve.ModelInferRequest:
@@ -173,8 +228,26 @@ def decode_response(data: Buffer) -> tuple[kserve.ModelInferResponse, list[memor
     Raises:
         ProtocolError: `data` is no such message.
     """
-    header, raw = _split(data, _RAW_OUTPUT)
+    header, raw = split_response(data)
+    return parse_response(header), raw
+
+
+def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
+    """The header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
+
+    Raises:
+        ProtocolError: `data` is no protobuf message.
+    """
+    return _split(data, _RAW_OUTPUT)[:2]
+
+
+def parse_response(header: bytes) -> kserve.ModelInferResponse:
+    """A header that `split_streamed_response` found.
+
+    Raises:
+        ProtocolError: it is no `ModelInferResponse`.
+    """
     try:
-        return kserve.ModelInferResponse.FromString(header), raw
+        return kserve.ModelInferResponse.FromString(header)
     except DecodeError as exc:
         raise ProtocolError(f"malformed ModelInferResponse: {exc}") from exc

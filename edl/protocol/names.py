@@ -7,17 +7,23 @@ Other KServe v2 servers ignore parameters that they do not know; a client finds 
 from __future__ import annotations
 
 __all__ = [
+    "CANCEL",
     "DTYPE",
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
+    "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
+    "RETRY_AFTER",
     "RETRY_AFTER_MS",
     "SERVICE",
     "SHM_NBYTES",
     "SHM_OFFSET",
     "SHM_REGION",
+    "STATUS",
     "TEMPERATURE",
+    "TIMEOUT_MS",
     "TOP_K",
+    "UNORDERED",
     "method",
     "top_k_names",
 ]
@@ -31,9 +37,25 @@ TEMPERATURE = "edl_temperature"
 DTYPE = "edl_dtype"
 """Request parameter (string): "FP16" or "FP32", the datatype of floating-point outputs."""
 
+TIMEOUT_MS = "edl_timeout_ms"
+"""Request parameter (int64): a deadline for one request of a stream, counted from its arrival."""
+CANCEL = "edl_cancel"
+"""Request parameter (bool) of a message with nothing else but the id of a request of an unordered stream that nobody
+waits for any more. It gets no answer, and the cancelled request may or may not get one."""
+
+UNORDERED = "edl-unordered"
+"""Metadata of a ModelStreamInfer call, any value: each answer, with its request's id, as soon as it is there. Without
+it answers come in the order of the requests."""
+STATUS = "edl_status"
+"""Answer parameter (string) beside a stream's error_message: the gRPC status that a unary call would have had."""
+RETRY_AFTER = "edl_retry_after_ms"
+"""Answer parameter (int64) beside `edl_status`: see `RETRY_AFTER_MS`."""
+
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
+EXTENSION_STREAM = "edl_stream"
+"""`ModelStreamInfer` knows `UNORDERED`, `TIMEOUT_MS`, `CANCEL`, `STATUS` and `RETRY_AFTER`."""
 
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"

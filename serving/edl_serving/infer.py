@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
 
 from edl.errors import ProtocolError
-from edl.protocol import codec, kserve
-from edl.protocol.transport import grpc
+from edl.protocol import codec
 from edl_serving.batcher import Batcher
 from edl_serving.lifecycle import Lifecycle
 from edl_serving.metrics import Metrics
@@ -16,12 +14,9 @@ from edl_serving.model import Model
 from edl_serving.refusal import Refusal, invalid
 from edl_serving.request import RequestReader
 from edl_serving.shm import Regions, is_local
+from edl_serving.stream import Context, Stream, refused
 
 __all__ = ["Context", "Inference"]
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-_STREAM_WINDOW = 16  # requests of one stream that are worked on at a time; the others wait in the connection
 
 
 class Inference:
@@ -47,6 +42,7 @@ class Inference:
         self._batcher = batcher
         self._regions = regions
         self._metrics = metrics
+        self._streams: set[Stream] = set()
 
     async def unary(self, data: bytes, context: Context) -> bytes:
         """`ModelInfer`."""
@@ -64,83 +60,50 @@ class Inference:
         return answer
 
     async def stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        """`ModelStreamInfer`: answers come in the order of the requests; an error ends its request, not the stream."""
-        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
-        window = asyncio.Semaphore(_STREAM_WINDOW)
-        pending: set[asyncio.Task[bytes]] = set()
-        entered: set[asyncio.Task[bytes]] = set()
+        """`ModelStreamInfer`; see `Stream`."""
+        regions = self._regions_for(context)
 
-        async def receive() -> None:
+        async def compute(header: bytes, raw: list[memoryview], request_id: str, refusal: Refusal | None) -> bytes:
             try:
-                async for data in requests:
-                    await window.acquire()
-                    refusal = self._refused()
-                    task = asyncio.create_task(self._compute_for_stream(data, context, refusal))
-                    pending.add(task)
-                    if refusal is None:
-                        entered.add(task)
-                    answers.put_nowait(task)
-            finally:
-                answers.put_nowait(None)
+                if refusal is not None:
+                    raise refusal
+                request = await self._reader.read(header, raw, regions)
+                answer = await self._batcher.compute(request, _least(request.plan.timeout_s, context.time_remaining()))
+            except Refusal as exc:
+                self._metrics.answered(exc.code.name.lower())
+                return refused(exc, self._model.name, request_id)
+            except asyncio.CancelledError:
+                self._metrics.answered("cancelled")
+                raise
+            self._metrics.answered("ok")
+            return codec.wrap_response(answer, codec.id_field(request_id) if request_id else b"")
 
-        receiver = asyncio.create_task(receive())
+        stream = Stream(compute, self._lifecycle, context)
+        self._streams.add(stream)
         try:
-            while (task := await answers.get()) is not None:
-                await context.write(await task)
-                window.release()
-                pending.discard(task)
-                if task in entered:
-                    entered.remove(task)
-                    self._lifecycle.leave()
-            await receiver
+            await stream.run(requests)
         finally:
-            receiver.cancel()
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(receiver, *pending, return_exceptions=True)
-            for _ in entered:
-                self._lifecycle.leave()
+            self._streams.discard(stream)
+
+    def end_streams(self) -> None:
+        """End open streams; an answer that is on its way still comes first."""
+        for stream in self._streams:
+            stream.end()
 
     def _left(self, context: Context) -> None:
         self._lifecycle.leave()
-
-    def _refused(self) -> Refusal | None:
-        try:
-            self._lifecycle.enter()
-        except Refusal as refusal:
-            return refusal
-        return None
-
-    async def _compute_for_stream(self, data: bytes, context: Context, refusal: Refusal | None) -> bytes:
-        try:
-            if refusal is not None:
-                raise refusal
-            answer = await self._compute(data, context)
-        except Refusal as exc:
-            self._metrics.answered(exc.code.name.lower())
-            return kserve.ModelStreamInferResponse(
-                error_message=exc.message,
-                infer_response=kserve.ModelInferResponse(model_name=self._model.name, id=_id_of(data)),
-            ).SerializeToString()
-        except asyncio.CancelledError:
-            self._metrics.answered("cancelled")
-            raise
-        self._metrics.answered("ok")
-        return codec.wrap_response(answer)
 
     async def _compute(self, data: bytes, context: Context) -> bytes:
         try:
             header, raw = codec.split_request(data)
         except ProtocolError as exc:
             raise invalid(str(exc)) from exc
-        regions = self._regions if self._regions is not None and is_local(context.peer()) else None
-        request = await self._reader.read(header, raw, regions)
+        request = await self._reader.read(header, raw, self._regions_for(context))
         return await self._batcher.compute(request, context.time_remaining())
 
+    def _regions_for(self, context: Context) -> Regions | None:
+        return self._regions if self._regions is not None and is_local(context.peer()) else None
 
-def _id_of(data: bytes) -> str:
-    """The id that a refused request came with, if that much of it can be read."""
-    try:
-        return codec.decode_request(data)[0].id
-    except ProtocolError:
-        return ""
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else min(one, other)

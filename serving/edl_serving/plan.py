@@ -75,6 +75,7 @@ class Plan:
         shapes: of the inputs without the rows; only requests with the same ones share a batch.
         typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to one
             request alone.
+        timeout_s: how long after its arrival anyone waits for the answer; None if the request does not say.
         answers: headers of answers to this plan, serialized, by the shapes of the outputs.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     outputs: tuple[Output, ...]
     typed: str | None
     uses_shared_memory: bool
+    timeout_s: float | None = None
     answers: dict[object, bytes] = field(default_factory=dict, compare=False)
 
 
@@ -114,7 +116,17 @@ def make_plan(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> 
         outputs=outputs,
         typed=next((one.spec.name for one in inputs if not isinstance(one.source, (Raw, Place))), None),
         uses_shared_memory=any(isinstance(source, Place) for source in sources) or any(one.place for one in outputs),
+        timeout_s=_read_timeout(header.parameters),
     )
+
+
+def _read_timeout(parameters: Mapping[str, kserve.InferParameter]) -> float | None:
+    if names.TIMEOUT_MS not in parameters:  # a look-up in a protobuf map would add it
+        return None
+    field = parameters[names.TIMEOUT_MS].WhichOneof("parameter_choice")
+    if field != "int64_param":
+        raise invalid(f"parameter {names.TIMEOUT_MS}: must be given as int64_param, not {field}")
+    return max(parameters[names.TIMEOUT_MS].int64_param / 1000, 0.0)
 
 
 def _read_inputs(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> tuple[Input, ...]:

@@ -50,6 +50,7 @@ class TeacherServer:
         self._metrics = Metrics(settings.model)
         self._lifecycle: Lifecycle | None = None
         self._batcher: Batcher | None = None
+        self._inference: Inference | None = None
         self._grpc: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         self._port = 0
@@ -114,7 +115,9 @@ class TeacherServer:
     async def _listen(self, lifecycle: Lifecycle, batcher: Batcher) -> None:
         settings = self._settings
         regions = Regions(settings.max_regions, settings.max_region_bytes) if settings.shared_memory else None
-        inference = Inference(self._model, settings.max_queue_rows, lifecycle, batcher, regions, self._metrics)
+        inference = self._inference = Inference(
+            self._model, settings.max_queue_rows, lifecycle, batcher, regions, self._metrics
+        )
         servicer = Servicer(self._model, lifecycle, inference, regions)
         self._grpc = grpc.aio.server(options=_options(settings))
         self._grpc.add_generic_rpc_handlers((servicer.handler(),))
@@ -170,6 +173,8 @@ class TeacherServer:
             self._lifecycle.state = State.STOPPED
         if server is not None:
             await self._tell_health(_NOT_SERVING)
+            if self._inference is not None:
+                self._inference.end_streams()
             await server.stop(_FLUSH_S)
         if batcher is not None:
             await batcher.close(close_within_s)

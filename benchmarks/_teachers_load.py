@@ -26,7 +26,7 @@ from edl.distill import DistillReader, Options
 from edl.distill.dispatch import Policy
 from edl.protocol import codec, kserve, names
 
-_BARE_IN_FLIGHT = 3
+_BARE_IN_FLIGHT = 8
 
 
 def request(number: int) -> bytes:

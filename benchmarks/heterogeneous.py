@@ -1,7 +1,7 @@
 """Teachers of unequal speed and mood: the reader's throughput against the sum of their rates, and what hedging does.
 
 Three teachers sleep 10 ms a batch and one 40 ms; each 33rd batch of each takes ten times as long and holds the teacher
-up. The sum of their rates is measured, too: each teacher asked for itself, three requests in flight, no order kept.
+up. The sum of their rates is measured, too: each teacher asked for itself, eight requests in flight, no order kept.
 Latencies are those of a student that takes half of what the teachers can give, from the data source to the training
 loop, order kept.
 """

@@ -167,6 +167,7 @@ def test_a_teacher_of_twice_the_capacity_has_twice_the_students() -> None:
 
 
 @given(st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=12), st.integers(1, 60))
+@example([0.35, 0.35], 3)  # 3 / 0.35 * 0.35 is less than 3 in floating point
 def test_no_teacher_could_have_taken_a_student_more_cheaply(capacities: list[float], students: int) -> None:
     case = Case({f"t{n}": c for n, c in enumerate(capacities)}, {f"s{n}": 1 for n in range(students)}, 1)
     loads = case.loads(case.answer())
@@ -199,13 +200,13 @@ def by_brute_force(case: Case) -> tuple[Fraction, int]:
 @settings(max_examples=200, deadline=None)
 # Two students take all, the third has a choice: a fair load must not count on more than it can give.
 @example(Case({"t0": 9.0, "t1": 7.0, "t2": 5.0}, {"a": 3, "b": 3, "c": 3, "d": 1}, 3, {"d": ("t1", "t2")}))
-# Of two fair loads, 4-3-3-2 and 4-4-2-2, say, the flatter one may be the only possible one.
+# Large and small teachers tie for the last link: nothing is lost yet that would justify to treat them apart.
 @example(
     Case(
-        {"t0": 9.0, "t1": 7.0, "t2": 7.0, "t3": 5.0, "t4": 3.0, "t5": 3.0, "t6": 3.0},
-        {"a": 2, "b": 3, "c": 7, "d": 1},
-        7,
-        {"a": ("t0", "t1", "t2"), "b": ("t0", "t1", "t2", "t3", "t4", "t6"), "d": ("t0",)},
+        {"t0": 1.0, "t1": 1.0, "t2": 3.0, "t3": 1.0, "t4": 3.0},
+        {"a": 3, "b": 1},
+        5,
+        {"a": ("t0", "t2", "t3"), "b": ("t0", "t4")},
     )
 )
 # Somebody's new link has to make room, rather than a link that was there before.
@@ -257,6 +258,31 @@ def weight(case: Case) -> int:
 
 @given(cases(12, 9))
 @settings(max_examples=120, deadline=None)
+# Rare cases, in which a step of the search that costs too much would be the first to be found.
+@example(
+    Case(
+        {"t0": 0.5, "t1": 0.5, "t2": 0.5, "t3": 64.0},
+        {"a": 2, "b": 1, "c": 2, "d": 3},
+        4,
+        {"a": ("t1", "t2"), "b": ("t1",), "c": ("t1", "t2"), "d": ("t3",)},
+    )
+)
+@example(
+    Case(
+        {"t0": 0.5, "t1": 0.5, "t2": 2.0, "t3": 0.5, "t4": 4.0},
+        {"a": 2, "b": 2, "c": 2, "d": 1, "e": 2},
+        5,
+        {"a": ("t4",), "b": ("t0", "t1"), "c": ("t0",), "d": ("t1", "t2", "t4"), "e": ("t0", "t2", "t3")},
+    )
+)
+@example(
+    Case(
+        {"t0": 1.0, "t1": 64.0, "t2": 1.0, "t3": 64.0},
+        {"a": 3, "b": 2, "c": 2, "d": 3, "e": 3},
+        4,
+        {"a": ("t1", "t2"), "b": ("t1",), "c": ("t1", "t2"), "d": ("t1", "t2"), "e": ("t1",)},
+    )
+)
 def test_no_change_among_more_members_moves_more_links_than_it_must(case: Case) -> None:
     pytest.importorskip("scipy", reason="scipy, which scikit-learn brings, finds the optimum to compare with")
     if case.teachers and case.students:

@@ -26,12 +26,13 @@ def snapshot_of(service: str, found: Iterable[Instance | Rejected]) -> Snapshot:
 class Follower:
     """Turns a registry's answers and failures into the snapshots that a watcher hands out.
 
-    While the registry cannot be reached the last known instances stay. A registry that comes back with fewer of them
-    may have lost its memory, and they are about to register again: they stay for `settle_s` more, marked stale, so that
-    a restart of the registry does not make every student drop its teachers.
+    While the registry cannot be reached the last known instances stay. A registry that comes back may have lost its
+    memory, or take everybody's lease for lapsed, until they have renewed: whoever is missing in the first `settle_s`
+    stays as well, and the snapshot is marked stale, so that a restart of the registry does not make every student drop
+    its teachers.
     """
 
-    def __init__(self, service: str, settle_s: float = 3.0) -> None:
+    def __init__(self, service: str, settle_s: float = 5.0) -> None:
         self._service = service
         self._settle_s = settle_s
         self._last = Snapshot(service, ())
@@ -42,7 +43,7 @@ class Follower:
     @property
     def recheck_at(self) -> float | None:
         """When to ask again although nothing changed, None for never; the clock is that of `now` below."""
-        return self._settled_at
+        return self._settled_at if self._last.stale else None
 
     def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
         """The registry answered."""
@@ -51,24 +52,24 @@ class Follower:
             self._failing = False
             self._settled_at = now + self._settle_s
             log.info("service %s: the registry answers again", self._service)
-        if self._settled_at is not None:
-            snapshot = self._with_missing(snapshot, now, self._settled_at)
-        self._last = snapshot
-        return snapshot
+        if self._settled_at is not None and now >= self._settled_at:
+            self._settled_at = None
+        self._last = snapshot if self._settled_at is None else self._with_missing(snapshot)
+        return self._last
 
     def failed(self, reason: str) -> Snapshot:
         """The registry did not answer."""
         if not self._failing:
             self._failing = True
+            self._settled_at = None
             log.warning("service %s: keeping the last known %d: %s", self._service, len(self._last.instances), reason)
         self._last = Snapshot(self._service, self._last.instances, self._last.rejected, stale=reason)
         return self._last
 
-    def _with_missing(self, snapshot: Snapshot, now: float, settled_at: float) -> Snapshot:
+    def _with_missing(self, snapshot: Snapshot) -> Snapshot:
         present = {entry.id for entry in snapshot.instances} | {entry.id for entry in snapshot.rejected}
         missing = [entry for entry in self._last.instances if entry.id not in present]
-        if not missing or now >= settled_at:
-            self._settled_at = None
+        if not missing:
             return snapshot
         return Snapshot(
             self._service,

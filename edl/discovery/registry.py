@@ -61,8 +61,8 @@ class Snapshot:
 
     Attributes:
         stale: empty while the registry answers; otherwise why it does not, and `instances` are the last known. Those
-            that are missing in the first answers after an outage are kept for a few seconds more, with `stale` set: the
-            registry may have lost its memory, and they are about to register again.
+            that are missing in the first seconds after an outage are kept as well, with `stale` set: the registry may
+            have lost its memory, and they are about to register again.
     """
 
     service: str

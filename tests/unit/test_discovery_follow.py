@@ -51,13 +51,16 @@ def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
     assert follower.recheck_at is None
 
 
-def test_waiting_ends_as_soon_as_all_are_back() -> None:
+def test_nothing_is_stale_as_soon_as_all_are_back_and_a_relapse_is_borne_for_a_while() -> None:
     follower = Follower("digits", settle_s=3.0)
     follower.answered(answer("a"), 1.0)
     follower.failed("down")
     assert follower.answered(answer(), 10.0).stale
     assert follower.answered(answer("a", "b"), 10.5) == answer("a", "b")
-    assert follower.answered(answer("b"), 11.0) == answer("b"), "a departure after that is a departure"
+    assert follower.recheck_at is None
+    assert follower.answered(answer("b"), 11.0).instances == teachers("a", "b"), "its lease may have lapsed meanwhile"
+    assert follower.recheck_at == 13.0
+    assert follower.answered(answer("b"), 13.0) == answer("b"), "a departure after that is a departure"
 
 
 def test_who_comes_back_with_nonsense_is_not_kept() -> None:

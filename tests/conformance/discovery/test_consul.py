@@ -336,12 +336,15 @@ def agent_with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[C
     if shutil.which("openssl") is None:
         pytest.skip("the openssl program, which makes the certificates, is missing")
     folder = tmp_path_factory.mktemp("consul-tls")
-    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    _openssl(folder, "req", "-x509", *new_key, "-subj", "/CN=test CA", "-keyout", "ca.key", "-out", "ca.pem")
-    (folder / "server.ext").write_text("subjectAltName=IP:127.0.0.1,DNS:server.dc1.consul\n")
-    (folder / "client.ext").write_text("extendedKeyUsage=clientAuth\n")
+    new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    root = ("-subj", "/CN=test CA", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
+    _openssl(folder, "req", "-x509", *new_key, *usage, *root)
+    identifiers = "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+    (folder / "server.ext").write_text(identifiers + "subjectAltName=IP:127.0.0.1,DNS:server.dc1.consul\n")
+    (folder / "client.ext").write_text(identifiers + "extendedKeyUsage=clientAuth\n")
     for name in ("server", "client"):
-        _openssl(folder, "req", *new_key[:-2], "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        _openssl(folder, "req", *new_key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
         sign = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", f"{name}.ext")
         _openssl(folder, "x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
     config = {

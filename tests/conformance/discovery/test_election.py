@@ -14,7 +14,7 @@ Start = Callable[..., Member]
 
 
 def test_exactly_one_leads_and_the_next_follows_when_it_steps_down(store: Store, service: str) -> None:
-    candidates = {str(number).encode(): store.elect(service, str(number).encode(), 2.0) for number in range(3)}
+    candidates = {str(number).encode(): store.elect(service, str(number).encode()) for number in range(3)}
     for left in (3, 2, 1):
         assert eventually(lambda: any(candidate.is_leader for candidate in candidates.values()))
         leaders = [value for value, candidate in candidates.items() if candidate.is_leader]
@@ -62,7 +62,7 @@ def test_one_of_two_processes_wins_and_the_other_follows_a_kill(store: Store, se
         return [number for number, candidate in enumerate(candidates) if candidate.ask("?") == "leader"]
 
     assert len(eventually(leaders)) == 1
-    first = leaders()[0]
+    first = eventually(leaders)[0]
     candidates[first].kill()
     assert eventually(lambda: candidates[1 - first].ask("?") == "leader")
 
@@ -73,7 +73,7 @@ def test_a_leader_paused_past_its_lease_is_deposed_and_campaigns_again(
     process = member("elect", service, "paused", "0.6")
     assert process.hear() == "ready"
     assert eventually(lambda: process.ask("?") == "leader")
-    with store.elect(service, b"mine", 2.0) as election:
+    with store.elect(service, b"mine") as election:
         assert not election.wait(0.1)
         process.pause()
         assert election.wait(20)

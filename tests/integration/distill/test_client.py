@@ -1,0 +1,174 @@
+"""One connection to one teacher: its stream, and what goes wrong on it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.client import RequestFailed, TeacherClient
+from edl.distill.dispatch import FailureKind
+from edl.distill.request import Ask, Payload
+from edl.testing import LocalTeacher
+from tests.integration.distill.conftest import Start
+
+WIDTH = 4
+
+
+def payload(value: float, rows: int = 1) -> Payload:
+    return Payload.of({"x": np.full((rows, WIDTH), value, np.float32)}, None)
+
+
+def with_client(teacher: LocalTeacher, test: Callable[[TeacherClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        before = asyncio.all_tasks()
+        client = TeacherClient(teacher.endpoint, Ask(("y",)))
+        try:
+            await client.open(20)
+            return await test(client)
+        finally:
+            await client.close()
+            assert asyncio.all_tasks() == before
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def infer(client: TeacherClient, value: float, rows: int = 1, timeout_s: float = 20) -> Any:
+    return (await client.infer(payload(value, rows), timeout_s))["y"]
+
+
+async def kind_of(answer: Awaitable[Any]) -> FailureKind:
+    with pytest.raises(RequestFailed) as caught:
+        await answer
+    return caught.value.failure.kind
+
+
+async def streams(client: TeacherClient) -> Any:
+    """Ask once, so that the stream is there."""
+    await infer(client, 0)
+    assert client._stream is not None
+    assert not client._stream.broken
+    return client._stream
+
+
+def waiting_on(stream: Any) -> int:
+    return len(stream._waiting)
+
+
+def test_many_at_a_time_each_get_their_own_answer(start: Start) -> None:
+    async def test(client: TeacherClient) -> None:
+        stream = await streams(client)
+        answers = await asyncio.gather(*(infer(client, number, 1 + number % 5) for number in range(200)))
+        for number, answer in enumerate(answers):
+            assert answer.shape == (1 + number % 5, WIDTH)
+            assert (answer == number).all()
+        assert client._stream is stream
+        assert not waiting_on(stream)
+
+    with_client(start("echo", max_batch=8), test)
+
+
+def test_a_killed_teacher_fails_all_requests_at_once(start: Start) -> None:
+    teacher = start("echo", delay_s=30)
+
+    async def test(client: TeacherClient) -> None:
+        tasks = [asyncio.create_task(kind_of(infer(client, 0))) for _ in range(5)]
+        await asyncio.sleep(0.2)
+        killed = time.monotonic()
+        teacher.kill()
+        assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 5
+        assert time.monotonic() - killed < 5, "milliseconds on an idle machine; a request's time is 20 s"
+        assert await kind_of(infer(client, 0)) is FailureKind.LOST
+
+    with_client(teacher, test)
+
+
+def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(start: Start) -> None:
+    teacher = start("echo")
+
+    async def test(client: TeacherClient) -> None:
+        stream = await streams(client)
+        teacher.pause()
+        cancelled = asyncio.create_task(infer(client, 1))
+        patient = asyncio.create_task(infer(client, 2))
+        assert await kind_of(infer(client, 3, timeout_s=0.2)) is FailureKind.TIMEOUT
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        teacher.resume()
+        assert (await patient == 2).all()
+        assert (await infer(client, 4) == 4).all()
+        assert client._stream is stream
+        assert not waiting_on(stream)
+
+    with_client(teacher, test)
+
+
+def test_a_request_that_is_too_large_is_rejected_alone(start: Start) -> None:
+    rows = 100_000 // (4 * WIDTH)
+    teacher = start("echo", serve={"max-message": "64KiB"}, max_queue=2 * rows)
+
+    async def test(client: TeacherClient) -> None:
+        stream = await streams(client)
+        tasks = [asyncio.create_task(infer(client, number)) for number in range(20)]
+        large = [asyncio.create_task(kind_of(infer(client, 0, rows))) for _ in range(3)]
+        assert await asyncio.gather(*large) == [FailureKind.REJECTED] * 3
+        for number, answer in enumerate(await asyncio.gather(*tasks)):
+            assert (answer == number).all()
+        assert client._stream is stream
+
+    with_client(teacher, test)
+
+
+def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start) -> None:
+    rows = 8_000_000 // (4 * WIDTH)
+
+    async def test(client: TeacherClient) -> None:
+        for value in range(3):
+            answers = await asyncio.gather(*(infer(client, value, rows) for _ in range(3)))
+            assert all((answer == value).all() for answer in answers)
+            assert (client._stream is not None) == (value > 0)
+
+    with_client(start("echo", max_batch=rows, max_queue=4 * rows), test)
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("nan", FailureKind.ERROR), ("raises", FailureKind.ERROR)])
+def test_failures_are_told_apart_as_those_of_single_calls(start: Start, fault: str, kind: FailureKind) -> None:
+    async def test(client: TeacherClient) -> None:
+        kinds = [await kind_of(infer(client, 1))]
+        client._server_streams = False
+        kinds.append(await kind_of(infer(client, 1)))
+        assert kinds == [kind, kind]
+
+    with_client(start(fault), test)
+
+
+def test_a_full_queue_says_when_to_come_again(start: Start) -> None:
+    async def test(client: TeacherClient) -> None:
+        answers = await asyncio.gather(*(infer(client, 1) for _ in range(30)), return_exceptions=True)
+        failures = [answer.failure for answer in answers if isinstance(answer, RequestFailed)]
+        assert len(failures) < 30
+        assert {failure.kind for failure in failures} == {FailureKind.OVERLOADED}
+        assert all(failure.retry_after_s > 0 for failure in failures)
+
+    with_client(start("echo", delay_s=0.05, max_batch=1, max_queue=4), test)
+
+
+def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start) -> None:
+    teacher = start("echo", delay_s=0.5)
+
+    async def test(client: TeacherClient) -> None:
+        taken = asyncio.create_task(infer(client, 7))
+        await asyncio.sleep(0.2)
+        teacher.terminate()
+        assert (await taken == 7).all()
+        while not client._stream.broken:  # type: ignore[union-attr]  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await kind_of(infer(client, 8)) is FailureKind.LOST
+
+    with_client(teacher, test)
+    assert teacher.wait() == 0

@@ -1,0 +1,221 @@
+"""`ModelStreamInfer` as EDL's own reader uses it: any order, cancelling, deadlines, errors with a status, draining."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.transport import grpc
+from edl_serving import Array
+from tests.integration.serving.conftest import (
+    TIMEOUT_S,
+    Connect,
+    Process,
+    StartInside,
+    StartProcess,
+    request_bytes,
+    until,
+)
+from tests.integration.serving.models import Gated, logits
+
+
+class Open:
+    """A stream that a test writes to and reads from."""
+
+    def __init__(self, channel: Any, *, unordered: bool = True) -> None:
+        self._sent: queue.Queue[bytes | None] = queue.Queue()
+        metadata = ((names.UNORDERED, "1"),) if unordered else ()
+        self.call = channel.stream_stream(names.method("ModelStreamInfer"))(
+            iter(self._sent.get, None), metadata=metadata, timeout=TIMEOUT_S
+        )
+
+    def send(self, request_id: str, x: Array, **parameters: int | float | str) -> None:
+        self._sent.put(request_bytes({"x": x}, **parameters) + codec.id_field(request_id))
+
+    def cancel(self, request_id: str) -> None:
+        header = kserve.ModelInferRequest(id=request_id)
+        header.parameters[names.CANCEL].bool_param = True
+        self._sent.put(header.SerializeToString())
+
+    def read(self) -> kserve.ModelStreamInferResponse:
+        return kserve.ModelStreamInferResponse.FromString(next(self.call))
+
+    def end(self) -> None:
+        self._sent.put(None)
+
+
+def row(value: float) -> Array:
+    return np.full((1, 4), value, np.float32)
+
+
+def is_answer_to(answer: kserve.ModelStreamInferResponse, x: Array) -> bool:
+    assert not answer.error_message
+    output = answer.infer_response.outputs[0]
+    found = tensors.from_raw(output.datatype, tuple(output.shape), answer.infer_response.raw_output_contents[0])
+    return bool((found == logits(x)).all())
+
+
+def status_of(answer: kserve.ModelStreamInferResponse) -> tuple[str, str]:
+    assert answer.error_message
+    return answer.infer_response.id, answer.infer_response.parameters[names.STATUS].string_param
+
+
+class Pair(Gated):
+    """Shuts the gate for rows of 1 only."""
+
+    def predict(self, inputs: Any) -> Any:
+        return super().predict(inputs) if inputs["x"][0, 0] == 1 else {"logits": logits(inputs["x"])}
+
+
+@pytest.mark.parametrize("unordered", [True, False])
+def test_a_slow_request_holds_the_others_up_only_where_there_is_an_order(
+    inside: StartInside, connect: Connect, unordered: bool
+) -> None:
+    slow, other = Pair(), Pair()
+    other.gate = slow.gate
+    server = inside([slow, other], max_batch_rows=1)
+    stream = Open(connect(server.target).channel, unordered=unordered)
+    stream.send("slow", row(1))
+    until(lambda: slow.started.is_set() or other.started.is_set())
+    for number in range(5):
+        stream.send(f"fast {number}", row(2))
+    stream.end()
+    if not unordered:
+        until(lambda: server.metric("edl_teacher_requests_total", outcome="ok") == 5)
+        slow.gate.set()
+    answers = [stream.read() for _ in range(5)]
+    slow.gate.set()
+    answers += [stream.read()]
+    fast = {f"fast {number}" for number in range(5)}
+    found = [answer.infer_response.id for answer in answers]
+    assert (set(found[:5]) == fast and found[5] == "slow") if unordered else found == ["slow", *sorted(fast)]
+    assert all(is_answer_to(one, row(1 if one.infer_response.id == "slow" else 2)) for one in answers)
+    with pytest.raises(StopIteration):
+        next(stream.call)
+
+
+def test_errors_carry_the_status_of_a_call_and_end_their_request_only(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1, max_queue_rows=2)
+    stream = Open(connect(server.target).channel)
+    stream.send("computed", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    for number in range(2):
+        stream.send(f"queued {number}", row(0))
+    stream.send("too many", row(0))
+    answer = stream.read()
+    assert status_of(answer) == ("too many", "UNAVAILABLE")
+    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
+    stream.send("wrong", np.zeros((1, 5), np.float32))
+    assert status_of(stream.read()) == ("wrong", "INVALID_ARGUMENT")
+    model.gate.set()
+    assert {stream.read().infer_response.id for _ in range(3)} == {"computed", "queued 0", "queued 1"}
+    stream.end()
+
+
+def test_what_is_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    stream = Open(connect(server.target).channel)
+    stream.send("first", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    stream.send("late", row(1), **{names.TIMEOUT_MS: 1})
+    stream.send("cancelled", row(2))
+    stream.send("last", row(3))
+    stream.cancel("cancelled")
+    stream.cancel("never heard of")
+    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
+    time.sleep(0.01)  # the deadline of `late`
+    model.gate.set()
+    answers = {answer.infer_response.id: answer for answer in (stream.read() for _ in range(3))}
+    assert status_of(answers["late"]) == ("late", "DEADLINE_EXCEEDED")
+    assert is_answer_to(answers["last"], row(3))
+    assert [batch[0, 0] for batch in model.batches] == [0, 3]
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def test_a_client_that_goes_leaves_nothing_in_flight(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    stream = Open(connect(server.target).channel)
+    for number in range(10):
+        stream.send(str(number), row(number))
+    until(lambda: server.metric("edl_teacher_in_flight") == 10)
+    stream.call.cancel()
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    stream.end()
+    model.gate.set()
+
+
+def wait_for_exit(server: Process) -> float:
+    started = time.monotonic()
+    assert server.wait() == 0
+    return time.monotonic() - started
+
+
+def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", drain_timeout_s=25.0)
+    streams = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
+    for stream in streams:
+        stream.send("1", row(1))
+        assert is_answer_to(stream.read(), row(1))
+    server.popen.send_signal(signal.SIGTERM)
+    assert wait_for_exit(server) < 10, "a second on an idle machine, 25 if the streams were waited for"
+    for stream in streams:
+        with pytest.raises(StopIteration):  # ended, not cancelled
+            next(stream.call)
+        stream.end()
+
+
+def test_a_draining_server_answers_what_it_took_and_refuses_the_rest(process: StartProcess, connect: Connect) -> None:
+    server = process("Sleeper", max_batch_rows=1, metrics_port=0)
+    stream = Open(connect(server.target).channel)
+    for number, seconds in enumerate((1.0, 0.3)):
+        stream.send(str(number), row(seconds))
+    until(lambda: 'edl_teacher_in_flight{model="m"} 2.0' in server.metrics())
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.line() == "leaving"
+    stopped = threading.Event()
+
+    def send_on() -> None:
+        number = 2
+        while not stopped.wait(0.02):
+            stream.send(str(number), row(0))
+            number += 1
+
+    sender = threading.Thread(target=send_on)
+    sender.start()
+    try:
+        answers = {answer.infer_response.id: answer for answer in rest_of(stream)}
+    finally:
+        stopped.set()
+        sender.join()
+        stream.end()
+    assert is_answer_to(answers["0"], row(1.0))
+    assert is_answer_to(answers["1"], row(0.3))
+    refused = [answer for answer in answers.values() if answer.error_message]
+    assert refused
+    for answer in refused:
+        assert status_of(answer)[1] == "UNAVAILABLE"
+        assert names.RETRY_AFTER not in answer.infer_response.parameters
+    assert server.wait() == 0
+
+
+def rest_of(stream: Open) -> Iterator[kserve.ModelStreamInferResponse]:
+    """Everything until the stream ends, however it does."""
+    try:
+        while True:
+            yield kserve.ModelStreamInferResponse.FromString(stream.call.next())
+    except (StopIteration, grpc.RpcError):
+        return

@@ -21,7 +21,7 @@ help: ## what there is
 demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev tools lint ## set everything up, then lint and run all tests
+test: $(VENV)/.dev lint tools ## set everything up, then lint and run all tests
 	$(BIN)/python -m pytest -p tests.plugins_house $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design

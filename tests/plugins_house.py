@@ -1,4 +1,4 @@
-"""A pytest plugin that `make test` loads: in CI (`CI=true`) a skipped test is a failure, because CI has every component."""
+"""A pytest plugin that `make test` loads: in CI (`CI=true`), which has every component, a skipped test is a failure."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ echo "Installing $want into .tools/triton with $("$python" --version 2>&1) (abou
 rm -rf "$target"
 mkdir -p "$root/.tools"
 "$python" -m venv "$target"
-"$target/bin/python" -m pip install --quiet "nvidia-pytriton==$version" "numpy<2" "tritonclient[grpc]" ||
+"$target/bin/python" -m pip install -qq "nvidia-pytriton==$version" "numpy<2" "tritonclient[grpc]" ||
     fail "pip could not install $want; see its message above. Nothing else of EDL depends on it"
 
 # The server's Python backend loads libpython; without a shared one it could not start a model.

@@ -6,6 +6,7 @@ Answers come in any order and are matched by id. What does not belong here: what
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ __all__ = ["InferStream"]
 
 Answer: TypeAlias = tuple[bytes, list[memoryview]]
 
+_CLOSE_S = 0.5
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
@@ -96,6 +98,8 @@ class InferStream:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):  # a call that was cancelled before it began never gets a status
+            await asyncio.wait_for(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
 
     def _expire(self, number: str, timeout_s: float) -> None:
         waiting = self._waiting.get(number)

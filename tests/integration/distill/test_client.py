@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 
 from edl.distill.client import RequestFailed, TeacherClient
 from edl.distill.dispatch import FailureKind
+from edl.distill.loop import LoopThread
 from edl.distill.request import Ask, Payload
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start
@@ -23,18 +24,29 @@ def payload(value: float, rows: int = 1) -> Payload:
     return Payload.of({"x": np.full((rows, WIDTH), value, np.float32)}, None)
 
 
-def with_client(teacher: LocalTeacher, test: Callable[[TeacherClient], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
+WithClient: TypeAlias = Callable[[LocalTeacher, Callable[[TeacherClient], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def with_client() -> Iterator[WithClient]:
+    """Runs a coroutine with a connection to a teacher, and sees that closing it leaves no task behind."""
+    thread = LoopThread.acquire()
+
+    async def run(teacher: LocalTeacher, test: Callable[[TeacherClient], Awaitable[None]]) -> None:
         before = asyncio.all_tasks()
         client = TeacherClient(teacher.endpoint, Ask(("y",)))
         try:
             await client.open(20)
-            return await test(client)
+            await test(client)
         finally:
             await client.close()
-            assert asyncio.all_tasks() == before
+        deadline = time.monotonic() + 5
+        while asyncio.all_tasks() != before:
+            assert time.monotonic() < deadline, asyncio.all_tasks() - before
+            await asyncio.sleep(0.01)
 
-    return asyncio.run(asyncio.wait_for(run(), 60))
+    yield lambda teacher, test: thread.run(run(teacher, test), 60)
+    thread.release()
 
 
 async def infer(client: TeacherClient, value: float, rows: int = 1, timeout_s: float = 20) -> Any:
@@ -59,7 +71,7 @@ def waiting_on(stream: Any) -> int:
     return len(stream._waiting)
 
 
-def test_many_at_a_time_each_get_their_own_answer(start: Start) -> None:
+def test_many_at_a_time_each_get_their_own_answer(start: Start, with_client: WithClient) -> None:
     async def test(client: TeacherClient) -> None:
         stream = await streams(client)
         answers = await asyncio.gather(*(infer(client, number, 1 + number % 5) for number in range(200)))
@@ -72,7 +84,7 @@ def test_many_at_a_time_each_get_their_own_answer(start: Start) -> None:
     with_client(start("echo", max_batch=8), test)
 
 
-def test_a_killed_teacher_fails_all_requests_at_once(start: Start) -> None:
+def test_a_killed_teacher_fails_all_requests_at_once(start: Start, with_client: WithClient) -> None:
     teacher = start("echo", delay_s=30)
 
     async def test(client: TeacherClient) -> None:
@@ -87,7 +99,9 @@ def test_a_killed_teacher_fails_all_requests_at_once(start: Start) -> None:
     with_client(teacher, test)
 
 
-def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(start: Start) -> None:
+def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(
+    start: Start, with_client: WithClient
+) -> None:
     teacher = start("echo")
 
     async def test(client: TeacherClient) -> None:
@@ -108,7 +122,7 @@ def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(start:
     with_client(teacher, test)
 
 
-def test_a_request_that_is_too_large_is_rejected_alone(start: Start) -> None:
+def test_a_request_that_is_too_large_is_rejected_alone(start: Start, with_client: WithClient) -> None:
     rows = 100_000 // (4 * WIDTH)
     teacher = start("echo", serve={"max-message": "64KiB"}, max_queue=2 * rows)
 
@@ -124,7 +138,7 @@ def test_a_request_that_is_too_large_is_rejected_alone(start: Start) -> None:
     with_client(teacher, test)
 
 
-def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start) -> None:
+def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start, with_client: WithClient) -> None:
     rows = 8_000_000 // (4 * WIDTH)
 
     async def test(client: TeacherClient) -> None:
@@ -137,7 +151,9 @@ def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start) -> None
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("nan", FailureKind.ERROR), ("raises", FailureKind.ERROR)])
-def test_failures_are_told_apart_as_those_of_single_calls(start: Start, fault: str, kind: FailureKind) -> None:
+def test_failures_are_told_apart_as_those_of_single_calls(
+    start: Start, with_client: WithClient, fault: str, kind: FailureKind
+) -> None:
     async def test(client: TeacherClient) -> None:
         kinds = [await kind_of(infer(client, 1))]
         client._server_streams = False
@@ -147,7 +163,7 @@ def test_failures_are_told_apart_as_those_of_single_calls(start: Start, fault: s
     with_client(start(fault), test)
 
 
-def test_a_full_queue_says_when_to_come_again(start: Start) -> None:
+def test_a_full_queue_says_when_to_come_again(start: Start, with_client: WithClient) -> None:
     async def test(client: TeacherClient) -> None:
         answers = await asyncio.gather(*(infer(client, 1) for _ in range(30)), return_exceptions=True)
         failures = [answer.failure for answer in answers if isinstance(answer, RequestFailed)]
@@ -158,7 +174,7 @@ def test_a_full_queue_says_when_to_come_again(start: Start) -> None:
     with_client(start("echo", delay_s=0.05, max_batch=1, max_queue=4), test)
 
 
-def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start) -> None:
+def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start, with_client: WithClient) -> None:
     teacher = start("echo", delay_s=0.5)
 
     async def test(client: TeacherClient) -> None:
@@ -172,3 +188,13 @@ def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start) -
 
     with_client(teacher, test)
     assert teacher.wait() == 0
+
+
+def test_a_connection_may_be_closed_while_a_request_is_sent(start: Start, with_client: WithClient) -> None:
+    async def test(client: TeacherClient) -> None:
+        tasks = [asyncio.create_task(kind_of(infer(client, 1))) for _ in range(3)]
+        await asyncio.sleep(0)  # the stream is open, nothing is on its way
+        await client.close()
+        assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 3
+
+    with_client(start("echo"), test)

@@ -111,9 +111,12 @@ def _open(config: ServeConfig) -> list[Backend]:
 
 
 def _users_stack(exc: BaseException) -> str:
-    """The traceback without EDL's own frames at its top."""
-    trace = exc.__traceback__
+    """The traceback from where EDL called the user's code; all of it if the fault is EDL's own."""
     ours = str(Path(__file__).parent)
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((ours, "<frozen importlib")):
+    trace = exc.__traceback__
+    theirs = trace
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(ours):
+            theirs = trace.tb_next
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(exc), exc, trace or exc.__traceback__)).rstrip()
+    return "".join(traceback.format_exception(type(exc), exc, theirs or exc.__traceback__)).rstrip()

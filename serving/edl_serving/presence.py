@@ -19,6 +19,7 @@ from edl_serving.server import TeacherServer
 __all__ = ["Presence"]
 
 _log = logging.getLogger(__name__)
+_TELL_S = 2.0  # at most, to tell a registry that may be away of our leaving: the lease tells others as well
 _JOIN_S = 10.0  # what is wrong with a registration shows within this; a registry that is away does not end the server
 
 
@@ -53,19 +54,18 @@ class Presence:
         self._ready_file.remove()
         if self._announcer is None or self._instance is None:
             return
-        started = time.monotonic()
+        quarter_s = self._config.server.drain_timeout_s / 4  # the rest is for requests in flight
         self._instance = replace(self._instance, state="draining")
         self._announcer.want(self._instance)
-        if self._announcer.settle(self._config.server.drain_timeout_s / 4):
-            spent_s = time.monotonic() - started
-            time.sleep(max(0.0, min(self._config.linger_s, self._config.server.drain_timeout_s / 4 - spent_s)))
+        if self._announcer.settle(min(_TELL_S, quarter_s)):
+            time.sleep(min(self._config.linger_s, quarter_s))
 
     def __enter__(self) -> Presence:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._announcer is not None:
-            self._announcer.close()
+            self._announcer.close(_TELL_S)
 
     def _meta(self) -> dict[str, str]:
         meta = {"version": self.version, "pid": str(os.getpid())}

@@ -61,7 +61,12 @@ _SERVER = Group(
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
         Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
-        Option("linger", v.duration_s, "TIME", "after leaving discovery, serve on so that students hear of it (0.5s)"),
+        Option(
+            "linger",
+            v.duration_s,
+            "TIME",
+            "once draining shows in discovery, take requests so much longer (default 0.5s)",
+        ),
         Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
         Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
         Option("metrics-port", v.port, "PORT", "serve Prometheus metrics here, 0 for a free port (default: off)"),
@@ -159,7 +164,8 @@ class ServeConfig:
 
     Attributes:
         address: host name or address at which students reach this server.
-        linger_s: how long the server goes on serving after it has left discovery.
+        linger_s: how long the server takes requests after it shows as draining, so that students hear of it before
+            they are refused; at most a quarter of the drain timeout.
     """
 
     source: ModelSource

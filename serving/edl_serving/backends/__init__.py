@@ -20,6 +20,7 @@ from edl_serving.backends.source import ModelSource
 
 __all__ = ["KINDS", "Kind", "ModelSource", "open_backends"]
 
+_EXTRAS = {"torch": "PyTorch", "paddle": "PaddlePaddle"}
 _ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
 _TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
 
@@ -37,9 +38,20 @@ class Kind:
     takes: frozenset[str]
 
     def load(self) -> Callable[[ModelSource], Backend]:
-        """Import the loader."""
-        module, _, function = self.loader.partition(":")
-        loader: Callable[[ModelSource], Backend] = getattr(importlib.import_module(module), function)
+        """Import the loader.
+
+        Raises:
+            SettingsError: what it needs is not installed; names the extra.
+        """
+        name, _, function = self.loader.partition(":")
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as exc:
+            missing = (exc.name or "").partition(".")[0]
+            if missing not in _EXTRAS:
+                raise
+            raise SettingsError(f"{_EXTRAS[missing]} is not installed: pip install 'edl[{missing}]'") from exc
+        loader: Callable[[ModelSource], Backend] = getattr(module, function)
         return loader
 
 

@@ -117,7 +117,12 @@ def from_factory(source: ModelSource) -> Backend:
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")
     built = call_factory(factory, source, "--factory")
-    return built if isinstance(built, Backend) else _backend(source, built)
+    if not isinstance(built, Backend):
+        return _backend(source, built)
+    for name, given in (("input", source.inputs), ("output", source.outputs), ("sample", source.sample)):
+        if given:
+            raise SettingsError(f"--{name} means nothing to a factory that returns a Backend")
+    return built
 
 
 def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) -> Any:

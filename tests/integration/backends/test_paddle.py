@@ -1,0 +1,55 @@
+"""PaddlePaddle inference models: what their files say, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edl.errors import SettingsError
+from edl_serving.backend import TensorSpec
+from edl_serving.backends import ModelSource, open_backends
+from tests.integration.backends.models import as_paddle, expected
+
+pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install 'edl[paddle]'")
+
+X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("paddle")
+    as_paddle(path, 0)
+    return path
+
+
+def test_outputs_keep_the_files_names_unless_given_others(folder: Path) -> None:
+    (plain,) = open_backends(ModelSource("paddle", str(folder / "model"), device="cpu"))
+    (output,) = plain.outputs
+    assert output == TensorSpec(output.name, "FP32", (3,))
+    (named,) = open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", outputs=("logits:float16[3]",)))
+    logits = named.predict({"x": X})["logits"]
+    assert logits.dtype == np.float16
+    np.testing.assert_allclose(logits, expected(X), atol=0.02)
+    np.testing.assert_allclose(plain.predict({"x": X})[output.name], expected(X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_may_be_named_by_any_of_its_files(folder: Path) -> None:
+    for name in ("model.json", "model.pdiparams"):
+        (opened,) = open_backends(
+            ModelSource("paddle", str(folder / name), device="cpu", outputs=("logits",), threads=1)
+        )
+        np.testing.assert_allclose(opened.predict({"x": X})["logits"], expected(X), rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_missing_or_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
+        open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", inputs=("image:float32[4]",)))
+    with pytest.raises(SettingsError, match=r"the model answers .*; wanted are 'a', 'b'"):
+        open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", outputs=("a", "b")))
+    (tmp_path / "half.json").write_bytes((folder / "model.json").read_bytes())
+    with pytest.raises(SettingsError, match=r"there is .*half\.json, but no .*half\.pdiparams"):
+        open_backends(ModelSource("paddle", str(tmp_path / "half"), device="cpu"))
+    with pytest.raises(SettingsError, match="--device 'cuda:7': PaddlePaddle sees 0 GPUs here"):
+        open_backends(ModelSource("paddle", str(folder / "model"), device="cuda:7"))

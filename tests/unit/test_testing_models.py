@@ -1,0 +1,99 @@
+"""The models that `edl.testing` offers: what they answer, and how long they take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from edl.testing import models
+
+X = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+def test_answers_are_made_from_their_own_rows() -> None:
+    np.testing.assert_array_equal(models.echo(scale=2)({"x": X})["y"], 2 * X)
+    np.testing.assert_array_equal(models.linear()({"x": X})["y"], X @ np.arange(16, dtype=np.float32).reshape(4, 4))
+    np.testing.assert_array_equal(models.fingerprint()({"x": X})["y"], models.fingerprint_of(X))
+    assert models.wrong_width()({"x": X})["y"].shape == (3, 8)
+    assert models.wrong_width().outputs == ["y:float32[8]"]
+    zeros = models.zeros(classes=5, shape=[2, 2], name="pixels")
+    assert zeros.inputs == ["pixels:uint8[2,2]"]
+    np.testing.assert_array_equal(zeros({"pixels": np.ones((3, 2, 2), np.uint8)})["logits"], np.zeros((3, 5)))
+
+
+@given(
+    arrays.arrays(
+        st.sampled_from([np.uint8, np.float32, np.int64]),
+        st.tuples(st.integers(2, 20), st.integers(1, 9)),
+        elements=st.integers(0, 200),
+    )
+)
+def test_fingerprints_tell_rows_apart_whatever_batch_they_are_in(rows: np.ndarray) -> None:
+    prints = models.fingerprint_of(rows)
+    for index, row in enumerate(rows):
+        np.testing.assert_array_equal(models.fingerprint_of(row[None])[0], prints[index])
+        same = (rows == row).all(axis=1)
+        np.testing.assert_array_equal((prints == prints[index]).all(axis=1), same)
+
+
+def test_fingerprints_survive_float16_and_see_every_byte() -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (500, 3 * 32 * 32), np.uint8)
+    prints = models.fingerprint_of(rows)
+    np.testing.assert_array_equal(prints.astype(np.float16).astype(np.float32), prints)
+    for byte in range(0, rows.shape[1], 97):
+        changed = rows[:1].copy()
+        changed[0, byte] ^= 1
+        assert (models.fingerprint_of(changed) != prints[:1]).any()
+
+
+def test_batches_take_the_time_they_are_told() -> None:
+    model = models.echo(delay_s=0.02, row_s=0.01)
+    began = time.monotonic()
+    model({"x": X})
+    assert time.monotonic() - began >= 0.05 - 1e-3
+    assert not model.inline
+    assert models.echo().inline
+
+
+def test_stragglers_are_drawn_with_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slept(seed: int) -> list[float]:
+        times: list[float] = []
+        monkeypatch.setattr(models.time, "sleep", times.append)
+        monkeypatch.setattr(models.time, "monotonic", lambda: 0.0)
+        model = models.echo(delay_s=0.01, straggle=0.25, straggle_factor=8, seed=seed)
+        for _ in range(400):
+            model({"x": X})
+        return times
+
+    times = slept(1)
+    assert set(times) == {0.01, 0.08}
+    assert 60 < times.count(0.08) < 140
+    assert slept(1) == times != slept(2)
+
+
+def test_faults_come_as_told(tmp_path: Path) -> None:
+    nan = models.nan(every=2)
+    assert [bool(np.isnan(nan({"x": X})["y"]).any()) for _ in range(4)] == [False, True, False, True]
+    switch = tmp_path / "broken"
+    raises = models.raises(while_exists=str(switch), message="no")
+    raises({"x": X})
+    switch.touch()
+    with pytest.raises(RuntimeError, match="no"):
+        raises({"x": X})
+    picky = models.wrong_shape(above=6)
+    assert picky({"x": X[:2]})["y"].shape == (2, 4)
+    assert picky({"x": X})["y"].shape == (3, 5)
+    np.testing.assert_array_equal(X, np.arange(12).reshape(3, 4))
+
+
+def test_odd_paces_are_refused() -> None:
+    with pytest.raises(ValueError, match="straggle=2"):
+        models.echo(straggle=2)
+    with pytest.raises(ValueError, match="not below 0"):
+        models.echo(delay_s=-1)

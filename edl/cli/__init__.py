@@ -97,5 +97,5 @@ def _help() -> str:
     width = max(len(name) for name in commands)
     lines = [f"  {name:<{width}}  {command.summary()}" for name, command in commands.items()]
     listing = "\n".join(["Commands:", *lines])
-    ending = "`edl COMMAND --help` explains a command."
+    ending = "`edl COMMAND --help` explains a command. EDL_TRACEBACK=1 shows where an error came from."
     return "\n\n".join([_USAGE, _INTRODUCTION, listing, _FIRST_STEPS, ending])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import queue
 import sys
 import threading
@@ -120,6 +121,8 @@ def _watch(registry: Registry, url: str, service: str | None, *, as_json: bool) 
     if not as_json:
         whom = f"service {service!r}" if service else "all services"
         console.print(Text(printable(f"Watching {whom} in {url}; Ctrl-C ends.")))
+    # What discovery logs of an outage is told here as a change.
+    logging.getLogger("edl.discovery").addHandler(logging.NullHandler())
     known: dict[str, Snapshot] = {}
     for snapshot in _snapshots(registry, service):
         now = time.time()

@@ -17,6 +17,7 @@ import pytest
 
 from edl.cli import main
 from edl.discovery import Instance, Registry, open_registry
+from tests.plugins_consul import ConsulAgent
 
 
 @pytest.fixture
@@ -134,6 +135,20 @@ def test_watching_all_services_notices_a_new_one(registry: Registry, url: str) -
         with registry.register(Instance("second", "two", "127.0.0.1", 8501)):
             assert json.loads(watch.wait_for("second"))["id"] == "two"
         assert json.loads(watch.wait_for("left"))["service"] == "second"
+
+
+@pytest.mark.consul
+def test_a_registry_that_goes_away_and_comes_back_is_told_and_nobody_seems_to_leave(consul_agent: ConsulAgent) -> None:
+    with (
+        open_registry(consul_agent.url) as registry,
+        registry.register(Instance("watched", "one", "127.0.0.1", 8500)),
+        watching("watched", "--discovery", consul_agent.url) as watch,
+    ):
+        watch.wait_for("watched/one joined")
+        consul_agent.kill()
+        assert " ? watched the registry does not answer, the list is as known last" in watch.wait_for("watched")
+        consul_agent.start()
+        assert " = watched the registry answers again" in watch.wait_for("watched", 60)
 
 
 @pytest.mark.parametrize("url", ["nonsense", "redis://localhost", "sqlite:///dev/null/not/a/folder"])

@@ -13,6 +13,7 @@ import secrets
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,10 @@ class SqliteFile(Owned):
             self._use_wal(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA foreign_keys = ON")
-            if not self._is_ready(connection):
+            connection.execute("BEGIN")  # one consistent look: another process may be making the tables
+            ready = self._is_ready(connection)
+            connection.execute("COMMIT")
+            if not ready:
                 connection.execute("BEGIN IMMEDIATE")
                 self._initialize(connection)
                 connection.execute("COMMIT")
@@ -267,7 +271,7 @@ def _never_close(connection: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
-_open_files: set[SqliteFile] = set()
+_open_files: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
 
 
 def _leak_inherited() -> None:

@@ -103,9 +103,7 @@ def test_bfloat16_is_read_as_float32() -> None:
         ("BYTES", [1], b"\x01\0\0\0ab", "1 bytes too many"),
     ],
 )
-def test_tensors_that_lie_about_their_size_are_refused(
-    datatype: str, shape: list[int], raw: bytes, words: str
-) -> None:
+def test_tensors_that_lie_about_their_size_are_refused(datatype: str, shape: list[int], raw: bytes, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         tensors.from_raw(datatype, shape, raw)
 

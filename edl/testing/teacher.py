@@ -24,6 +24,7 @@ from edl.errors import ClosedError, EDLError
 __all__ = ["LocalTeacher"]
 
 _POLL_S = 0.01
+_STOP_S = 10.0
 
 
 class LocalTeacher:
@@ -161,8 +162,18 @@ class LocalTeacher:
         self._process.terminate()
 
     def pause(self) -> None:
-        """SIGSTOP: it holds its connections and its lease, and does nothing."""
+        """SIGSTOP, and wait until it has stopped: it holds its connections and its lease, and does nothing.
+
+        Raises:
+            TimeoutError: it has not, after 10 s.
+        """
         self._process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + _STOP_S
+        seen = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while self.is_alive() and os.waitid(os.P_PID, self.pid, seen) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the teacher has not stopped after {_STOP_S:g} s")
+            time.sleep(_POLL_S)
 
     def resume(self) -> None:
         """SIGCONT: it goes on after `pause`."""

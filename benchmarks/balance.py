@@ -1,4 +1,4 @@
-"""Which of 10,000 teachers each of 1,000 students talks to: the first answer, then one after a join and one after a loss.
+"""Which of 10,000 teachers each of 1,000 students talks to: at first, after a join, and after a loss.
 
 Every student wants 10 to 20 teachers, so that about half of the teachers are shared by two students. Seconds on one
 core; beside them, for this and other clusters, how many links moved and how many had to: those of the teacher that
@@ -78,13 +78,9 @@ def play(cluster: Cluster, seed: int) -> Figures:
     lost = random.Random(seed).choice([teacher for linked in first.values() for teacher in linked])
     rest = {teacher: capacity for teacher, capacity in teachers.items() if teacher != lost}
     after, loss_s = _timed(lambda: balance(rest, students, first, most))
-    return Figures(
-        assign_s,
-        join_s,
-        loss_s,
-        (_moved(first, joined), _load(joined, _NEW)),
-        (_moved(first, after), _load(first, lost)),
-    )
+    join_moved = _moved(first, joined), _load(joined, _NEW)
+    loss_moved = _moved(first, after), _load(first, lost)
+    return Figures(assign_s, join_s, loss_s, join_moved, loss_moved)
 
 
 def _timed(work: Callable[[], dict[str, tuple[str, ...]]]) -> tuple[Links, float]:

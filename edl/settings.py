@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from edl.errors import SettingsError
@@ -63,7 +64,7 @@ def positive_float(text: str) -> float:
 
 def default_discovery_url() -> str:
     """One SQLite file for all of this user's processes on this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return f"sqlite:///{cache}/edl/discovery.sqlite"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import secrets
 import sqlite3
 import threading
 import time
@@ -20,9 +19,10 @@ from typing import Any
 from urllib.parse import quote
 
 from edl.discovery.owned import Owned
+from edl.discovery.sqlite.leases import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
 
-__all__ = ["SqliteFile", "expire", "grant", "next_revision", "renew", "revoke"]
+__all__ = ["SqliteFile"]
 
 APPLICATION_ID = 0x45444C31  # "EDL1", in the file's header
 FORMAT = 1
@@ -65,6 +65,7 @@ class SqliteFile(Owned):
         self._turn = threading.Lock()
         self._connection: sqlite3.Connection | None = None
         self._inode: tuple[int, int] | None = None
+        self._connected = 0  # how many times
         if not lazy:
             with self._turn, self._translated():
                 self._connect()
@@ -83,11 +84,14 @@ class SqliteFile(Owned):
             yield connection
 
     def data_version(self) -> tuple[int, int]:
-        """Changes whenever another connection has written. Costs no more than a look at shared memory."""
+        """Changes whenever another connection has written; the first number also when the file was replaced.
+
+        Costs no more than a look at shared memory.
+        """
         self._check()
         with self._turn, self._translated():
             connection = self._current()
-            return id(connection), connection.execute("PRAGMA data_version").fetchone()[0]
+            return self._connected, connection.execute("PRAGMA data_version").fetchone()[0]
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
@@ -148,6 +152,7 @@ class SqliteFile(Owned):
             raise
         self._inode = _inode(self.path)
         self._connection = connection
+        self._connected += 1
         _open_files.add(self)
         return connection
 
@@ -216,39 +221,6 @@ class SqliteFile(Owned):
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
-
-
-def next_revision(connection: sqlite3.Connection) -> int:
-    """Tell watchers that something has changed."""
-    connection.execute("UPDATE state SET revision = revision + 1")
-    return int(connection.execute("SELECT revision FROM state").fetchone()[0])
-
-
-def expire(connection: sqlite3.Connection) -> None:
-    """Delete leases that are over, with what hangs on them."""
-    now = time.monotonic()
-    # A lease that ends later than its length allows was granted by a clock that has started again since.
-    if connection.execute("DELETE FROM lease WHERE expires <= ? OR expires > ? + ttl_s", (now, now)).rowcount:
-        next_revision(connection)
-
-
-def grant(connection: sqlite3.Connection, ttl_s: float) -> int:
-    """A new lease's id."""
-    lease, expires = secrets.randbits(62), time.monotonic() + ttl_s
-    connection.execute("INSERT INTO lease (id, ttl_s, expires) VALUES (?, ?, ?)", (lease, ttl_s, expires))
-    return lease
-
-
-def renew(connection: sqlite3.Connection, lease: int) -> bool:
-    """Renew a lease; False if it is gone."""
-    cursor = connection.execute("UPDATE lease SET expires = ttl_s + ? WHERE id = ?", (time.monotonic(), lease))
-    return cursor.rowcount == 1
-
-
-def revoke(connection: sqlite3.Connection, lease: int) -> None:
-    """End a lease now, with what hangs on it."""
-    if connection.execute("DELETE FROM lease WHERE id = ?", (lease,)).rowcount:
-        next_revision(connection)
 
 
 def _boot_id() -> str:

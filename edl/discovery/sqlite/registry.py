@@ -10,7 +10,8 @@ from edl.discovery.keeping import InstanceClaim, KeptRegistration
 from edl.discovery.owned import Owned
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
-from edl.discovery.sqlite.file import SqliteFile, grant, next_revision, renew, revoke
+from edl.discovery.sqlite.file import SqliteFile
+from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke
 from edl.discovery.sqlite.watch import Poller
 
 __all__ = ["SqliteRegistry"]

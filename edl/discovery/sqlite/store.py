@@ -10,7 +10,8 @@ from edl.discovery.keeping import Claim, KeptLease
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
-from edl.discovery.sqlite.file import SqliteFile, grant, next_revision, renew, revoke
+from edl.discovery.sqlite.file import SqliteFile
+from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke
 from edl.discovery.sqlite.watch import Poller
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ConflictError, LeaseLostError, SettingsError

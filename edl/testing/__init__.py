@@ -3,7 +3,7 @@
 `LocalTeacher` is a real `edl serve` process that can be killed, paused and drained; `edl.testing.models` are models for
 it that need no training, take as long as told, tell which row an answer belongs to, and misbehave when asked.
 
-What does not belong here: fakes of EDL's own parts, and anything that production code would import.
+What does not belong here: fakes of EDL's own parts.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0
 
 _DESCRIPTION = """\
-Puts an existing server into discovery: Triton, or anything that speaks KServe v2 over gRPC. It is asked over and over
-whether it is ready, and is in discovery only while it is. Runs until SIGTERM, which takes the server out."""
+Puts an existing server into discovery: Triton, or anything that speaks KServe v2 over gRPC. It is
+asked over and over whether it is ready, and is in discovery only while it is. Runs until SIGTERM,
+which takes the server out."""
 
 _EXAMPLES = """\
 examples:

@@ -28,15 +28,17 @@ _log = logging.getLogger(__name__)
 EXIT_MODEL = 3
 
 _DESCRIPTION = """\
-Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself where students look
-for teachers. SIGTERM drains: it leaves discovery, finishes what it has accepted, and exits."""
+Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself
+where students look for teachers. SIGTERM drains: it leaves discovery, finishes what it has
+accepted, and exits."""
 
 _EXAMPLES = """\
 examples:
   edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits
       any Python function {name: array} -> {name: array}; students find it as service "digits"
-  edl serve --torch-factory nets:resnet50 --checkpoint resnet50.pt --input "image:uint8[3,224,224]" \\
-            --output logits --normalize imagenet --device cuda --autocast bfloat16 --model resnet50 --max-delay 2ms
+  edl serve --torch-factory nets:resnet50 --checkpoint resnet50.pt --model resnet50 \\
+            --input "image:uint8[3,224,224]" --output logits --normalize imagenet \\
+            --device cuda --autocast bfloat16 --max-delay 2ms
   edl serve --torch-export resnet50.pt2 --model resnet50 --device cuda:0,cuda:1
   edl serve --paddle inference/ernie --model ernie --discovery consul://10.0.0.7:8500 --host 0.0.0.0
   edl serve --config teacher.toml --port 8001
@@ -50,8 +52,8 @@ a config file has the same names as the flags; a flag wins over it:
   [option]
   width = 512
 
-exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings, 3 the model failed to load
-or to warm up."""
+exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or settings,
+3 the model failed to load or to warm up."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].partition("=")[0]
             known = [name for name in self._option_string_actions if name.startswith("--")]
             what = "option" if flag.startswith("-") else "argument"
-            raise SettingsError(f"unknown {what} {flag!r}{did_you_mean(flag, known)} --help lists all")
+            raise SettingsError(f"unknown {what} {flag!r}{did_you_mean(flag, known) or '; --help lists all'}")
         return found
 
     def error(self, message: str) -> NoReturn:
@@ -45,4 +45,4 @@ class Parser(argparse.ArgumentParser):
 
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=118)
+        super().__init__(prog, max_help_position=28)

@@ -36,7 +36,9 @@ _MODEL = Group(
         Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
         Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
         Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
-        Option("sample", v.text, "FILE", "an .npz file with a batch of each input, instead of --input"),
+        Option(
+            "sample", v.text, "FILE", "an .npz file with a batch of each input, to call the model with at the start"
+        ),
         Option(
             "device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); with commas several, an instance each"
         ),

@@ -151,7 +151,7 @@ def test_flags_win_over_the_file_and_pairs_are_joined(tmp_path: Path) -> None:
         ([*LEAST, "--capacity", "nan"], "--capacity 'nan': expected a number above 0"),
         ([*LEAST, "--maxbatch", "8"], "unknown option '--maxbatch'; did you mean '--max-batch'"),
         ([*LEAST, "--max", "8"], "unknown option '--max'"),
-        ([*LEAST, "digits"], "unknown argument 'digits'"),
+        ([*LEAST, "digits"], "unknown argument 'digits'; --help lists all"),
         ([*LEAST, "--metrics-host", "0.0.0.0"], "--metrics-host means nothing without --metrics-port"),
         ([*LEAST, "--service", "two words"], "service 'two words'"),
         ([*LEAST, "--ttl", "1ms"], "ttl_s=0.001"),

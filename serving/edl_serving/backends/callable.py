@@ -19,21 +19,22 @@ import numpy as np
 
 from edl.errors import SettingsError
 from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, read_sample, spec_of
+from edl_serving.backends.specs import read_sample
 from edl_serving.backends.target import resolve, source_file
 
 __all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
 
 
-class CallableBackend(Backend):
+class CallableBackend(DescribedBackend):
     """A function over numpy arrays; see the module.
 
     Args:
         function: called with one batch at a time, never by two threads at once.
         inputs, outputs: tensors as text or `TensorSpec`; empty for the function's attributes of that name. Outputs
             that nobody names are found out by calling the function.
-        sample: a batch to call it with for that, instead of zeros; says the inputs too.
+        sample: a batch of each input, to call it with instead of zeros; says the inputs too.
         version: empty for the function's attribute, or "1".
 
     Raises:
@@ -52,38 +53,19 @@ class CallableBackend(Backend):
     ) -> None:
         if not callable(function):
             raise SettingsError(f"a model must be callable; {function!r} is not (is it what a factory returned?)")
+        super().__init__(version or str(getattr(function, "version", "") or "1"), "python")
         self._function = function
-        self._version = version or str(getattr(function, "version", "") or "1")
-        self._inputs = parse_specs(inputs or getattr(function, "inputs", ()))
-        if not self._inputs and sample:
-            self._inputs = tuple(spec_of(name, array) for name, array in sample.items())
-        if not self._inputs:
-            raise SettingsError(
-                "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
-                "or set the function's attribute `inputs`"
-            )
-        said = outputs or getattr(function, "outputs", ())
-        self._outputs = complete_outputs(said, self._ask, self._inputs, sample)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def version(self) -> str:
-        return self._version
+        self._describe(
+            inputs or getattr(function, "inputs", ()),
+            outputs or getattr(function, "outputs", ()),
+            sample,
+            "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
+            "or set the function's attribute `inputs`",
+        )
 
     @property
     def inline(self) -> bool:
         return bool(getattr(self._function, "inline", False))
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
-        return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
 
     def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)

@@ -16,9 +16,10 @@ import numpy as np
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
 from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, read_sample, spec_of, unnamed
+from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
@@ -30,14 +31,14 @@ __all__ = ["PaddleBackend", "from_inference_model"]
 _FILES = (".json", ".pdmodel")
 
 
-class PaddleBackend(Backend):
+class PaddleBackend(DescribedBackend):
     """An inference model of PaddlePaddle, run by a `paddle.inference` predictor.
 
     Args:
         prefix: the model's files without `.json` or `.pdmodel`, and `.pdiparams`.
         inputs: tensors as text or `TensorSpec`, in place of what the files say.
         outputs: likewise, or names alone, in the model's order.
-        sample: a batch to call the model with to find the outputs, instead of zeros.
+        sample: a batch of each input, to call the model with instead of zeros.
         device: "cpu", "cuda" or "gpu", "cuda:1", "auto".
         threads: CPU threads.
 
@@ -57,23 +58,19 @@ class PaddleBackend(Backend):
         threads: int | None = None,
         version: str = "1",
     ) -> None:
-        self._version = version
+        super().__init__(version, "paddle")
         program, weights = model_files(prefix)
         self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, device, threads))
         self._input_names: list[str] = self._predictor.get_input_names()
         self._output_names: list[str] = self._predictor.get_output_names()
         declared, self._rows = self._declared(program)
-        self._inputs = parse_specs(inputs) or declared
-        if not self._inputs and sample:
-            self._inputs = tuple(spec_of(name, array) for name, array in sample.items())
-        if {spec.name for spec in self._inputs} != set(self._input_names):
-            said = (
-                f"got {', '.join(spec.name for spec in self._inputs)}" if self._inputs else "its files do not say more"
-            )
+        specs = parse_specs(inputs) or declared or tuple(spec_of(name, array) for name, array in (sample or {}).items())
+        if {spec.name for spec in specs} != set(self._input_names):
+            said = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not say more"
             raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {said}")
         named = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text for text in outputs]
         self._by_name = bool(named) and set(named) <= set(self._output_names)
-        self._outputs = complete_outputs(outputs, self._ask, self._inputs, sample)
+        self._describe(specs, outputs, sample, "the model has no inputs")
 
     def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], Rows]:
         """Inputs and batch sizes as the files have them; nothing where this version of Paddle cannot tell."""
@@ -85,26 +82,6 @@ class PaddleBackend(Backend):
             return (), Rows()
         fixed = batches.pop() if len(batches) == 1 else -1
         return declared, Rows(fixed, fixed) if fixed > 0 else Rows()
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def version(self) -> str:
-        return self._version
-
-    @property
-    def platform(self) -> str:
-        return "paddle"
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
-        return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
 
     def _ask(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         return in_parts(self._call, inputs, self._rows)

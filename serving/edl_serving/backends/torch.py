@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_unflatten
 from edl.errors import SettingsError
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
+from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
 from edl_serving.backends.source import ModelSource, digest, existing
-from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, read_sample, spec_of, unnamed
+from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
 from edl_serving.backends.target import resolve
 from edl_serving.backends.torch_files import exported_specs, load_state, state_digest
 from edl_serving.backends.torch_input import Normalization, to_tensor
@@ -31,7 +32,7 @@ __all__ = ["TorchBackend", "from_export", "from_factory", "from_torchscript"]
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class TorchBackend(Backend):
+class TorchBackend(DescribedBackend):
     """A PyTorch module or function over tensors; see the module's text.
 
     Args:
@@ -39,7 +40,7 @@ class TorchBackend(Backend):
         inputs: tensors as text or `TensorSpec`.
         outputs: likewise, or names alone, in the order in which the model returns them. Types and shapes that are not
             said are found out by calling the model, as are all outputs if none is given.
-        sample: a batch to call it with for that, instead of zeros; says the inputs too.
+        sample: a batch of each input, to call it with instead of zeros; says the inputs too.
         device: "cpu", "cuda", "cuda:1", "auto".
         autocast: "bfloat16" or "float16".
         normalize: for uint8 inputs, as `Normalization.parse` takes it.
@@ -64,51 +65,28 @@ class TorchBackend(Backend):
         platform: str = "pytorch",
         rows: Rows | None = None,
     ) -> None:
-        self._model = model
-        self._device = device_of(device)
-        self._version = version
-        self._platform = platform
-        self._rows = rows or Rows()
-        self._inputs = parse_specs(inputs)
-        if not self._inputs and sample:
-            self._inputs = tuple(spec_of(name, array) for name, array in sample.items())
-        if not self._inputs:
-            raise SettingsError(
-                "a PyTorch model does not say what its inputs are: give --input name:TYPE[size,size] for each, "
-                "or --sample FILE.npz"
-            )
-        for spec in self._inputs:
-            if spec.datatype == "BYTES":
-                raise SettingsError(f"input {spec.name!r}: PyTorch has no tensors of BYTES")
-        self._normalization = Normalization.parse(normalize, self._inputs, self._device) if normalize else None
+        super().__init__(version, platform)
         if autocast is not None and autocast not in _AUTOCAST:
             raise SettingsError(f"--autocast {autocast!r}: expected one of {', '.join(_AUTOCAST)}")
+        self._model = model
+        self._device = device_of(device)
         self._autocast = _AUTOCAST.get(autocast or "")
-        self._by_keyword = _parameters(model).issuperset(spec.name for spec in self._inputs)
-        self._outputs = complete_outputs(outputs, self._ask, self._inputs, sample)
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self._inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self._outputs
-
-    @property
-    def version(self) -> str:
-        return self._version
-
-    @property
-    def platform(self) -> str:
-        return self._platform
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
-        return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
+        self._rows = rows or Rows()
+        specs = parse_specs(inputs) or tuple(spec_of(name, array) for name, array in (sample or {}).items())
+        for spec in specs:
+            if spec.datatype == "BYTES":
+                raise SettingsError(f"input {spec.name!r}: PyTorch has no tensors of BYTES")
+        self._normalization = Normalization.parse(normalize, specs, self._device) if normalize else None
+        self._by_keyword = _parameters(model).issuperset(spec.name for spec in specs)
+        self._describe(
+            specs,
+            outputs,
+            sample,
+            "a PyTorch model does not say what its inputs are: give --input name:TYPE[size,size] for each, "
+            "or --sample FILE.npz",
+        )
 
     def _ask(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All that the model returns, in its order, by the model's own names or `output_0`, ..."""
         return in_parts(self._call, inputs, self._rows)
 
     def _call(self, inputs: Mapping[str, Array]) -> dict[str, Array]:

@@ -76,6 +76,27 @@ def test_dimensions_of_any_size_stay_so() -> None:
     assert sizes.predict({"ids": np.ones((2, 5), np.int64)})["output"].shape == (2, 5, 7)
 
 
+def test_a_model_that_cannot_compute_zeros_of_any_size_is_tried_with_a_sample() -> None:
+    sizes: list[int] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[2:] == (6, 6)
+        assert bool((x > 0).all())
+        sizes.append(len(x))
+        return x.mean((2, 3))
+
+    with pytest.raises(AssertionError):
+        backend(model, "x:float32[3,?,?]")
+    sampled = backend(model, "x:float32[3,?,?]", sample={"x": np.ones((2, 3, 6, 6))})
+    assert sampled.inputs == (TensorSpec("x", "FP32", (3, -1, -1)),)
+    assert sampled.outputs == (TensorSpec("output", "FP32", (3,)),)
+    sizes.clear()
+    sampled.warm_up(7)
+    assert sorted(sizes) == [1, 7]
+    with pytest.raises(SettingsError, match="--sample has y, and no 'x'"):
+        backend(model, "x:float32[3,?,?]", sample={"y": np.ones((2, 3, 6, 6))})
+
+
 def test_uint8_images_are_normalized_as_torchvision_does() -> None:
     image = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), np.uint8)
     image.flags.writeable = False

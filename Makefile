@@ -66,5 +66,5 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	@echo "Installing everything for development into $(VENV), about a minute ..."
-	@$(PIP) --editable '.[dev]' paddlepaddle hatchling
+	@$(PIP) --editable '.[dev]' paddlepaddle
 	@touch $@ $(VENV)/.demo

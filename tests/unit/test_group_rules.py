@@ -1,0 +1,149 @@
+"""The decisions of a balance group, without a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.discovery.group_rules import (
+    Keys,
+    choose,
+    pack_limit,
+    pack_links,
+    plan,
+    unpack_limit,
+    unpack_links,
+)
+from edl.discovery.keys import MAX_VALUE_BYTES, check_key, check_value
+from edl.discovery.registry import Instance
+from edl.discovery.store import Entry
+from edl.errors import SettingsError
+
+KEYS = Keys("resnet")
+names = st.frozensets(st.sampled_from([f"t{number}" for number in range(12)]))
+
+
+def teachers(ids: frozenset[str] | list[str]) -> list[Instance]:
+    return [Instance("resnet", name, "127.0.0.1", 8000) for name in sorted(ids)]
+
+
+def listed(**limits: int) -> list[Entry]:
+    return [Entry(KEYS.student(name), pack_limit(limit), 1) for name, limit in limits.items()]
+
+
+# A member
+
+
+@given(names, st.integers(1, 14), st.none() | names, names)
+def test_a_student_has_a_teacher_whenever_one_is_ready_and_never_more_than_its_limit(
+    ready: frozenset[str], limit: int, links: frozenset[str] | None, last: frozenset[str]
+) -> None:
+    choice = choose("s", limit, teachers(ready), links, last)
+    assert choice.ids <= ready
+    assert bool(choice.ids) == bool(ready)
+    if len(ready) <= limit:
+        assert choice.ids == ready
+    elif not choice.coordinated:
+        assert len(choice.ids) == limit
+        assert len(choice.ids & last) == min(limit, len(ready & last)), "it stays with those it has"
+    else:
+        assert links is not None
+        assert choice.ids == links & ready
+
+
+def test_students_without_links_spread_and_choose_the_same_again() -> None:
+    ready = teachers([f"t{number}" for number in range(10)])
+    chosen = Counter(name for n in range(200) for name in choose(f"s{n}", 2, ready, None, ()).ids)
+    assert len(chosen) == 10
+    assert max(chosen.values()) < 3 * min(chosen.values())
+    assert choose("s", 2, ready, None, ()) == choose("s", 2, ready[::-1], None, ())
+
+
+# The leader
+
+
+def test_only_what_changes_is_written() -> None:
+    ready = teachers(["a", "b", "c", "d"])
+    first = plan(KEYS, ready, listed(x=2, y=2), [], {})
+    assert set(first.writes) == {KEYS.links_of("x"), KEYS.links_of("y")}
+    stored = [Entry(key, value, 7) for key, value in first.writes.items()]
+    again = plan(KEYS, ready, listed(x=2, y=2), stored, {})
+    assert again.links == first.links
+    assert (dict(again.writes), again.deletes, dict(again.refused)) == ({}, (), {})
+
+
+def test_a_student_that_all_teachers_fit_needs_no_entry_and_what_it_has_is_remembered() -> None:
+    few, more = teachers(["a", "b"]), teachers(["a", "b", "c", "d"])
+    stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 3)]
+    fits = plan(KEYS, few, listed(x=2, y=2), stored, {})
+    assert fits.deletes == (KEYS.links_of("x"),)
+    assert not fits.writes
+    assert fits.links == {"x": ("a", "b"), "y": ("a", "b")}
+    grown = plan(KEYS, more, listed(x=2, y=2), [], fits.links)
+    kept = sum(len({"a", "b"} & set(linked)) for linked in grown.links.values())
+    assert kept == 2, "each of the two new teachers takes one link, the others stay"
+
+
+def test_links_of_students_that_are_gone_are_deleted_and_others_stay() -> None:
+    ready = teachers(["a", "b", "c"])
+    stored = [Entry(KEYS.links_of(name), pack_links([linked]), 1) for name, linked in (("x", "b"), ("gone", "a"))]
+    todo = plan(KEYS, ready, listed(x=1), stored, {})
+    assert todo.links == {"x": ("b",)}
+    assert todo.deletes == (KEYS.links_of("gone"),)
+    assert not todo.writes
+
+
+def test_links_that_are_too_large_for_the_store_are_left_to_the_student() -> None:
+    ready = teachers([f"{number:0200}" for number in range(2000)])
+    todo = plan(KEYS, ready, listed(large=1500, small=3), [], {})
+    assert list(todo.writes) == [KEYS.links_of("small")]
+    assert "1500 teachers do not fit" in todo.refused[KEYS.links_of("large")]
+    for value in todo.writes.values():
+        assert len(check_value(value)) <= MAX_VALUE_BYTES
+
+
+def test_without_teachers_nobody_has_links() -> None:
+    stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 1)]
+    assert plan(KEYS, [], listed(x=1), stored, {}).deletes == (KEYS.links_of("x"),)
+
+
+# What is written
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=25))
+def test_every_name_is_one_part_of_a_key(student: str) -> None:
+    for key in (KEYS.student(student), KEYS.links_of(student)):
+        check_key(key)
+        assert KEYS.student_in(key) == student
+        assert key.count("/") == 3
+
+
+@pytest.mark.parametrize("key", ["balance/resnet/students/a/b", "balance/other/links/a", "balance/resnet/links/a.b"])
+def test_a_key_that_is_not_a_student_s_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="not the key"):
+        KEYS.student_in(key)
+
+
+@pytest.mark.parametrize("student", ["", "x" * 101, "\ud800", 7])
+def test_a_name_that_no_key_can_hold_is_refused(student: str) -> None:
+    with pytest.raises(SettingsError, match="student_id"):
+        KEYS.student(student)
+
+
+@given(st.integers(1, 10**9), st.frozensets(st.text(max_size=8)))
+def test_values_are_read_as_they_were_written(limit: int, linked: frozenset[str]) -> None:
+    assert unpack_limit(pack_limit(limit)) == limit
+    assert unpack_links(pack_links(linked)) == linked
+
+
+NONSENSE = [b"[" * 100_000, b'{"limit": true, "teachers": [1]}', b'{"limit": 1e9}', b'{"limit": 0, "teachers": {}}']
+
+
+@given(st.binary(max_size=40) | st.sampled_from(NONSENSE))
+def test_bytes_that_make_no_sense_are_a_value_error(value: bytes) -> None:
+    for unpack in (unpack_limit, unpack_links):
+        with pytest.raises(ValueError):
+            unpack(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from typing_extensions import Self
 
@@ -66,7 +66,11 @@ class LocalTeacher:
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="edl-teacher-"))
+        # Nothing of these two is left on disk, however this process ends: the log has no name, and the file by which
+        # the teacher says that it is ready is deleted once it is read, or by the teacher.
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_end`
+        self._last_log = ""
+        self._ready_file = Path(tempfile.gettempdir()) / f"edl-teacher-{os.getpid()}-{secrets.token_hex(8)}"
         self._timeout_s = timeout_s
         self._ready: dict[str, Any] | None = None
         flags: dict[str, Any] = {"model": name, "port": port, "ttl": "2s", "option": _as_json(options)}
@@ -77,17 +81,16 @@ class LocalTeacher:
         if discovery or not service:
             flags["discovery"] = discovery or "none"
         flags |= {name: rows for name, rows in (("max-batch", max_batch), ("max-queue", max_queue)) if rows is not None}
-        flags |= {**(serve or {}), "ready-file": self._folder / "ready", "exit-with": os.getpid()}
+        flags |= {**(serve or {}), "ready-file": self._ready_file, "exit-with": os.getpid()}
         command = [sys.executable, "-m", "edl", "serve", *_arguments(flags)]
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
-            )
-        self._finalizer = weakref.finalize(self, _end, self._process, self._folder, os.getpid())
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+        )
+        self._finalizer = weakref.finalize(self, _end, self._process, self._log, self._ready_file, os.getpid())
         if wait:
             try:
                 self.wait_ready(timeout_s)
@@ -123,10 +126,10 @@ class LocalTeacher:
 
     @property
     def log(self) -> str:
-        """What it has printed; empty after `close`."""
-        with contextlib.suppress(FileNotFoundError):
-            return (self._folder / "log").read_text(errors="replace")
-        return ""
+        """What it has printed."""
+        if self._log.closed:
+            return self._last_log
+        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode(errors="replace")
 
     def is_alive(self) -> bool:
         """Whether the process runs, be it paused."""
@@ -142,7 +145,8 @@ class LocalTeacher:
         deadline = time.monotonic() + timeout_s
         while self._ready is None:
             with contextlib.suppress(FileNotFoundError):
-                self._ready = json.loads((self._folder / "ready").read_text())
+                self._ready = json.loads(self._ready_file.read_text())
+                self._ready_file.unlink()
                 return
             if not self._finalizer.alive:
                 raise ClosedError("this teacher was closed")
@@ -194,7 +198,8 @@ class LocalTeacher:
             raise TimeoutError(f"the teacher still runs after {timeout_s:g} s:\n{self.log[-3000:]}") from None
 
     def close(self) -> None:
-        """End it at once, whatever state it is in, and forget its log. May be called twice."""
+        """End it at once, whatever state it is in. May be called twice."""
+        self._last_log = self.log
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -234,10 +239,11 @@ def _arguments(flags: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], log: IO[bytes], ready_file: Path, owner: int) -> None:
     """SIGKILL ends a paused process as well. A forked child of the owner must leave it alone."""
     if os.getpid() != owner:
         return
     process.kill()
     process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+    log.close()
+    ready_file.unlink(missing_ok=True)

@@ -57,6 +57,7 @@ class Policy:
         open_min_s, open_max_s: for how long; doubled with each time until an answer is good.
         aside_s: how long a teacher with unusable outputs is left out.
         task_failures: a task that failed at so many teachers is given up.
+        task_losses: so is one whose teacher was lost more often than this: it may be what kills them.
     """
 
     window: int = 32
@@ -69,6 +70,7 @@ class Policy:
     open_max_s: float = 30.0
     aside_s: float = 30.0
     task_failures: int = 3
+    task_losses: int = 20
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ class _Attempt:
 class _Task:
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, Failure]] = field(default_factory=list)
+    lost: int = 0
 
-    def refused_by(self, teacher: str) -> bool:
+    def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
 
 
@@ -190,6 +193,7 @@ class Dispatcher:
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
+            state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
         state.live, state.draining = True, False
         return self._assign(now)
 
@@ -246,7 +250,8 @@ class Dispatcher:
             self._blame(state, ended.teacher, failure, now)
         task = self._tasks.get(ended.task)
         if task is not None:
-            if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
+            task.lost += failure.kind is FailureKind.LOST
+            if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED) or task.lost > self.policy.task_losses:
                 task.failures.append((ended.teacher, failure))
             if self._hopeless(task, now):
                 del self._tasks[ended.task]
@@ -262,10 +267,14 @@ class Dispatcher:
         """Time went by: hedge what is late, use teachers whose time-out is over."""
         return self._assign(now)
 
-    def wanted(self, task: int | None, now: float) -> list[Action]:
-        """The consumer waits for `task` now, or, with None, for nothing."""
+    def wanted(self, task: int, now: float) -> list[Action]:
+        """The consumer waits for `task` now."""
         self._wanted = task
-        return self._assign(now) if task is not None else []
+        return self._assign(now)
+
+    def knows(self, attempt: int) -> bool:
+        """Whether the end of this attempt is still to be reported."""
+        return attempt in self._attempts
 
     # Questions
 
@@ -322,6 +331,8 @@ class Dispatcher:
             return
         if failure.kind is FailureKind.REJECTED:
             return  # judged when another teacher has seen the same request
+        if now < state.closed_until or (failure.kind is FailureKind.LOST and not state.live):
+            return  # more of what was counted already: a connection breaks once, for all that is under way on it
         state.failures += 1
         if state.failures >= self.policy.failures_to_open or state.half_open:
             pause = min(self.policy.open_min_s * 2**state.opened, self.policy.open_max_s)
@@ -331,7 +342,7 @@ class Dispatcher:
             state.closed_until, state.why = now + pause, failure.message
 
     def _hopeless(self, task: _Task, now: float) -> bool:
-        if len(task.failures) >= self.policy.task_failures:
+        if len(task.failures) >= self.policy.task_failures or task.lost > self.policy.task_losses:
             return True
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
@@ -362,8 +373,9 @@ class Dispatcher:
         return actions
 
     def _choose(self, free: list[tuple[str, TeacherState]], task: _Task) -> str | None:
-        fit = [(name, state) for name, state in free if not task.refused_by(name)]
-        if not fit and task.failures and all(task.refused_by(name) for name in self.teachers):
+        fit = [(name, state) for name, state in free if not task.failed_at(name)]
+        others = (name for name, state in self.teachers.items() if state.live and not state.draining)
+        if not fit and task.failures and all(task.failed_at(name) for name in others):
             # Nobody else is there to try. An error may pass; a rejection was judged hopeless before.
             fit = free
         if not fit:

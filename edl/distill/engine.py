@@ -213,7 +213,8 @@ class Engine:
                 if not job.sent:
                     self.taken_up += 1
                 for attempt in self._dispatcher.drop(number):
-                    self._attempts[attempt].cancel()
+                    if attempt in self._attempts:
+                        self._attempts[attempt].cancel()
                 self._release(job)
         self._set_timer()
 
@@ -344,6 +345,16 @@ class Engine:
             self._check_shapes(send.teacher, outputs)
         except RequestFailed as exc:
             actions = self._failed(send, job, exc.failure)
+        except asyncio.CancelledError:
+            if self._closed or not self._dispatcher.knows(send.attempt):
+                raise  # nobody wants it any more
+            # gRPC cancels what is under way on a connection that is closed.
+            actions = self._failed(send, job, Failure(FailureKind.LOST, f"the connection to {send.teacher} was closed"))
+        except Exception as exc:
+            # Whatever it was, the request has ended, and its task must go elsewhere.
+            logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
+            failure = Failure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
+            actions = self._failed(send, job, failure)
         else:
             actions = self._answered(send, job, outputs, version)
         finally:

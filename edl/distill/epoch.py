@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from edl.distill.source import Chunk, Cutter, Item, Trace
-from edl.errors import ClosedError, EDLError, SourceError
+from edl.errors import ClosedError, SourceError
 
 __all__ = ["Epoch"]
 
@@ -56,9 +56,10 @@ class Epoch:
         self._for_feeder = threading.Condition(self._lock)  # where the feeding thread waits
         self._awaited: Chunk | None = None
         self._unsent: Chunk | None = None
+        self._needed: set[Chunk] = set()  # of the item that the training loop waits for
         self._items: deque[Item] = deque()
         self._traces: dict[Trace, int] = {}  # arrays that the training loop has not taken yet, and how often each
-        self._marks: dict[int, bytes] = {}  # their addresses
+        self._marks: dict[tuple[int, str], bytes] = {}  # where they lie
         self._open: set[Chunk] = set()
         self._open_nbytes = 0
         self._fed = False
@@ -75,6 +76,9 @@ class Epoch:
         started = time.monotonic()
         try:
             item = self._next_item()
+            with self._lock:
+                self._needed = {chunk for chunk, _, _ in item.parts}
+                self._wake_feeder()
             for chunk, _, _ in item.parts:
                 self._await(chunk)
         except BaseException:
@@ -96,7 +100,7 @@ class Epoch:
                 self._traces[trace] -= 1
                 if not self._traces[trace]:
                     del self._traces[trace]
-                    self._marks.pop(trace.address, None)
+                    self._marks.pop(trace.place, None)
             self._wake_feeder()
         self._labeller.delivered(item.rows)
 
@@ -138,13 +142,20 @@ class Epoch:
     def _await(self, chunk: Chunk) -> None:
         with self._lock:
             self._awaited = chunk
-            if not self._for_loop.wait_for(lambda: chunk.done or self._closed, _PATIENCE_S):
+
+            def ended() -> bool:
+                return chunk.done or self._closed or (self._fed and chunk not in self._open)
+
+            if not self._for_loop.wait_for(ended, _PATIENCE_S):
                 self._labeller.wanted(chunk)
-                # The engine answers every chunk, with an error at the latest when its own deadlines have passed.
-                self._for_loop.wait_for(lambda: chunk.done or self._closed)
+                # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
+                # at the latest when its own deadlines have passed.
+                self._for_loop.wait_for(ended)
             self._awaited = None
             if self._closed:
                 raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
+            if not chunk.done and self._failure is not None:
+                raise self._failure  # the source failed before the chunk was full
         if chunk.error is not None:
             raise chunk.error
 
@@ -176,7 +187,7 @@ class Epoch:
     def _offer(self, item: Item) -> None:
         with self._lock:
             for trace in item.traces:
-                if self._marks.setdefault(trace.address, trace.marks) != trace.marks:
+                if self._marks.setdefault(trace.place, trace.marks) != trace.marks:
                     raise SourceError(
                         "the source filled an array again that it had yielded before, while its soft labels were "
                         "still on their way: yield a new array each time (for example array.copy())"
@@ -203,13 +214,15 @@ class Epoch:
                 self._open_nbytes += chunk.nbytes
             try:
                 self._labeller.submit(chunk, self._notify, lambda: self._closed)
-            except EDLError as exc:
+            except BaseException as exc:
                 chunk.error = exc
                 raise
+            if self._awaited is chunk:
+                self._labeller.wanted(chunk)
         return not self._closed
 
     def _has_room(self, chunk: Chunk) -> bool:
-        if len(self._open) < 2:
+        if len(self._open) < 2 or chunk in self._needed:
             return True
         fits = self._open_nbytes + chunk.nbytes <= self._labeller.memory_bytes
         return fits and len(self._open) < self._labeller.depth and not self._labeller.has_backlog

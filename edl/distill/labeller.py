@@ -5,12 +5,13 @@ A `Labeller` belongs to one reader and lives across its epochs. It is started by
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,12 +227,12 @@ class Labeller:
             wait_s=self._wait_s,
         )
 
-    def begin(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
-        """Start an epoch; the one before it ends."""
+    def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
+        """Start an epoch, with an iterator made in the calling thread, after the one before it has ended."""
         self.check()
         if self._epoch is not None:
             self._epoch.close()
-        self._epoch = Epoch(self, source, cutter)
+        self._epoch = Epoch(self, iter(source()), cutter)
         return self._epoch
 
     def let_go(self) -> None:
@@ -249,17 +250,21 @@ class Labeller:
             if self._closed:
                 return
             self._closed = True
-        if self._epoch is not None:
-            self._epoch.close()
-        for following in self._following:
-            following.close()
-        for engine in self._engines:
-            self._thread.run(engine.close(), _CLOSE_S)
-        self._thread.release()
-        if self._keeper is not None:
-            self._keeper.close()
-        if self._arena is not None:
-            self._arena.close()
+        with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+            if self._arena is not None:
+                stack.callback(self._arena.close)
+            if self._keeper is not None:
+                stack.callback(self._keeper.close)
+            stack.callback(self._thread.release)
+            for engine in self._engines:
+                stack.callback(self._close_engine, engine)
+            for following in self._following:
+                stack.callback(following.close)
+            if self._epoch is not None:
+                stack.callback(self._epoch.close)
+
+    def _close_engine(self, engine: Engine) -> None:
+        self._thread.run(engine.close(), _CLOSE_S)
 
     def _spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
         """Wait for the first teacher; None if the epoch was closed meanwhile."""

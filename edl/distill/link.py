@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 
 from edl.discovery.registry import Instance
@@ -19,6 +20,8 @@ logger = logging.getLogger("edl.distill")
 _CONNECT_TIMEOUT_S = 5.0
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
+_STEADY_S = 2.0
+"""A connection that breaks sooner than this counts as a failed attempt to connect."""
 
 
 class Link:
@@ -114,13 +117,15 @@ class Link:
                 if not connected:
                     await client.close()
             if connected:
-                backoff_s = _FIRST_BACKOFF_S
+                connected_at = time.monotonic()
                 self._client, self.why = client, ""
                 self._broken.clear()
                 self._up(self)
                 await self._broken.wait()
-                continue  # at once: the process may be back already, and the next failure waits
-            if refused != self.why:
+                if time.monotonic() - connected_at > _STEADY_S:
+                    backoff_s = _FIRST_BACKOFF_S
+                    continue  # at once: the process may be back already, and the next failure waits
+            elif refused != self.why:
                 level = logging.WARNING if self.state == "set aside" else logging.INFO
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                 self.why = refused

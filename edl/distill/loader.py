@@ -74,7 +74,7 @@ class DistillLoader(Generic[B], abc.ABC):
         self._labeller.check()
         cutter = BatchCutter(self._getters, self._batch_rows, self._labeller.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-        return self._ahead(self._labelled(self._labeller.begin(iter(self.loader), cutter)))
+        return self._ahead(self._labelled(self._labeller.begin(lambda: self.loader, cutter)))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread."""
@@ -114,10 +114,14 @@ class DistillLoader(Generic[B], abc.ABC):
             yield from batches
             return
         waiting: deque[tuple[B, Any]] = deque()
-        for batch in batches:
-            waiting.append(self._moved(batch))
-            if len(waiting) > 1:
-                yield waiting.popleft()
+        try:
+            for batch in batches:
+                waiting.append(self._moved(batch))
+                if len(waiting) > 1:
+                    yield waiting.popleft()
+        except Exception:
+            yield from waiting  # came before the error
+            raise
         yield from waiting
 
     def _tensors(self, labels: Array | TopK) -> Any:

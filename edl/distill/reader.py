@@ -185,7 +185,7 @@ class DistillReader:
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
         cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
-        epoch = labeller.begin(iter(self._source()), cutter)
+        epoch = labeller.begin(self._source, cutter)
         weights = [group.weight for group in labeller.teachers] or [1.0]
         return self._deliver(epoch, Combiner(self._combine, weights), labeller.services)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edl.distill.request import Outputs
-from edl.errors import EDLError, SourceError
+from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
 __all__ = ["BatchCutter", "Chunk", "Cutter", "Item", "SampleCutter", "SampleListCutter", "as_array"]
@@ -38,7 +38,7 @@ class Chunk:
     ids: Sequence[Any] | None = None
     outputs: list[Outputs | None] = field(default_factory=list)
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
-    error: EDLError | None = None
+    error: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.outputs = [None] * self.services
@@ -58,13 +58,14 @@ class Chunk:
 class Trace(NamedTuple):
     """Where an array lies, and a few of its bytes: enough to tell that a source filled the same buffer again."""
 
-    address: int
+    place: tuple[int, str]
     marks: bytes
 
     @classmethod
     def of(cls, array: Array) -> Trace:
         step = max(array.size // 16, 1)
-        return cls(array.__array_interface__["data"][0], array.reshape(-1)[::step].tobytes())
+        layout = f"{array.shape}{array.strides}{array.dtype.str}"
+        return cls((array.__array_interface__["data"][0], layout), array.reshape(-1)[::step].tobytes())
 
 
 @dataclass(eq=False)

@@ -260,3 +260,39 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
                 take(dispatcher.failed(attempt, Failure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
         take(dispatcher.tick(now))  # type: ignore[arg-type]
     assert ended | dropped == set(range(added))
+
+
+def test_a_connection_that_breaks_is_counted_once_and_forgotten_when_it_is_back() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    state = dispatcher.teachers["a"]
+    state.window.size, state.window.probing = 16, False
+    attempts = [send.attempt for task in range(16) for send in sends(dispatcher.add(task, 0.0))]
+    assert len(attempts) == 16
+    dispatcher.teacher_down("a")
+    for attempt in attempts:
+        dispatcher.failed(attempt, Failure(FailureKind.LOST, "reset"), 0.1)
+    assert len(sends(dispatcher.teacher_up("a", 0.2))) == 1, "at once, and one first to measure"
+
+
+def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.teacher_down("b")
+    dispatcher.teacher_up("a", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (again,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "once"), 0.1))
+    assert (again.task, again.teacher) == (1, "a")
+
+
+def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:
+    dispatcher = Dispatcher(Policy(task_losses=3))
+    now, end = 0.0, []
+    pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add(1, now))
+    while not end:
+        now += 1
+        assert now < 10
+        dispatcher.teacher_down("a")
+        end = dispatcher.failed(pending[0].attempt, Failure(FailureKind.LOST, "reset"), now)
+        pending = sends(dispatcher.teacher_up("a", now))
+    assert isinstance(end[0], GiveUp)

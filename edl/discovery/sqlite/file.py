@@ -79,8 +79,13 @@ class SqliteFile(Owned):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads one consistent state; expired leases may still be there."""
+        """A transaction that reads one consistent state; expired leases may still be there.
+
+        The state is that of the beginning. Ask for the time inside: by an earlier time, a lease that was renewed in
+        between would end later than it can.
+        """
         with self._transaction("BEGIN") as connection:
+            connection.execute("SELECT revision FROM state").fetchone()  # SQLite puts the beginning off until a look
             yield connection
 
     def data_version(self) -> tuple[int, int]:

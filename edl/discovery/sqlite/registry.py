@@ -44,8 +44,8 @@ class SqliteRegistry(Owned, Registry):
 
     def services(self) -> tuple[str, ...]:
         self._check()
-        now = time.monotonic()
         with self._file.read() as connection:
+            now = time.monotonic()
             rows = connection.execute(f"SELECT DISTINCT service FROM {_LIVE} ORDER BY service", (now, now))
             return tuple(service for (service,) in rows)
 

@@ -47,8 +47,8 @@ class SqliteStore(Owned, Store):
     def get(self, key: str) -> Entry | None:
         self._check()
         check_key(key)
-        now = time.monotonic()
         with self._file.read() as connection:
+            now = time.monotonic()
             row = connection.execute(f"SELECT value, version FROM {_LIVE} AND key = ?", (now, now, key)).fetchone()
         return None if row is None else Entry(key, row[0], row[1])
 

@@ -1,0 +1,39 @@
+"""A read of the SQLite file and the renewal of a lease, at the same moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from edl.discovery import Instance, open_registry, open_store
+from edl.discovery.keeping import KeptLease
+
+
+def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
+    # A read that asked for the time first, and then for the rows, took a renewal in between for one by another clock.
+    url = f"sqlite:///{tmp_path}/discovery.sqlite"
+    done = threading.Event()
+    with open_store(url) as theirs, open_store(url) as ours, open_registry(url) as registry:
+        lease = theirs.lease(10.0)
+        assert isinstance(lease, KeptLease)
+        theirs.put("key", b"held", lease)
+
+        def renew() -> None:
+            while not done.is_set():
+                lease.claim.renew()
+
+        registration = registry.register(Instance("service", "a", "127.0.0.1", 9000), 0.5)
+        renewing = threading.Thread(target=renew)
+        renewing.start()
+        try:
+            deadline = time.monotonic() + 3.0
+            while time.monotonic() < deadline:
+                assert ours.get("key") is not None
+                assert len(ours.list("k")) == 1
+                assert registry.services() == ("service",)
+                assert len(registry.snapshot("service").instances) == 1
+        finally:
+            done.set()
+            renewing.join(20)
+            registration.close()

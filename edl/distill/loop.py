@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -27,8 +28,11 @@ class LoopThread:
 
     _lock = threading.Lock()
     _shared: LoopThread | None = None
+    used = False
+    """Whether there ever was one in this process."""
 
     def __init__(self) -> None:
+        LoopThread.used = True
         self._users = 0
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
@@ -96,3 +100,36 @@ class LoopThread:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         finally:
             self.loop.close()
+
+
+class _Garbage:
+    """Keeps a forked child from collecting the parent's garbage.
+
+    A gRPC channel that waits for the parent's collector would be taken apart by the child's, which then waits for ever
+    for a thread that only the parent has. Frozen, what is inherited is left alone; the child's own garbage is not.
+    """
+
+    enabled = False
+
+    @classmethod
+    def before(cls) -> None:
+        cls.enabled = LoopThread.used and gc.isenabled()
+        if cls.enabled:
+            gc.disable()
+
+    @classmethod
+    def after_in_parent(cls) -> None:
+        if cls.enabled:
+            gc.enable()
+
+    @classmethod
+    def after_in_child(cls) -> None:
+        if LoopThread.used:
+            gc.freeze()
+        if cls.enabled:
+            gc.enable()
+
+
+os.register_at_fork(
+    before=_Garbage.before, after_in_parent=_Garbage.after_in_parent, after_in_child=_Garbage.after_in_child
+)

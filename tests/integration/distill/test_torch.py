@@ -74,6 +74,15 @@ def test_persistent_workers_and_iterable_datasets_work(start: Start) -> None:
     del kept
 
 
+def test_workers_forked_beside_and_after_readers_never_touch_the_parents_channels(start: Start) -> None:
+    endpoint = start("echo").endpoint
+    for _ in range(6):
+        data = DataLoader(Numbers(64), batch_size=16, num_workers=2)
+        with distill(data, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+            for _ in range(2):
+                check(list(loader), 64)
+
+
 def test_batches_of_any_structure_are_read_and_passed_on(start: Start) -> None:
     endpoint = start("echo").endpoint
     rows = [{"pixels": torch.full((WIDTH,), float(i)), "deep": {"number": i}} for i in range(20)]

@@ -30,7 +30,7 @@ Written by `make bench`; do not edit. Each figure is a ratio of two sides that t
 key that ends in `_s`: the median of {repeats} rounds, the lowest and the highest. `benchmarks/NAME.py` runs one alone
 (`--help` has its options, `--json` prints one line).
 
-Machine: {machine}.
+Machine: {machine}; load average before the run {load:.1f} (0 is a machine with nothing else to do).
 """
 
 
@@ -75,9 +75,9 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def page(outcomes: dict[str, Outcome], modules: dict[str, Any], repeats: str) -> str:
+def page(outcomes: dict[str, Outcome], modules: dict[str, Any], repeats: str, load: float) -> str:
     """The page, in Markdown."""
-    parts = [_HEAD.format(repeats=repeats, machine=machine())]
+    parts = [_HEAD.format(repeats=repeats, machine=machine(), load=load)]
     for name, outcome in outcomes.items():
         parts += [f"## {name}\n", f"{modules[name].__doc__.strip()}\n", table(outcome.spreads, modules[name].GOALS), ""]
         if outcome.notes:
@@ -97,13 +97,13 @@ def main() -> None:
     options = ["--quick"] if given.quick else []
     options += ["--repeats", str(given.repeats)] if given.repeats else []
     modules = {name: import_module(f"benchmarks.{name}") for name in given.names or NAMES}
-    outcomes = {}
+    load, outcomes = os.getloadavg()[0], {}
     for name, module in modules.items():
         print(f"{name} ...", flush=True)
         outcomes[name] = run(name, options)
         print(f"{table(outcomes[name].spreads, module.GOALS)}\n", flush=True)
     if not given.quick and not given.names:
-        _PAGE.write_text(page(outcomes, modules, str(given.repeats or 5)))
+        _PAGE.write_text(page(outcomes, modules, str(given.repeats or 5), load))
         print(f"written: {_PAGE.relative_to(ROOT)}")
 
 

@@ -88,7 +88,7 @@ def test_every_benchmark_has_the_goals_that_were_agreed(name: str) -> None:
 def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -> None:
     names = ("degradation", "kill")
     outcomes = {name: every.Outcome({"key_of_" + name: Spread(1.0, 0.5, 2.0)}, f"note of {name}") for name in names}
-    page = every.page(outcomes, {name: import_module(f"benchmarks.{name}") for name in names}, "5")
+    page = every.page(outcomes, {name: import_module(f"benchmarks.{name}") for name in names}, "5", 0.3)
     for name in names:
         assert f"## {name}" in page
         assert f"| key_of_{name} | 1 | 0.5 | 2 |" in page

@@ -77,8 +77,8 @@ def test_leases_are_lost_elections_are_held_again_and_watches_recover(backend: B
     with (
         open_store(backend.url, timeout_s=2.0) as store,
         store.watch(f"{service}/") as watch,
-        store.lease(1.0) as lease,
-        store.elect(service, b"me", 1.0) as election,
+        store.lease(3.0) as lease,
+        store.elect(service, b"me", 3.0) as election,
     ):
         entry = store.put(f"{service}/a", b"1", lease)
         wanted = {entry.key: entry}

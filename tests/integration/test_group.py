@@ -392,7 +392,7 @@ def test_closing_ends_a_wait_without_a_deadline(url: str, store: Store, ended_by
     registry = open_registry(url)
     group = BalanceGroup(registry, store, SERVICE, "s", want=1)
     told: list[Snapshot | None] = []
-    waiting = threading.Thread(target=lambda: told.extend([group.get(), group.get()]))
+    waiting = threading.Thread(target=lambda: told.extend([group.get(), group.get()]), daemon=True)
     waiting.start()
     until(lambda: told or waiting.is_alive())
     (group if ended_by == "group" else registry).close()
@@ -406,7 +406,7 @@ def test_closing_ends_a_wait_without_a_deadline(url: str, store: Store, ended_by
 def test_a_wait_ends_at_its_deadline_even_while_another_thread_waits(registry: Registry, store: Store) -> None:
     with BalanceGroup(registry, store, SERVICE, "s") as group:
         assert group.get(10) == Snapshot(SERVICE, ())
-        waiting = threading.Thread(target=group.get)
+        waiting = threading.Thread(target=group.get, daemon=True)
         waiting.start()
         begin = time.monotonic()
         assert group.get(0.2) is None

@@ -201,7 +201,7 @@ def test_a_draining_teacher_is_replaced_and_seen_to_drain(registry: Registry, st
     until(lambda: len(student.has) == 1 and not student.now.stale)
     (mine,) = student.has
     registrations[int(mine[1:])].update(teacher(int(mine[1:]), "draining"))
-    until(lambda: student.has and mine not in student.has)
+    until(lambda: student.has and mine not in student.has and not student.now.stale)
     assert [t.state for told in student.told for t in told.instances if t.id == mine][-1] == "draining"
     for number in set(range(3)) - {int(mine[1:])}:
         registrations[number].update(teacher(number, "draining"))

@@ -1,0 +1,227 @@
+"""What a worker and its node's agent tell each other: one page of shared memory, one writer for each field.
+
+A worker writes which phase it is in and how far it got; its agent reads that whenever it likes, also after the worker
+was killed or while it hangs. The agent writes what it asks of the worker: to pause at a step. Nothing here is sent,
+so nothing can be lost or wait. Times are of `time.monotonic()`, which all processes of a host share on Linux.
+
+Without an agent (`Board.from_env` outside `edl run`) the page is private memory, and nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from edl.errors import ProtocolError
+from edl.settings import read
+
+__all__ = ["Board", "Phase", "Reading"]
+
+_SIZE: Final = 4096
+_MAGIC: Final = b"EDLBRD01"
+_RECENT: Final = 64
+_NEVER: Final = -1
+
+# Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
+_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
+_PAUSE_AT = 16
+_TOTALS, _DURATIONS = 24, 64
+
+
+class Phase(enum.IntEnum):
+    """What a worker does with its time; it is always in exactly one of these."""
+
+    START = 0
+    """From the fork to the first step or load: imports, process group, model."""
+    LOAD = 1
+    TRAIN = 2
+    SAVE = 3
+    ROLLBACK = 4
+    """Repeating steps that had been finished before, because their state was lost."""
+    PAUSE = 5
+    """Stopped between two steps, for others to join or leave."""
+    EXIT = 6
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A board at one moment.
+
+    Attributes:
+        generation: of the world that the worker belongs to, -1 before it said so.
+        pid: the worker's, 0 before it said so.
+        phase: what it does, since `phase_since` (`time.monotonic()`).
+        totals_s: seconds in each phase until now, over all workers that wrote here.
+        step: the last one finished, -1 for none; `step_at` is when.
+        saved: the newest step whose state is complete in shared memory, -1 for none.
+        paused: the step after which it paused, -1 if it does not.
+        samples: processed by this rank, over all workers that wrote here.
+        durations_s: of recent steps, in no order.
+    """
+
+    generation: int
+    pid: int
+    phase: Phase
+    phase_since: float
+    totals_s: dict[Phase, float]
+    step: int
+    step_at: float
+    saved: int
+    paused: int
+    samples: int
+    durations_s: tuple[float, ...]
+
+
+class Board:
+    """One worker's page. Use `create` in the agent and `from_env` in the worker."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @classmethod
+    def create(cls, path: Path) -> Board:
+        """A new, empty page in the file `path`, which must be in memory (`/dev/shm`)."""
+        path.write_bytes(bytes(_SIZE))
+        board = cls._map(path)
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
+            board._set(field, _NEVER)
+        board._set_time(_SINCE, time.monotonic())
+        board._memory[: len(_MAGIC)] = _MAGIC
+        return board
+
+    @classmethod
+    def open(cls, path: Path) -> Board:
+        """The page that an agent created.
+
+        Raises:
+            ProtocolError: the file is no such page.
+        """
+        board = cls._map(path)
+        if board._memory[: len(_MAGIC)] != _MAGIC:
+            raise ProtocolError(f"{path} is not a board of this version of EDL")
+        return board
+
+    @classmethod
+    def from_env(cls) -> Board:
+        """The page named by `EDL_BOARD`, or private memory where there is no agent."""
+        path = read("EDL_BOARD", Path)
+        if path is not None:
+            return cls.open(path)
+        board = cls(mmap.mmap(-1, _SIZE))
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
+            board._set(field, _NEVER)
+        board._set_time(_SINCE, time.monotonic())
+        return board
+
+    # --- The worker's side. ---
+
+    def begin(self, generation: int) -> None:
+        """A worker starts: the time until now counts as the phase that the last one was in."""
+        self._set(_PAUSED, _NEVER)
+        self._set(_PID, os.getpid())
+        self.enter(Phase.START)
+        self._set(_GENERATION, generation)
+
+    def enter(self, phase: Phase) -> Phase:
+        """Be in `phase` from now on. Returns the phase until now."""
+        now = time.monotonic()
+        before = Phase(self._get(_PHASE))
+        total = _TOTALS + before
+        self._set_time(total, self._get_time(total) + now - self._get_time(_SINCE))
+        self._set_time(_SINCE, now)
+        self._set(_PHASE, phase)
+        return before
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Be in `phase` for the block, then in the phase before it."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def finish_step(self, step: int, samples: int = 0) -> None:
+        """Step `step` (counted from 0) is finished, with `samples` more samples processed by this rank."""
+        now = time.monotonic()
+        finished = self._get(_FINISHED)
+        if finished and step == self._get(_STEP) + 1:
+            self._set_time(_DURATIONS + finished % _RECENT, now - self._get_time(_STEP_AT))
+        self._set(_FINISHED, finished + 1)
+        self._set_time(_STEP_AT, now)
+        self._set(_SAMPLES, self._get(_SAMPLES) + samples)
+        self._set(_STEP, step)
+
+    def saved(self, step: int) -> None:
+        """The state after `step` is complete in shared memory."""
+        self._set(_SAVED, step)
+
+    def pause_wanted(self, step: int) -> bool:
+        """Whether the agent asked for a pause after `step` or an earlier one."""
+        return 0 <= self._get(_PAUSE_AT) <= step
+
+    def pause(self, step: int) -> None:
+        """Say that this worker paused after `step` and has saved its state. It then waits to be stopped."""
+        self.enter(Phase.PAUSE)
+        self._set(_PAUSED, step)
+
+    # --- The agent's side. ---
+
+    def ask_pause(self, step: int | None) -> None:
+        """Ask the worker to save and pause after `step`; None takes it back."""
+        self._set(_PAUSE_AT, _NEVER if step is None else step)
+
+    def read(self) -> Reading:
+        """What the worker wrote, with the phase it is in counted until now."""
+        now = time.monotonic()
+        phase = Phase(self._get(_PHASE))
+        since = self._get_time(_SINCE)
+        totals = {each: self._get_time(_TOTALS + each) for each in Phase}
+        totals[phase] += max(0.0, now - since)
+        durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
+        return Reading(
+            generation=self._get(_GENERATION),
+            pid=self._get(_PID),
+            phase=phase,
+            phase_since=since,
+            totals_s=totals,
+            step=self._get(_STEP),
+            step_at=self._get_time(_STEP_AT),
+            saved=self._get(_SAVED),
+            paused=self._get(_PAUSED),
+            samples=self._get(_SAMPLES),
+            durations_s=tuple(one for one in durations if one > 0),
+        )
+
+    def close(self) -> None:
+        """Unmap the page. The file stays, and is its creator's to remove."""
+        self._memory.close()
+
+    @classmethod
+    def _map(cls, path: Path) -> Board:
+        with path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size < _SIZE:
+                raise ProtocolError(f"{path} is too short for a board")
+            return cls(mmap.mmap(file.fileno(), _SIZE))
+
+    def _get(self, field: int) -> int:
+        value: int = struct.unpack_from("<q", self._memory, field * 8)[0]
+        return value
+
+    def _set(self, field: int, value: int) -> None:
+        struct.pack_into("<q", self._memory, field * 8, value)
+
+    def _get_time(self, field: int) -> float:
+        value: float = struct.unpack_from("<d", self._memory, field * 8)[0]
+        return value
+
+    def _set_time(self, field: int, value: float) -> None:
+        struct.pack_into("<d", self._memory, field * 8, value)

@@ -1,0 +1,148 @@
+"""Where a job's time goes: exclusive states whose seconds sum, without rest, to the time that passed.
+
+All amounts are whole microseconds, so that sums are equal and not only close. A `Span` is a stretch of one node's (or
+the job's) time with the amount of each state in it; how long it is *is* the sum of its amounts, so that nothing can be
+counted twice or left out. Spans follow one another without gaps. Neighbours alike are one span (run-length), and when
+there are too many the older ones are rolled up in pairs: that costs detail of when, and nothing of how much.
+
+`goodput` is train / elapsed: the part of the wall-clock time since the job began that went into steps which were
+finished once and never lost. Availability, which is often published in its place, is the part of the time in which
+the job was up; a job that starts again and again, repeats what it lost, or waits in saves is available all the time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["MAX_SPANS", "Span", "State", "append", "apportion", "fitted", "goodput", "joined", "plain", "totals"]
+
+MAX_SPANS: Final = 600
+"""About as many as a picture of a timeline has columns to tell apart; as JSON below 40 KB."""
+
+
+class State(enum.IntEnum):
+    """What a moment was used for; it is always exactly one of these."""
+
+    TRAIN = 0
+    """Steps that count: forward, backward, the wait for other ranks' gradients, the data, evaluation between steps."""
+    SAVE = 1
+    """The training loop is blocked by a copy of its state."""
+    LOAD = 2
+    """From a worker's fork to its first step: imports, process group, model, reading a checkpoint."""
+    ROLLBACK = 3
+    """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
+    RENDEZVOUS = 4
+    """Agents agree on the next world; workers that paused for it."""
+    IDLE = 5
+    """An agent is alive and nothing moves: a hang until it is noticed, a worker that ended before the others."""
+    DOWN = 6
+    """No agent of the job is alive. A node by itself is never down: it is absent."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time.
+
+    Attributes:
+        amounts: microseconds of each `State`, in their order.
+        workers: the most that the node (or the job) had in it.
+        running: whether workers ran; False while an agent waited without any.
+    """
+
+    amounts: tuple[int, ...]
+    workers: int = 0
+    running: bool = False
+
+    @property
+    def length_us(self) -> int:
+        """How long it lasted."""
+        return sum(self.amounts)
+
+    @property
+    def main(self) -> State:
+        """What most of it was used for."""
+        return State(max(State, key=lambda state: (self.amounts[state], -state)))
+
+    def __add__(self, later: Span) -> Span:
+        """Both, as one."""
+        amounts = tuple(mine + theirs for mine, theirs in zip(self.amounts, later.amounts, strict=True))
+        return Span(amounts, max(self.workers, later.workers), self.running or later.running)
+
+    def alike(self, other: Span) -> bool:
+        """Whether the two may become one without a loss that a person would see."""
+        mine, theirs = (self.main, self.workers, self.running), (other.main, other.workers, other.running)
+        return mine == theirs
+
+
+def plain(state: State, length_us: int, workers: int = 0, running: bool = False) -> Span:
+    """A span of one state only."""
+    return Span(tuple(length_us if each is state else 0 for each in State), workers, running)
+
+
+def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Split `total` in proportion to `weights` into whole numbers whose sum is `total`.
+
+    The largest remainders get what rounding down left over (Hamilton's method). At least one weight must be above 0,
+    none below.
+    """
+    whole = sum(weights)
+    exact = [total * (weight / whole) for weight in weights]
+    parts = [min(int(part), total) for part in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda index: (parts[index] - exact[index], index))
+    rest = total - sum(parts)
+    while rest:  # more than one round only where floats of huge totals are off by more than the number of parts
+        for index in by_remainder:
+            change = (rest > 0) - (rest < 0)
+            if weights[index] > 0 and parts[index] + change >= 0:
+                parts[index] += change
+                rest -= change
+    return tuple(parts)
+
+
+def append(spans: list[Span], span: Span) -> None:
+    """Let `span` follow, as part of the last one where they are alike."""
+    if not span.length_us:
+        return
+    if spans and spans[-1].alike(span):
+        spans[-1] += span
+    else:
+        spans.append(span)
+
+
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The same time with neighbours alike made one and empty ones gone.
+
+    Joining parts first, in whatever grouping, gives the same.
+    """
+    done: list[Span] = []
+    for span in spans:
+        append(done, span)
+    return done
+
+
+def fitted(spans: Iterable[Span], limit: int = MAX_SPANS) -> list[Span]:
+    """The same time in at most `limit` spans: while there are more, those of the older half become one in pairs."""
+    done = joined(spans)
+    while len(done) > limit:
+        old = done[: max(2, len(done) // 2)]
+        pairs = [sum(old[at + 1 : at + 2], old[at]) for at in range(0, len(old), 2)]
+        done = joined(pairs + done[len(old) :])
+    return done
+
+
+def totals(spans: Iterable[Span]) -> dict[State, int]:
+    """Microseconds in each state."""
+    sums = [0] * len(State)
+    for span in spans:
+        for state in State:
+            sums[state] += span.amounts[state]
+    return {state: sums[state] for state in State}
+
+
+def goodput(amounts: dict[State, int]) -> float | None:
+    """train / elapsed, from 0 to 1; None where no time has passed."""
+    elapsed = sum(amounts.values())
+    return amounts[State.TRAIN] / elapsed if elapsed else None

@@ -1,0 +1,337 @@
+"""The ledger's arithmetic: whatever happens, the states sum to the time that passed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.board import Phase, Reading
+from edl.collective.ledger import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
+from edl.collective.ledger_job import join
+from edl.collective.ledger_node import Doing, Ledger, NodeRecord
+
+SECOND = 1_000_000
+WALL_S = 1_700_000_000.0
+
+amounts = st.lists(st.integers(0, 10 * SECOND), min_size=len(State), max_size=len(State)).map(tuple)
+spans = st.lists(st.builds(Span, amounts, st.integers(1, 3), st.booleans()), max_size=30)
+
+
+class Worker:
+    """A board in simulated time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._totals = dict.fromkeys(Phase, 0.0)
+        self._fields = Reading(0, 1, Phase.START, 0.0, {}, -1, 0.0, -1, -1, 0, ())
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        if phase is not self._fields.phase:
+            self._set(phase=phase, phase_since=self.now_s)
+        self._totals[phase] += seconds
+        self.now_s += seconds
+
+    def finish(self, step: int, seconds: float = 1.0) -> None:
+        self.spend(Phase.TRAIN, seconds)
+        durations = (*self._fields.durations_s, seconds)[-64:]
+        self._set(step=step, step_at=self.now_s, samples=self._fields.samples + 8, durations_s=durations)
+
+    def save(self, step: int) -> None:
+        self._set(saved=step)
+
+    def restart(self, generation: int) -> None:
+        self._set(generation=generation, phase=Phase.START, phase_since=self.now_s)
+
+    def _set(self, **fields: object) -> None:
+        self._fields = replace(self._fields, **fields)  # type: ignore[arg-type]
+
+    @property
+    def reading(self) -> Reading:
+        return replace(self._fields, totals_s=dict(self._totals))
+
+
+def seconds(ledger: Ledger) -> dict[str, float]:
+    """What the ledger holds, states without time left out."""
+    return {state.name: round(amount / SECOND, 6) for state, amount in totals(ledger.record().spans).items() if amount}
+
+
+def started(worker: Worker) -> Ledger:
+    ledger = Ledger("a", 1, worker.now_s, WALL_S)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    return ledger
+
+
+# --- Spans. ---
+
+
+@given(st.integers(0, 10**15), st.lists(st.floats(0, 1e9), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-9))
+def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
+    parts = apportion(total, weights)
+    assert sum(parts) == total
+    assert all(part >= 0 for part in parts)
+    assert all(part == 0 for part, weight in zip(parts, weights, strict=True) if weight == 0)
+
+
+@given(spans, spans, spans)
+def test_joining_is_associative_and_loses_nothing(a: list[Span], b: list[Span], c: list[Span]) -> None:
+    whole = joined([*a, *b, *c])
+    assert joined([*joined([*a, *b]), *c]) == whole == joined([*a, *joined([*b, *c])])
+    assert totals(whole) == totals([*a, *b, *c])
+    assert all(not one.alike(two) for one, two in itertools.pairwise(whole))
+
+
+@given(spans, st.integers(1, 8))
+def test_rolling_up_keeps_the_amounts_and_the_newest_detail(some: list[Span], limit: int) -> None:
+    few = fitted(some, limit)
+    assert len(few) <= limit
+    assert totals(few) == totals(some)
+
+
+def test_goodput_is_the_trained_part_and_unknown_before_any_time_passed() -> None:
+    assert goodput(totals([plain(State.TRAIN, 3 * SECOND), plain(State.DOWN, SECOND)])) == 0.75
+    assert goodput(totals([])) is None
+
+
+# --- One node. ---
+
+
+def test_a_copy_shorter_than_the_agents_glance_is_charged() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(10):
+        worker.finish(step, 0.95)
+        worker.spend(Phase.SAVE, 0.05)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 9.5, "SAVE": 0.5}
+    (span,) = ledger.record().spans
+    assert span.running
+
+
+def test_steps_done_again_are_rollback_until_the_first_new_one() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(10):
+        worker.finish(step)
+    worker.save(5)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    worker.now_s += 2.0  # killed; the page goes on counting for nobody
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    worker.spend(Phase.LOAD, 0.5)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(6, 14):  # 6 to 9 for the second time; the glance that sees 9 sees 10 and 11 as well
+        worker.finish(step)
+        if step in (8, 11, 13):
+            ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 14.0, "LOAD": 0.5, "ROLLBACK": 4.0, "RENDEZVOUS": 2.0}
+    assert [span.main.name for span in ledger.record().spans][:4] == ["TRAIN", "RENDEZVOUS", "LOAD", "ROLLBACK"]
+
+
+def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_knows_of_them() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    worker.restart(4)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
+    for step in range(10, 15):
+        worker.finish(step)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=14)
+    assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
+
+
+def test_a_pause_loses_nothing() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    worker.finish(0)
+    worker.save(0)
+    worker.spend(Phase.PAUSE, 0.25)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    worker.finish(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 2.0, "RENDEZVOUS": 0.25}
+
+
+def test_a_hang_is_idle_but_for_the_step_that_was_lost() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(5):
+        worker.finish(step, 2.0)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for _ in range(30):
+        worker.spend(Phase.TRAIN, 1.0)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 40.0}  # it may still finish
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
+
+
+def test_a_group_formed_again_in_process_loses_the_step_that_broke() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    worker.finish(0)
+    worker.save(0)
+    worker.spend(Phase.TRAIN, 0.5)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    worker.restart(1)
+    worker.finish(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 0.5}
+
+
+def test_the_slowest_worker_of_a_node_counts() -> None:
+    fast, slow = Worker(), Worker()
+    ledger = Ledger("a", 2, 0.0, WALL_S)
+    ledger.observe(0.0, Doing.RUNNING, [fast.reading, slow.reading])
+    fast.finish(0, 3.0)
+    slow.finish(0, 1.0)
+    slow.spend(Phase.SAVE, 2.0)
+    ledger.observe(3.0, Doing.RUNNING, [fast.reading, slow.reading])
+    assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
+
+
+def test_a_page_read_while_it_changed_is_not_believed() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    worker.finish(0)
+    torn = replace(worker.reading, totals_s={**worker.reading.totals_s, Phase.SAVE: 60.0})
+    ledger.observe(worker.now_s, Doing.RUNNING, [torn])
+    worker.finish(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 2.0}
+
+
+def test_time_without_workers_is_what_the_agent_does() -> None:
+    ledger = Ledger("a", 2, 100.0, WALL_S)
+    ledger.observe(103.0, Doing.RUNNING, [])
+    ledger.observe(104.0, Doing.IDLE, [])
+    ledger.end(106.0)
+    assert seconds(ledger) == {"RENDEZVOUS": 3.0, "LOAD": 1.0, "IDLE": 2.0}
+    record = ledger.record()
+    assert record.ended
+    assert record.until_us - record.began_us == 6 * SECOND
+
+
+def test_the_rates_are_those_of_the_last_seconds() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(100):
+        worker.finish(step, 2.0 if step < 50 else 0.5)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    record = ledger.record()
+    assert record.steps_per_s == pytest.approx(2.0)
+    assert record.samples_per_s == pytest.approx(16.0)
+    assert (record.step, record.generation) == (99, 0)
+
+
+def test_a_long_life_stays_small() -> None:
+    worker, rng = Worker(), random.Random(0)
+    ledger = started(worker)
+    for step in range(4000):
+        worker.finish(step, rng.random())
+        worker.spend(rng.choice([Phase.SAVE, Phase.LOAD, Phase.PAUSE]), 3 * rng.random())
+        ledger.observe(worker.now_s, rng.choice(list(Doing)), [worker.reading])
+    record = ledger.record()
+    assert len(record.spans) <= MAX_SPANS
+    assert len(record.marks) <= 300
+    assert record.marks[0].step < 10
+    assert record.marks[-1].step > 3900
+    assert sum(span.length_us for span in record.spans) == round(worker.now_s * SECOND)
+
+
+events = st.one_of(
+    st.tuples(st.just("spend"), st.sampled_from(Phase), st.floats(0, 100)),
+    st.tuples(st.just("finish"), st.integers(0, 50), st.floats(0, 10)),
+    st.tuples(st.just("save"), st.integers(-1, 50), st.just(0.0)),
+    st.tuples(st.just("restart"), st.integers(0, 9), st.floats(0, 5)),
+    st.tuples(st.just("jump"), st.just(0), st.floats(-10, 10)),
+    st.tuples(st.just("observe"), st.sampled_from(Doing), st.just(0.0)),
+)
+
+
+@given(st.lists(events, max_size=60), st.integers(0, 2))
+def test_any_life_sums_to_the_time_that_passed(life: list[tuple[str, int, float]], workers: int) -> None:
+    ledger = Ledger("a", max(workers, 1), 0.0, WALL_S)
+    boards = [Worker() for _ in range(workers)]
+    now_s = latest_s = 0.0
+    for number, (kind, value, length_s) in enumerate(life):
+        now_s += length_s
+        for worker in boards[: 1 + number % 2]:
+            if kind == "spend":
+                worker.spend(Phase(value), length_s)
+            elif kind == "finish":
+                worker.finish(value, length_s)
+            elif kind == "save":
+                worker.save(value)
+            elif kind == "restart":
+                worker.restart(value)
+        if kind == "observe":
+            ledger.observe(now_s, Doing(value), [worker.reading for worker in boards])
+            latest_s = max(latest_s, now_s)
+        record = ledger.record()
+        assert sum(span.length_us for span in record.spans) == round(latest_s * SECOND)
+        assert all(amount >= 0 for span in record.spans for amount in span.amounts)
+        assert record.steps_per_s >= 0
+
+
+# --- The job. ---
+
+
+def record(began_s: float, *what: Span, node: str = "a", ended: bool = False) -> NodeRecord:
+    return NodeRecord(node, round((WALL_S + began_s) * SECOND), 1, what, ended=ended)
+
+
+def running(state: State, length_s: float, workers: int = 1) -> Span:
+    return plain(state, round(length_s * SECOND), workers, running=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100 * SECOND), spans), max_size=5), st.randoms(use_true_random=False))
+def test_the_jobs_states_sum_to_its_elapsed_time_in_whatever_order(
+    lives: list[tuple[int, list[Span]]], rng: random.Random
+) -> None:
+    records = [NodeRecord("abc"[index % 3], began_us, 1, tuple(some)) for index, (began_us, some) in enumerate(lives)]
+    job = join(records)
+    lived = [one for one in records if sum(span.length_us for span in one.spans)]
+    if lived:
+        assert job.elapsed_us == max(one.until_us for one in lived) - min(one.began_us for one in lived)
+    assert totals(job.spans) == job.amounts
+    rng.shuffle(records)
+    again = join(records)
+    assert again.elapsed_us == job.elapsed_us
+    assert again.amounts[State.DOWN] == job.amounts[State.DOWN]
+    assert 0 <= (job.goodput or 0.0) <= 1
+
+
+def test_nobody_alive_is_down_and_a_killed_agents_time_ends_at_its_last_sign_of_life() -> None:
+    killed = record(0, running(State.TRAIN, 10))
+    later = record(15, plain(State.RENDEZVOUS, 5 * SECOND, 1), running(State.TRAIN, 10))
+    job = join([later, killed])
+    assert [(span.main.name, span.length_us // SECOND) for span in job.spans] == [
+        ("TRAIN", 10),
+        ("DOWN", 5),
+        ("RENDEZVOUS", 5),
+        ("TRAIN", 10),
+    ]
+    assert job.goodput == pytest.approx(20 / 30)
+    assert job.worker_goodput == pytest.approx(20 / 25)
+    assert join([killed], until_us=killed.until_us + 30 * SECOND).goodput == 0.25
+
+
+def test_the_slowest_member_decides_and_a_node_that_waits_outside_does_not() -> None:
+    fast = record(0, running(State.TRAIN, 10, workers=3), node="fast")
+    slow = record(0, running(State.TRAIN, 5), running(State.SAVE, 5), node="slow")
+    waiting = record(0, plain(State.RENDEZVOUS, 10 * SECOND, 1), node="waiting")
+    job = join([fast, slow, waiting])
+    assert job.goodput == 0.5
+    assert job.worker_goodput == pytest.approx((30 + 5) / 50)
+    assert [span.workers for span in job.spans] == [4, 4]
+
+
+def test_a_job_without_a_ledger_is_empty() -> None:
+    job = join([])
+    assert (job.elapsed_us, job.goodput, job.worker_goodput) == (0, None, None)

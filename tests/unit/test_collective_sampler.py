@@ -1,0 +1,273 @@
+"""The sampler: whoever comes and goes, an epoch has every sample once, in the same global batches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+from edl.collective.sampler import ElasticSampler  # noqa: E402
+from edl.errors import ProtocolError, SettingsError  # noqa: E402
+
+LENGTHS = st.integers(1, 120)
+BATCHES = st.integers(1, 50)
+TAILS = st.sampled_from(["keep", "pad", "drop"])
+EVENTS = st.one_of(
+    st.tuples(st.just("train"), st.integers(1, 4)),
+    st.tuples(st.just("save"), st.just(0)),
+    st.tuples(st.just("world"), st.integers(1, 6)),  # all go on from the state of now
+    st.tuples(st.just("kill"), st.integers(1, 6)),  # all go on from the last save
+    st.tuples(st.just("ahead"), st.integers(1, 5)),  # one rank reads ahead
+    st.tuples(st.just("resize"), BATCHES),
+)
+
+
+class World:
+    """Ranks with a sampler each, and a record of what was trained."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = settings
+        self.trained: list[list[int]] = []  # indices of each global batch
+        self.start(1, None)
+        self.save()
+
+    def start(self, world: int, state: str | None) -> None:
+        self.ranks = [ElasticSampler(**self.settings, rank=rank, world=world) for rank in range(world)]
+        for one in self.ranks:
+            if state is not None:
+                one.load_state_dict(json.loads(state))
+        self.batches: list[Iterator[list[int]]] = [iter(one) for one in self.ranks]
+        self.read: list[list[list[int]]] = [[] for _ in self.ranks]
+
+    def state(self) -> str:
+        (state,) = {json.dumps(one.state_dict()) for one in self.ranks}
+        return state
+
+    def save(self) -> None:
+        self.saved = (self.state(), len(self.trained))
+
+    def train(self) -> bool:
+        """One step of every rank; False at the end of the epoch."""
+        (left,) = {len(one) for one in self.ranks}
+        if not left:
+            assert all(one.finished for one in self.ranks)
+            return False
+        batch = []
+        for rank, one in enumerate(self.ranks):
+            rows = self.read[rank].pop(0) if self.read[rank] else next(self.batches[rank])
+            assert len(rows) == max(one.share_rows, 1)
+            batch += rows[: one.share_rows]
+        (wanted,) = {one.batch_samples for one in self.ranks}
+        assert len(batch) == wanted
+        self.trained.append(batch)
+        for one in self.ranks:
+            one.advance()
+        return True
+
+    def do(self, event: str, number: int) -> None:
+        if event == "train":
+            all(self.train() for _ in range(number))
+        elif event == "save":
+            self.save()
+        elif event == "world":
+            self.start(number, self.state())
+        elif event == "kill":
+            state, steps = self.saved
+            del self.trained[steps:]  # the model is rolled back as well
+            self.start(number, state)
+        elif event == "ahead":
+            rank = number % len(self.ranks)
+            for _ in range(number):
+                self.read[rank] += [rows for rows in [next(self.batches[rank], None)] if rows is not None]
+        elif event == "resize" and (self.settings["tail"] != "drop" or number <= self.settings["length"]):
+            ats = []
+            for one in self.ranks:
+                with one.hold() as handed:
+                    ats.append(handed)
+            for one in self.ranks:
+                one.resize(number, max(ats))
+
+
+@given(length=LENGTHS, batch=BATCHES, tail=TAILS, seed=st.integers(0, 3), events=st.lists(EVENTS, max_size=20))
+def test_resizes_kills_and_resumptions_leave_every_sample_exactly_once(
+    length: int, batch: int, tail: str, seed: int, events: list[tuple[str, int]]
+) -> None:
+    if tail == "drop":
+        batch = min(batch, length)
+    world = World({"length": length, "global_batch": batch, "tail": tail, "seed": seed})
+    for event, number in events:
+        world.do(event, number)
+    while world.train():
+        pass
+    seen = Counter(index for one in world.trained for index in one)
+    if tail == "keep":
+        assert seen == Counter(range(length))
+    elif tail == "drop":
+        assert set(seen.values()) <= {1}
+        assert length - len(seen) < world.ranks[0].global_batch
+    else:
+        assert set(seen) == set(range(length))
+        assert sum(seen.values()) - length < len(world.trained[-1])
+
+
+@given(length=LENGTHS, batch=BATCHES, worlds=st.lists(st.integers(1, 6), min_size=1, max_size=8))
+def test_the_global_batches_are_those_of_one_process(length: int, batch: int, worlds: list[int]) -> None:
+    settings = {"length": length, "global_batch": batch, "tail": "keep"}
+    alone, changing = World(settings), World(settings)
+    while alone.train():
+        changing.do("world", worlds[len(alone.trained) % len(worlds)])
+        assert changing.train()
+    assert changing.trained == alone.trained
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    def order(seed: int, epoch: int, **more: Any) -> list[int]:
+        sampler = ElasticSampler(50, global_batch=50, seed=seed, rank=0, world=1, **more)
+        sampler.set_epoch(epoch)
+        (rows,) = sampler
+        return rows
+
+    assert order(0, 1) == order(0, 1)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    assert order(0, 1, shuffle=False) == list(range(50))
+
+
+def test_epochs_resume_where_the_state_is() -> None:
+    first = ElasticSampler(10, global_batch=4, rank=0, world=1)
+    epochs = first.epochs(3)
+    assert next(epochs) == 0
+    for _ in first:
+        first.advance()
+    assert next(epochs) == 1
+    first.advance()
+    second = ElasticSampler(10, global_batch=4, rank=0, world=1)
+    second.load_state_dict(first.state_dict())
+    left = {epoch: sum(len(rows) for rows in second) for epoch in second.epochs(3)}
+    assert left == {1: 6, 2: 10}
+
+
+def test_a_finished_epoch_resumes_as_empty_so_that_what_follows_it_is_repeated() -> None:
+    first = ElasticSampler(10, global_batch=4, rank=0, world=1)
+    for _ in first:
+        first.advance()
+    second = ElasticSampler(10, global_batch=4, rank=0, world=1)
+    second.load_state_dict(first.state_dict())
+    assert list(second) == []
+    with pytest.raises(SettingsError, match=r"set_epoch\(1\)"):
+        iter(first)
+    with pytest.raises(SettingsError, match=r"set_epoch\(1\)"):
+        first.advance()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loaders_workers_read_ahead_without_the_state_noticing(workers: int) -> None:
+    sampler = ElasticSampler(40, global_batch=8, rank=1, world=2)
+    loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    trained: list[int] = []
+    for batch in loader:
+        trained += batch.tolist()
+        sampler.advance()
+        if len(trained) == 8:
+            break
+    assert sampler.consumed == 16
+    for batch in loader:  # goes on where training stopped, not where reading did
+        trained += batch.tolist()
+        sampler.advance()
+    assert len(trained) == len(set(trained)) == 20
+    sampler.set_epoch(1)
+    assert len(loader) == 5
+    assert [len(batch) for batch in loader] == [4] * 5
+
+
+def test_nobody_reads_ahead_while_it_is_held() -> None:
+    sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
+    batches = iter(sampler)
+    next(batches)
+    read: list[int] = []
+    with sampler.hold() as handed:
+        reader = threading.Thread(target=lambda: read.append(len(next(batches))))
+        reader.start()
+        sampler.resize(25, handed)
+        assert not read
+    reader.join(30)
+    assert read == [25]
+
+
+def test_a_batch_that_was_handed_out_is_not_changed() -> None:
+    sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
+    batches = iter(sampler)
+    next(batches), next(batches)
+    with pytest.raises(SettingsError, match="20 were handed out"):
+        sampler.resize(5, at=10)
+
+
+def test_an_iteration_ends_when_another_begins() -> None:
+    sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
+    old = iter(sampler)
+    next(old)
+    new = iter(sampler)
+    assert list(old) == []
+    assert len(next(new)) == 10
+
+
+def test_the_users_new_batch_wins_over_the_state_and_the_changed_one_does_not() -> None:
+    first = ElasticSampler(100, global_batch=10, rank=0, world=1)
+    first.advance()
+    first.resize(20, at=10)
+    same, other = (ElasticSampler(100, global_batch=size, rank=0, world=1) for size in (10, 30))
+    for one in (same, other):
+        one.load_state_dict(first.state_dict())
+    assert (same.global_batch, other.global_batch) == (20, 30)
+    assert [len(rows) for rows in other] == [30, 30, 30]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"length": 11}, SettingsError, "repeated or left out"),
+        ({"seed": 4}, SettingsError, "repeated or left out"),
+        ({"order_crc": 1}, ProtocolError, "order of epoch 0"),
+        ({"version": 9}, ProtocolError, "version 9"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
+    sampler = ElasticSampler(10, global_batch=4, rank=0, world=1)
+    with pytest.raises(error, match=message):
+        sampler.load_state_dict(sampler.state_dict() | change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 0}, "length=0"),
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"seed": -1}, "seed=-1"),
+        ({"tail": "fold"}, "tail='fold'"),
+        ({"tail": "drop", "global_batch": 11}, "leaves no batch"),
+        ({"rank": 1}, "rank and world"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        ElasticSampler(**{"length": 10, "global_batch": 4, **arguments})
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index

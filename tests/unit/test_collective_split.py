@@ -1,0 +1,57 @@
+"""Cutting epochs, batches and shares: nothing is lost or repeated, and ranks differ by one sample at most."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.split import Tail, batch_at, batches_left, micro_sizes, share
+from edl.errors import SettingsError
+
+TAILS = st.sampled_from(["keep", "drop", "pad"])
+
+
+@given(samples=st.integers(0, 500), world=st.integers(1, 40))
+def test_shares_cover_the_batch_in_order_and_are_even(samples: int, world: int) -> None:
+    shares = [share(samples, world, rank) for rank in range(world)]
+    assert [place for one in shares for place in one] == list(range(samples))
+    sizes = [len(one) for one in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))
+def test_micro_batches_are_as_few_as_fit_and_even(samples: int, most: int | None, parts: int) -> None:
+    sizes = micro_sizes(samples, most, parts)
+    assert sum(sizes) == samples
+    assert all(size <= (most or samples) for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    fewest = -(-samples // most) if most else min(samples, 1)
+    assert len(sizes) == max(fewest, parts if parts > 1 else 0)
+
+
+@given(length=st.integers(1, 300), batch=st.integers(1, 80), tail=TAILS)
+def test_an_epoch_has_as_many_batches_as_it_says(length: int, batch: int, tail: Tail) -> None:
+    position, sizes = 0, []
+    while size := batch_at(position, length, batch, tail):
+        sizes.append(size)
+        position += size
+    assert len(sizes) == batches_left(0, length, batch, tail)
+    if tail == "keep":
+        assert sum(sizes) == length
+    else:
+        assert set(sizes) <= {batch}
+        assert abs(sum(sizes) - length) < batch
+        assert (sum(sizes) <= length) if tail == "drop" else (sum(sizes) >= length)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_a_rank_that_is_not_in_the_world_is_refused(world: int, rank: int) -> None:
+    with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
+        share(10, world, rank)
+
+
+def test_memory_for_no_sample_is_refused() -> None:
+    with pytest.raises(SettingsError, match="max_micro_batch=0"):
+        micro_sizes(10, 0)

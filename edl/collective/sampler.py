@@ -269,7 +269,7 @@ class ElasticSampler(Sampler[list[int]]):
             assert self._order is not None
             if self._order[2] != state["order_crc"]:
                 raise ProtocolError(
-                    f"the order of epoch {self.epoch} is not that of the saved state: shuffle={self.shuffle} is new, or "
+                    f"the order of epoch {self.epoch} is not that of the state: shuffle={self.shuffle} is new, or "
                     "PyTorch is of another version. Restore what differs, or begin the epoch anew"
                 )
 

@@ -1,0 +1,105 @@
+"""What it means that workers ended: the user's error, a machine's, or the echo of another worker's end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+__all__ = ["Failure", "Kind", "Verdict", "judge", "kind_of", "read_error"]
+
+# What torch raises in a rank whose peer is gone. The types are torch's; the words gloo's, NCCL's and its store's.
+_CONTACT_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError")
+_CONTACT_WORDS = re.compile(
+    r"gloo/|Connection (closed|reset|refused|was)|Connection aborted|Broken pipe|Timed out (after|waiting)|"
+    r"NCCL (error|communicator|watchdog)|ncclRemoteError|ncclSystemError|Socket (closed|Timeout)|"
+    r"process group (is|was|has been) (aborted|shut ?down|destroyed)|recvValue failed|sendBytes failed|"
+    r"wait timeout after|Application timeout caused pair closure|EDL: left the process group",
+    re.IGNORECASE,
+)
+
+
+class Kind(Enum):
+    """Why a worker ended that did not end well."""
+
+    KILLED = "killed"
+    """By a signal: out of memory, preempted, a crash in native code."""
+    CONTACT = "contact"
+    """It lost contact with another rank; the cause is elsewhere."""
+    ERROR = "error"
+    """The script raised, or ended with an exit code that is not 0."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker that did not end well; `text` is its traceback, as far as it left one."""
+
+    rank: int
+    status: int
+    text: str
+    what: str
+
+    @property
+    def kind(self) -> Kind:
+        """What this failure is, by itself."""
+        return kind_of(self.status, self.text)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows: a new generation because of `restart`, or the end of the job because of `fatal`."""
+
+    restart: str = ""
+    fatal: str = ""
+
+
+def kind_of(status: int, text: str) -> Kind:
+    """The kind of a worker's end.
+
+    Args:
+        status: its exit code, negative for a signal.
+        text: the exception's type and message, best with its traceback; empty if unknown.
+    """
+    if status < 0:
+        return Kind.KILLED
+    last = text.strip().rsplit("\n", 1)[-1]
+    name = last.split(":", 1)[0].rsplit(".", 1)[-1]
+    if name in _CONTACT_TYPES or _CONTACT_WORDS.search(text):
+        return Kind.CONTACT
+    return Kind.ERROR
+
+
+def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float) -> Verdict | None:
+    """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
+
+    Args:
+        waited_s: since the first failure, with the world unchanged.
+        echo_s: how long to wait before an exception is taken for the script's own fault.
+        contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+    """
+    killed = [one for one in failures if one.kind is Kind.KILLED]
+    errors = [one for one in failures if one.kind is Kind.ERROR]
+    if killed:
+        return Verdict(restart=killed[0].what)
+    if errors:
+        text = errors[0].text or errors[0].what
+        return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= echo_s else None
+    if failures and waited_s >= contact_s:
+        return Verdict(restart=f"rank {failures[0].rank} lost contact with another one")
+    return None
+
+
+def read_error(path: Path) -> str:
+    """The traceback that a worker left in torchrun's error file, empty if there is none."""
+    try:
+        message = json.loads(path.read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if isinstance(message, str):
+        return message
+    details = message.get("extraInfo", {})
+    callstack = details.get("py_callstack", "") if isinstance(details, dict) else ""
+    return str(callstack or message.get("message", ""))

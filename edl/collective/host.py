@@ -1,0 +1,106 @@
+"""The folder in memory that one agent keeps for its workers: boards, slots of state, logs.
+
+It outlives the agent. Another agent of the same job on the same host takes the folder of a dead one over, and with it
+the newest state, and knows from the folder's lock that the dead one and its workers are no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from edl.errors import EDLError
+
+__all__ = ["HostFolder"]
+
+_ABANDONED_S = 3600.0
+
+
+class HostFolder:
+    """A folder that belongs to this process until `close`.
+
+    Args:
+        job: the job's name.
+        node: this agent's name.
+
+    Attributes:
+        path: the folder, in memory where the host has `/dev/shm`.
+        heir_of: the node whose folder this was, empty if the folder is new.
+    """
+
+    def __init__(self, job: str, node: str) -> None:
+        root = _root()
+        _sweep(root)
+        digest = hashlib.sha256(job.encode()).hexdigest()[:16]
+        for number in itertools.count():
+            path = root / digest / str(number)
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if _locked(lock) and (path / "lock").exists():
+                break
+            os.close(lock)
+        self.path = path
+        self._lock = lock
+        owner = path / "node"
+        self.heir_of = owner.read_text() if owner.exists() else ""
+        owner.write_text(node)
+
+    def board(self, local_rank: int) -> Path:
+        """The file of a worker's board."""
+        return self.path / f"board-{local_rank}"
+
+    def slots(self, local_rank: int) -> str:
+        """The prefix of the files of a worker's slots."""
+        return str(self.path / f"slots-{local_rank}")
+
+    def stacks(self, local_rank: int) -> Path:
+        """Where a worker writes its stacks when it is asked to."""
+        return self.path / f"stacks-{local_rank}"
+
+    def close(self, keep: bool) -> None:
+        """Give the folder up; with `keep`, leave it to the next agent of this job."""
+        if not keep:
+            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()
+        os.close(self._lock)
+
+
+def _root() -> Path:
+    base = Path("/dev/shm")
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    root = base / f"edl-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    if root.stat().st_uid != os.getuid():
+        raise EDLError(f"{root} belongs to another user: remove it")
+    return root
+
+
+def _locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sweep(root: Path) -> None:
+    """Remove what agents left that died an hour ago, and whose job nobody took up."""
+    for folder in root.glob("*/*"):
+        with contextlib.suppress(OSError):
+            if time.time() - (folder / "node").stat().st_mtime < _ABANDONED_S:
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR)
+            try:
+                if _locked(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

@@ -1,0 +1,99 @@
+"""What an agent is told, and what it tells its workers: torchrun's environment and EDL's own variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edl.collective.host import HostFolder
+from edl.collective.world import Member, Rules, World
+from edl.collective.zygote import Fork, Warm
+
+__all__ = ["Launch", "environment", "forks"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node's part of a job.
+
+    Attributes:
+        job: the name that all nodes share (torchrun's `--rdzv-id`).
+        warm: what the workers run.
+        workers: how many on this node.
+        rules: how a world is formed.
+        addr: where other nodes' workers reach this node.
+        ttl_s: after this long without a sign of life the others go on without this node.
+        join_timeout_s: how long to wait for enough nodes.
+        max_restarts: how often the job goes on after an error of the script's own.
+        checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
+        logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
+        environ: added to the workers' environment.
+    """
+
+    job: str
+    warm: Warm
+    workers: int
+    rules: Rules
+    addr: str
+    ttl_s: float = 1.5
+    join_timeout_s: float = 600.0
+    max_restarts: int = 0
+    checkpoint: str = ""
+    checkpoint_interval_s: float = 300.0
+    role: str = "default"
+    logs: Any = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def environment(launch: Launch, world: World, member: Member, local_rank: int) -> dict[str, str]:
+    """What torchrun sets for one worker, with the generation as the restart count."""
+    rank = member.first_rank + local_rank
+    first = world.nodes[0]
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(world.position(member.id)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": launch.role,
+        "LOCAL_WORLD_SIZE": str(member.local_world_size),
+        "WORLD_SIZE": str(world.size),
+        "GROUP_WORLD_SIZE": str(len(world.nodes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": first.addr,
+        "MASTER_PORT": str(first.port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+        "TORCHELASTIC_RUN_ID": launch.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "EDL_GENERATION": str(world.generation),
+        **launch.environ,
+    }
+
+
+def forks(launch: Launch, world: World, member: Member, host: HostFolder) -> tuple[dict[int, Fork], Any]:
+    """The workers of a generation on this node, and the `LogsDest` that tells where their output goes."""
+    environs = {rank: environment(launch, world, member, rank) for rank in range(launch.workers)}
+    logs = launch.logs.reify(environs)
+    result = {}
+    for local_rank, environ in environs.items():
+        environ["EDL_BOARD"] = str(host.board(local_rank))
+        environ["EDL_SLOTS"] = host.slots(local_rank)
+        if launch.checkpoint:
+            environ["EDL_CHECKPOINT"] = launch.checkpoint
+            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(launch.checkpoint_interval_s)
+        environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
+        result[local_rank] = Fork(
+            environ,
+            stdout=logs.stdouts.get(local_rank, ""),
+            stderr=logs.stderrs.get(local_rank, ""),
+            stacks=str(host.stacks(local_rank)),
+        )
+    return result, logs
+
+
+def errors_of(logs: Any) -> dict[int, Path]:
+    """Local rank -> the file in which the worker leaves its exception."""
+    return {rank: Path(path) for rank, path in logs.error_files.items()}

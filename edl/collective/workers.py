@@ -1,0 +1,210 @@
+"""A node's workers, seen from its agent: forked by a zygote, watched, and stopped without asking them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from edl.collective.zygote import Fork, Warm
+from edl.errors import EDLError
+
+__all__ = ["Exited", "Workers", "ZygoteLost"]
+
+_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker ended.
+
+    Attributes:
+        status: the exit code; of a worker that a signal killed, the signal's number with a minus.
+    """
+
+    generation: int
+    local_rank: int
+    pid: int
+    status: int
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"worker {self.local_rank} ended with exit code {self.status}"
+        with contextlib.suppress(ValueError):
+            return f"worker {self.local_rank} was killed by {signal.Signals(-self.status).name}"
+        return f"worker {self.local_rank} was killed by signal {-self.status}"
+
+
+@dataclass(frozen=True)
+class ZygoteLost:
+    """The process that forks workers died, and all workers with it."""
+
+
+class Workers:
+    """The zygote of a node and the workers that it forked.
+
+    Args:
+        warm: what they run.
+        report: called from a thread of this object with each `Exited` and `ZygoteLost`.
+        environ: of the zygote.
+    """
+
+    def __init__(
+        self, warm: Warm, report: Callable[[Exited | ZygoteLost], None], environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._warm = warm
+        self._report = report
+        self._environ = dict(os.environ if environ is None else environ)
+        self._lock = threading.Condition()
+        self._asked: collections.deque[tuple[int, int]] = collections.deque()
+        self._running: dict[int, tuple[int, int]] = {}
+        self._ready = False
+        self._gone = True
+        self._closing = False
+        self.complaint = ""
+        """What could not be imported ahead of time, in words."""
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Local rank -> pid of the workers that have not ended."""
+        with self._lock:
+            return {rank: pid for pid, (_, rank) in self._running.items()}
+
+    def warm_up(self, timeout_s: float = 120.0) -> None:
+        """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
+
+        Raises:
+            EDLError: it died, or was not ready in time.
+        """
+        self._start()
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while not self._ready and not self._gone:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EDLError(f"importing what {self._warm.target} imports took more than {timeout_s:g} s")
+                self._lock.wait(left)
+            if self._gone:
+                raise EDLError("the process that forks workers died while it imported; its output above says why")
+        if "CUDA" in self.complaint and self._warm.prewarm:
+            self.close()
+            self._closing = False
+            self._warm = replace(self._warm, prewarm=False)
+            complaint = self.complaint
+            self.warm_up(timeout_s)
+            self.complaint = complaint
+
+    def start(self, generation: int, forks: Mapping[int, Fork]) -> None:
+        """Fork a worker for each local rank.
+
+        Raises:
+            EDLError: the zygote has died.
+        """
+        with self._lock:
+            if self._gone:
+                raise EDLError("the process that forks workers has died")
+            for local_rank, fork in forks.items():
+                self._asked.append((generation, local_rank))
+                try:
+                    self._socket.send(fork.encode())
+                except OSError as exc:
+                    raise EDLError("the process that forks workers has died") from exc
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
+
+        Raises:
+            EDLError: one does not die, as a process that hangs in the kernel does not.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while self._running or self._asked:
+                for pid in self._running:
+                    _kill(pid, signal.SIGKILL)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EDLError(f"workers {sorted(self._running)} do not die within {timeout_s:g} s of SIGKILL")
+                self._lock.wait(min(left, 0.05))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all workers, not to their children."""
+        for pid in self.running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Kill the workers and the zygote, and wait for them."""
+        with self._lock:
+            self._closing = True
+            if self._gone:
+                return
+        with contextlib.suppress(EDLError):
+            self.stop(timeout_s)
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._socket.close()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-u", "-m", "edl.collective.zygote", str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                command, env=self._environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._socket = ours
+        self._ready = self._gone = False
+        self._reader = threading.Thread(target=self._read, name="edl-workers", daemon=True)
+        self._reader.start()
+        ours.send(self._warm.encode())
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(_MESSAGE_BYTES)
+            except OSError:
+                message = b""
+            with self._lock:
+                event = self._take(json.loads(message)) if message else self._lose()
+                self._lock.notify_all()
+            if event is not None:
+                self._report(event)
+            if not message:
+                return
+
+    def _take(self, message: dict[str, object]) -> Exited | None:
+        if "ready" in message:
+            self._ready, self.complaint = True, str(message["complaint"])
+        elif "pid" in message:
+            self._running[int(str(message["pid"]))] = self._asked.popleft()
+        elif "exited" in message:
+            pid = int(str(message["exited"]))
+            generation, local_rank = self._running.pop(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left behind
+            return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(int(str(message["status"]))))
+        return None
+
+    def _lose(self) -> ZygoteLost | None:
+        self._gone = True
+        self._running.clear()
+        self._asked.clear()
+        return None if self._closing else ZygoteLost()
+
+
+def _kill(pid: int, number: int) -> None:
+    """Signal a worker and its children; the worker alone where it has no process group of its own yet."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

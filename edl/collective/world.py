@@ -1,0 +1,286 @@
+"""Which nodes train together: a plain state machine over two kinds of records in the Store.
+
+Every node's agent keeps a record of itself under a lease (`Node`); one record of the job (`World`) says who trains
+together, in which order, and under which generation. All agents look at the same records and may compute the next
+world from them (`next_world`); compare-and-set lets one of them be first, and the others follow. So there is no
+leader to lose, and never a second world beside the first: a world that was not written is not there.
+
+    forming ──enough nodes──> running ──every member finished──> done
+       ^                       │  │
+       └──too few are left─────┘  └──the user's code failed──> failed
+
+A new generation begins with each change of members and each restart. Whoever wants members to come or go without losing
+a step first has everybody pause after one and the same step (`World.pause_at`). Nothing here waits, reads a clock
+or talks to anybody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from typing import Any
+
+from edl.errors import ProtocolError
+
+__all__ = ["Member", "Moment", "Node", "Rules", "State", "World", "arrange", "failed", "next_world"]
+
+
+class State(str, Enum):
+    """What a job is about."""
+
+    FORMING = "forming"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Node:
+    """What an agent says of itself; the record is gone when its lease is.
+
+    Attributes:
+        id: unique for each agent's process.
+        addr: where the workers of other nodes reach this one.
+        port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
+        workers: how many it runs.
+        leaving: it wants to go, and must not be a member of the next world.
+        paused: the generation in which all of its workers paused, -1 for none.
+        finished: the generation in which all of its workers ended well, -1 for none.
+    """
+
+    id: str
+    addr: str
+    port: int
+    workers: int
+    leaving: bool = False
+    paused: int = -1
+    finished: int = -1
+
+    def encode(self) -> bytes:
+        """JSON, for the Store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Node:
+        """The inverse of `encode`.
+
+        Raises:
+            ProtocolError: the bytes are something else.
+        """
+        try:
+            return cls(**json.loads(data))
+        except (ValueError, TypeError) as exc:
+            raise ProtocolError(f"not a node's record: {data[:100]!r} ({exc})") from exc
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`."""
+
+    id: str
+    addr: str
+    port: int
+    local_world_size: int
+    first_rank: int
+
+
+@dataclass(frozen=True)
+class World:
+    """The record of a job.
+
+    Attributes:
+        generation: grows by one with each new world; 0 is the first that runs.
+        nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
+        message: why this world came to be, in words; of a job that failed, the traceback.
+        pause_at: the step after which all workers shall pause, None while nobody wants that.
+    """
+
+    generation: int = -1
+    state: State = State.FORMING
+    nodes: tuple[Member, ...] = ()
+    message: str = ""
+    pause_at: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(member.local_world_size for member in self.nodes)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in (State.DONE, State.FAILED)
+
+    def position(self, node: str) -> int | None:
+        """The rank of a node, None if it is not a member."""
+        return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
+
+    def encode(self) -> bytes:
+        """JSON, for the Store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> World:
+        """The inverse of `encode`.
+
+        Raises:
+            ProtocolError: the bytes are something else.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            fields["state"] = State(fields["state"])
+            fields["nodes"] = tuple(Member(**one) for one in fields["nodes"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user said.
+
+    Attributes:
+        min_nodes, max_nodes: of a world.
+        last_call_s: how long to wait for more nodes once there are enough and no new one came.
+        pause_timeout_s: how long to wait for all workers to pause before they are stopped as they are.
+        takeover_s: how long to wait before nodes that were not members go on with a job whose members are all gone.
+            Within that time an agent that cannot reach the Store has stopped its workers, so that there are never two
+            worlds.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float = 1.0
+    pause_timeout_s: float = 10.0
+    takeover_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What the agent that asks knows besides the records.
+
+    Attributes:
+        quiet_s: for how long it has seen no node come or go.
+        pausing_s: for how long it has seen the present `pause_at`.
+        pause_step: a step that all workers can still pause after; None if they report no steps.
+        restart: why its workers need a new generation; empty if they do not.
+        dead: nodes of which it knows for certain that they and their workers are no more.
+    """
+
+    quiet_s: float = 0.0
+    pausing_s: float = 0.0
+    pause_step: int | None = None
+    restart: str = ""
+    dead: frozenset[str] = frozenset()
+
+
+def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+    """What the record of the job should become, None if it is right as it is.
+
+    Args:
+        world: the record; `World()` if there is none.
+        nodes: those whose lease lives, read after `world`.
+        moment: what the caller knows besides.
+        rules: what the user said.
+    """
+    if world.ended:
+        return None
+    if world.state is State.FORMING:
+        return _formed(world, nodes, moment, rules)
+    members = [member.id for member in world.nodes]
+    if all(name in nodes and nodes[name].finished == world.generation for name in members):
+        return replace(world, state=State.DONE, message="the script ended on every node", pause_at=None)
+    lost = [name for name in members if name not in nodes]
+    if len(lost) == len(members) and not moment.dead.issuperset(lost) and moment.quiet_s < rules.takeover_s:
+        return None
+    if lost:
+        return _successor(world, nodes, rules, f"lost {_names(lost)}")
+    if moment.restart:
+        return _successor(world, nodes, rules, moment.restart)
+    return _changed(world, nodes, moment, rules)
+
+
+def failed(world: World, message: str) -> World:
+    """The job ends for everybody, because of the user's code."""
+    return replace(world, state=State.FAILED, message=message, pause_at=None)
+
+
+def _formed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+    ready = [node for node in nodes.values() if not node.leaving]
+    enough = len(ready) >= rules.min_nodes and moment.quiet_s >= rules.last_call_s
+    if enough or len(ready) >= rules.max_nodes:
+        return _successor(world, nodes, rules, f"{len(ready)} nodes are there")
+    return None
+
+
+def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+    """Members that want to leave, or nodes that want to join: pause first, then the next world."""
+    members = {member.id for member in world.nodes}
+    if any(nodes[name].finished == world.generation for name in members):
+        return None  # the script is ending: whoever comes now would find nothing to do
+    leaving = [name for name in members if nodes[name].leaving]
+    room = rules.max_nodes - len(members) + len(leaving)
+    joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
+    if not leaving and not joining:
+        return replace(world, pause_at=None) if world.pause_at is not None and moment.pausing_s == 0 else None
+    why = "; ".join(
+        part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
+    )
+    if moment.pause_step is None and world.pause_at is None:
+        return _successor(world, nodes, rules, why)  # the script saves nothing that could be gone on from
+    if world.pause_at is None:
+        return replace(world, pause_at=moment.pause_step)
+    paused = all(nodes[name].paused == world.generation for name in members)
+    if paused or moment.pausing_s >= rules.pause_timeout_s:
+        return _successor(world, nodes, rules, why)
+    return None
+
+
+def _successor(world: World, nodes: Mapping[str, Node], rules: Rules, why: str) -> World | None:
+    """The next generation, of the members that stay and of nodes that wait.
+
+    None while its first node has not yet replaced the port that this generation uses: its store holds this
+    generation's addresses, and whoever read those would wait for a process that is gone.
+    """
+    stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
+    wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
+    present = [*stay, *wait][: rules.max_nodes]
+    generation = world.generation + 1
+    if len(present) < rules.min_nodes:
+        why = f"{why}; {len(present)} of at least {rules.min_nodes} nodes are there"
+        return World(generation, State.FORMING, (), why)
+    order = arrange([member.id for member in world.nodes], present)
+    if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:
+        return None
+    return World(generation, State.RUNNING, tuple(_ranked(nodes[name] for name in order)), why)
+
+
+def arrange(before: list[str], present: Iterable[str]) -> list[str]:
+    """Put the nodes that are `present` in order, so that as many as can keep the place that they had `before`.
+
+    Whoever cannot, because fewer nodes are left, and whoever is new fill the gaps, in their order.
+    """
+    present = list(present)
+    places: list[str | None] = [None] * len(present)
+    rest = []
+    for name in present:
+        place = before.index(name) if name in before else len(present)
+        if place < len(present):
+            places[place] = name
+        else:
+            rest.append(name)
+    filling = iter(rest)
+    return [name if name is not None else next(filling) for name in places]
+
+
+def _ranked(nodes: Iterable[Node]) -> Iterable[Member]:
+    first = 0
+    for node in nodes:
+        yield Member(node.id, node.addr, node.port, node.workers, first)
+        first += node.workers
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

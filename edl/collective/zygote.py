@@ -1,0 +1,258 @@
+"""The process that workers are forked from: it has imported torch and what the script imports, and done nothing else.
+
+Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
+milliseconds. The agent starts `python -m edl.collective.zygote FD PID`, PID being its own, and both talk JSON over the
+Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers `{"ready": true}`,
+`{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait status}`. It must not start threads, run a
+backward pass or touch CUDA: a fork would inherit the wreck. A worker dies when the zygote does, and that when the agent
+does.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Fork", "Warm", "imports_of", "main"]
+
+_PR_SET_PDEATHSIG = 1
+_MESSAGE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Warm:
+    """What workers will run, said once.
+
+    Attributes:
+        kind: `script` (a Python file), `module` (as `python -m` runs) or `program` (any other, run by exec).
+        target: the file, module or program.
+        prewarm: whether to import beforehand what the script imports.
+    """
+
+    kind: str
+    target: str
+    arguments: tuple[str, ...] = ()
+    prewarm: bool = True
+
+    def encode(self) -> bytes:
+        return json.dumps({"warm": asdict(self)}).encode()
+
+
+@dataclass(frozen=True)
+class Fork:
+    """One worker.
+
+    Attributes:
+        environ: its environment, added to the zygote's.
+        stdout, stderr: files that it writes to, empty for those of the agent.
+        stacks: a file for its stacks, when SIGUSR2 asks for them; empty for none.
+    """
+
+    environ: dict[str, str] = field(default_factory=dict)
+    stdout: str = ""
+    stderr: str = ""
+    stacks: str = ""
+
+    def encode(self) -> bytes:
+        return json.dumps({"fork": asdict(self)}).encode()
+
+
+def imports_of(source: str) -> Iterator[str]:
+    """The modules that a Python program imports at its top level, blocks of `if` and `try` included."""
+    pending: list[ast.stmt] = list(ast.parse(source).body)
+    while pending:
+        node = pending.pop(0)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+        elif isinstance(node, (ast.If, ast.Try)):
+            pending += [*node.body, *node.orelse]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The process itself. Returns, in a worker, when the script has ended."""
+    arguments = sys.argv[1:] if argv is None else argv
+    _die_with(int(arguments[1]))
+    agent = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to act on
+    request = json.loads(agent.recv(_MESSAGE_BYTES) or "{}")
+    if "warm" not in request:
+        return
+    warm = Warm(**request["warm"])
+    complaint = _warm_up(warm)
+    gc.collect()
+    gc.freeze()  # what is here now will not be written to by a worker's collector, and so stays shared
+    agent.send(json.dumps({"ready": True, "complaint": complaint}).encode())
+    zygote = os.getpid()
+    fork = _serve(agent)
+    if fork is not None:
+        agent.close()
+        _die_with(zygote)
+        _become(warm, fork)
+
+
+def _serve(agent: socket.socket) -> Fork | None:
+    """Fork workers as they are asked for. Returns in a worker, with what was asked; None when the agent has gone."""
+    wake, woken = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable, _, _ = select.select([agent.fileno(), wake], [], [])
+        if wake in readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(wake, 4096)
+            for pid, status in _reap():
+                agent.send(json.dumps({"exited": pid, "status": status}).encode())
+        if agent.fileno() in readable:
+            message = agent.recv(_MESSAGE_BYTES)
+            if not message:
+                return None
+            fork = Fork(**json.loads(message)["fork"])
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                os.close(wake)
+                os.close(woken)
+                return fork
+            agent.send(json.dumps({"pid": pid}).encode())
+
+
+def _reap() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def _warm_up(warm: Warm) -> str:
+    """Import what the workers will. Returns what went wrong, in words, or nothing."""
+    if warm.kind == "program":
+        return ""
+    sys.path[0] = str(Path(warm.target).resolve().parent) if warm.kind == "script" else str(Path.cwd())
+    if not warm.prewarm:
+        return ""
+    import torch
+    import torch.distributed
+    import torch.nn.parallel
+
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
+    complaints = []
+    for name in _script_imports(warm):
+        try:
+            importlib.import_module(name)
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, the worker will raise it again, and be heard
+            complaints.append(f"importing {name} ahead of time failed: {type(exc).__name__}: {exc}")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return f"importing {name} uses CUDA, which no fork survives"
+    return "; ".join(complaints)
+
+
+def _script_imports(warm: Warm) -> list[str]:
+    try:
+        if warm.kind == "module":
+            spec = importlib.util.find_spec(warm.target)
+            origin = spec.origin if spec else None
+        else:
+            origin = warm.target
+        return list(dict.fromkeys(imports_of(Path(origin).read_text()))) if origin else []
+    except (OSError, SyntaxError, ValueError, ImportError):
+        return []  # the worker will say it
+
+
+def _become(warm: Warm, fork: Fork) -> None:
+    """This process, just forked, becomes a worker and runs the script."""
+    os.setpgid(0, 0)  # so that it is killed together with its own children, such as a DataLoader's workers
+    for number in (signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(fork.environ)
+    for path, stream in ((fork.stdout, 1), (fork.stderr, 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, stream)
+            os.close(file)
+    if warm.kind == "program":
+        os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
+    random.seed()  # a fork begins with its parent's random numbers, all forks with the same
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if fork.stacks:
+        # The file stays open: it is what the handler writes to.
+        faulthandler.register(signal.SIGUSR2, open(fork.stacks, "w"), all_threads=True)  # noqa: SIM115, PTH123
+    from edl.collective.board import Board
+
+    if "EDL_BOARD" in fork.environ:
+        Board.from_env().begin(int(fork.environ["EDL_GENERATION"]))
+    sys.argv = [warm.target, *warm.arguments]
+    try:
+        _run(warm)
+    except SystemExit:
+        raise
+    except BaseException as exc:  # noqa: BLE001 - as the interpreter does: say it, and end with 1
+        _fail(exc)
+
+
+def _run(warm: Warm) -> None:
+    if warm.kind == "module":
+        runpy.run_module(warm.target, run_name="__main__", alter_sys=True)
+        return
+    program = types.ModuleType("__main__")
+    program.__dict__.update(__file__=warm.target, __builtins__=__builtins__, __spec__=None)
+    sys.modules["__main__"] = program
+    code = compile(Path(warm.target).read_bytes(), warm.target, "exec")
+    exec(code, program.__dict__)  # noqa: S102 - the user's own script, as `python` runs it
+
+
+def _fail(exc: BaseException) -> NoReturn:
+    """Leave the exception where torchrun's users look for it, print it without frames of this module, and end."""
+    frames = exc.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        frames = frames.tb_next
+    exc = exc.with_traceback(frames)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # written for the agent, as torch's `record` does
+    text = "".join(traceback.format_exception(exc))
+    if path and not Path(path).exists():
+        details: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": details}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(message))
+    sys.stdout.flush()
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    raise SystemExit(1)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the process `parent`, which started this one, dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it had died before
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

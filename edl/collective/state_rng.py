@@ -1,0 +1,34 @@
+"""The states of the random number generators of this process, as plain values."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["restore", "take"]
+
+
+def take() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, and of CUDA's current device if CUDA is in use."""
+    version, words, gauss = random.getstate()
+    states = {
+        "python": (version, np.array(words, np.uint32), gauss),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore(states: dict[str, Any]) -> None:
+    """Put them back as `take` found them."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

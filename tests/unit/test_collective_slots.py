@@ -1,0 +1,208 @@
+"""Two slots in shared memory: whatever happens, the newest complete one is found, and a torn one never."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.collective.slots import HEADER_NBYTES, Label, SlotPair, find
+from edl.errors import ClosedError, SettingsError
+
+
+def write(slots: SlotPair, step: int, nbytes: int = 100, generation: int = 0) -> None:
+    meta = b"m%d" % step
+    _, memory = slots.begin(nbytes, len(meta))
+    memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = struct.pack("<q", step)[:1] * nbytes
+    slots.commit(Label(generation, step, 1, 0), nbytes, meta)
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    return tmp_path / "slots"
+
+
+def test_the_last_two_states_are_there_newest_first(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    assert find(prefix) == []
+    for step in range(5):
+        write(slots, step)
+    assert [one.label.step for one in find(prefix)] == [4, 3]
+    copy = find(prefix)[0].copy()
+    assert copy is not None
+    assert (copy.meta, copy.data) == (b"m4", b"\x04" * 100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(saves=st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=8))
+def test_a_save_cut_short_never_costs_the_one_before(
+    tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, bool]]
+) -> None:
+    """Any sequence of saves of any size, each finished or given up half way, perhaps by a worker that starts anew."""
+    prefix = tmp_path_factory.mktemp("slots") / "s"
+    newest, slots = None, SlotPair(prefix)
+    for step, (nbytes, finished) in enumerate(saves):
+        if finished:
+            write(slots, step, nbytes)
+            newest = (step, nbytes)
+        else:
+            _, memory = slots.begin(nbytes, 2)
+            memory[HEADER_NBYTES : HEADER_NBYTES + nbytes // 2] = b"\xff" * (nbytes // 2)
+            slots = SlotPair(prefix)
+        found = find(prefix)
+        assert [one.label.step for one in found[:1]] == ([] if newest is None else [newest[0]])
+        if newest is not None:
+            copy = found[0].copy()
+            assert copy is not None
+            assert copy.data == struct.pack("<q", newest[0])[:1] * newest[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0, HEADER_NBYTES + 199), bit=st.integers(0, 7))
+def test_a_damaged_header_or_metadata_is_not_used(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+    prefix = tmp_path_factory.getbasetemp() / "damaged"
+    slots = SlotPair(prefix)
+    write(slots, 1)
+    newest = find(prefix)[0]
+    path = newest.path
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+    for found in find(prefix):
+        copy = found.copy()
+        if found.path == path and copy is not None:
+            assert (copy.label, copy.meta) == (newest.label, b"m1")
+
+
+def test_a_truncated_slot_is_not_used(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    write(slots, 1)
+    write(slots, 2)
+    os.truncate(find(prefix)[0].path, HEADER_NBYTES + 50)
+    assert [one.label.step for one in find(prefix)] == [1]
+
+
+def test_the_worlds_generation_counts_before_the_step(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    write(slots, 20, generation=1)
+    write(slots, 15, generation=2)
+    assert [one.label.step for one in find(prefix)] == [15, 20]
+    write(slots, 16, generation=2)
+    assert [one.label.step for one in find(prefix)] == [16, 15]
+
+
+def test_the_memory_is_used_again(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    maps = {}
+    for _ in range(4):
+        number, memory = slots.begin(1000, 2)
+        assert maps.setdefault(number, memory) is memory
+        slots.commit(Label(0, 1, 1, 0), 1000, b"{}")
+    assert sorted(maps) == [0, 1]
+
+
+def test_a_state_that_grows_gets_more_room_and_loses_nothing(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    for step in range(6):
+        write(slots, step, nbytes=10 ** (step + 1))
+        copies = [one.copy() for one in find(prefix)]
+        assert [copy.data[:1] for copy in copies if copy] == [bytes([s]) for s in (step, step - 1) if s >= 0]
+
+
+def test_private_slots_are_removed(prefix: Path) -> None:
+    slots = SlotPair.from_env()
+    write(slots, 1)
+    paths = [one.path for one in slots.find()]
+    assert [path.parent for path in paths] == [Path("/dev/shm")]
+    slots.close()
+    assert not any(path.exists() for path in paths)
+    with pytest.raises(ClosedError):
+        slots.begin(1, 1)
+
+
+def test_what_a_killed_process_left_is_swept() -> None:
+    child = os.fork()
+    if child == 0:
+        slots = SlotPair.from_env()
+        write(slots, 1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
+    SlotPair.from_env().close()
+    assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
+
+
+def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDL_SLOTS", str(prefix))
+    slots = SlotPair.from_env()
+    write(slots, 3)
+    slots.close()
+    assert [one.label.step for one in find(prefix)] == [3]
+
+
+def test_too_little_shared_memory_says_what_to_do(prefix: Path) -> None:
+    slots = SlotPair(prefix)
+    write(slots, 1)
+    with pytest.raises(SettingsError, match="enlarge"):
+        slots.begin(1 << 60, 10)
+    assert [one.label.step for one in find(prefix)] == [1]
+
+
+def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
+    """A writer as fast as it can be, in another process, and a reader that copies: what it gets is of one step."""
+    nbytes = 200_000
+    child = os.fork()
+    if child == 0:
+        slots = SlotPair(prefix)
+        for step in range(10**9):
+            write(slots, step % 256, nbytes)
+    try:
+        copies, deadline = 0, time.monotonic() + 60
+        while copies < 300:
+            assert time.monotonic() < deadline
+            for found in find(prefix):
+                copy = found.copy()
+                if copy is not None:
+                    copies += 1
+                    assert copy.data == bytes([found.label.step]) * nbytes
+                    assert copy.meta == b"m%d" % found.label.step
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_killed_at_any_instant_a_complete_step_is_there(prefix: Path) -> None:
+    """SIGKILL at random instants, many times: the newest or second newest begun step is there, whole."""
+    nbytes, rng = 2_000_000, random.Random(5)
+    told = mmap.mmap(-1, 8)  # the last step that the child finished
+    for _ in range(60):
+        before = struct.unpack("<q", told)[0]
+        child = os.fork()
+        if child == 0:
+            slots = SlotPair(prefix)
+            for step in range(before + 1, 10**9):
+                write(slots, step, nbytes)
+                told[:] = struct.pack("<q", step)
+        wait = threading.Event()
+        deadline = time.monotonic() + 30
+        while struct.unpack("<q", told)[0] < before + 2:
+            assert time.monotonic() < deadline
+            wait.wait(0.001)
+        wait.wait(rng.random() * 0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        finished = struct.unpack("<q", told)[0]
+        newest = find(prefix)[0]
+        assert newest.label.step in (finished, finished + 1)
+        copy = newest.copy()
+        assert copy is not None
+        assert copy.data == struct.pack("<q", newest.label.step)[:1] * nbytes

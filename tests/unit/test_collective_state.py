@@ -1,0 +1,288 @@
+"""What a `State` saves comes back bit for bit into other objects, and shares no memory with what it came from."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from edl.collective.snapshot import overlap, parse_meta
+from edl.collective.state import Captured, State, WorldChange
+from edl.collective.state_parts import view_of
+from edl.errors import ProtocolError, SettingsError
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+]  # fmt: skip
+
+
+def pack(captured: Captured) -> torch.Tensor:
+    """The data, as a slot would hold it."""
+    data = torch.zeros(captured.data_nbytes, dtype=torch.uint8)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    return data
+
+
+def restore(state: State, captured: Captured, data: torch.Tensor) -> None:
+    meta = parse_meta(captured.meta)
+    loading = state.begin_load(meta)
+    loading.fill_all(meta.entries, data)
+    loading.finish()
+
+
+def through(source: State, target: State) -> None:
+    captured = source.capture()
+    data = pack(captured)
+    restore(target, captured, data)
+    data.fill_(0xAA)  # nothing restored may still look at it
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def model(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5))
+
+
+def trained(seed: int, steps: int = 3) -> tuple[nn.Sequential, torch.optim.Optimizer, Any]:
+    net = model(seed)
+    net(torch.randn(2, 3, 5, 5))
+    optimizer = torch.optim.AdamW(
+        [{"params": net[0].parameters(), "lr": 0.1}, {"params": [*net[1].parameters(), *net[3].parameters()]}]
+    )
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randn(2, 3, 5, 5)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return net, optimizer, scheduler
+
+
+def all_bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
+    state = optimizer.state_dict()["state"]
+    return [bits(one) for one in net.state_dict().values()] + [
+        bits(state[number][key]) for number in sorted(state) for key in sorted(state[number])
+    ]
+
+
+def test_a_training_job_comes_back_and_goes_on_the_same() -> None:
+    net, optimizer, scheduler = trained(0)
+    source = State(model=net, optimizer=optimizer, scheduler=scheduler, epoch=3, best=None, seen=[1, (2, 3)])
+    other, other_optimizer, other_scheduler = trained(1, steps=0)
+    target = State(model=other, optimizer=other_optimizer, scheduler=other_scheduler, epoch=0, best=0.5, seen=[])
+    through(source, target)
+    assert all_bits(other, other_optimizer) == all_bits(net, optimizer)
+    assert (target.epoch, target.best, target.seen) == (3, None, [1, (2, 3)])
+    for one, its, schedule in ((net, optimizer, scheduler), (other, other_optimizer, other_scheduler)):
+        torch.manual_seed(9)
+        its.zero_grad()
+        one(torch.randn(2, 3, 5, 5)).sum().backward()
+        its.step()
+        schedule.step()
+    assert all_bits(other, other_optimizer) == all_bits(net, optimizer)
+    assert other_scheduler.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (3, 5)], ids=str)
+def test_every_type_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    count = int(np.prod(shape)) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
+    tensor = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    target = State(rng=False)
+    through(State(rng=False, inside=[tensor], itself=tensor), target)
+    for back in (target.inside[0], target.itself):
+        assert (back.dtype, back.shape, bits(back)) == (dtype, tensor.shape, bits(tensor))
+
+
+def test_views_that_are_not_contiguous_or_share_memory_come_back() -> None:
+    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    views = {
+        "t": base.t(), "column": base[:, 2], "steps": base[::2, 1::3], "expanded": base[0, 0].expand(3, 2),
+        "last": nn.Parameter(base[1:3].to(memory_format=torch.contiguous_format)), "conj": (base + 1j * base).conj(),
+        "channels": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }  # fmt: skip
+    target = State(rng=False)
+    through(State(rng=False, views=views), target)
+    for name, view in views.items():
+        assert torch.equal(target.views[name], view), name
+
+
+def test_a_modules_tensors_are_restored_where_they_are() -> None:
+    net, target = nn.Linear(3, 3), nn.Linear(3, 3)
+    weight = target.weight
+    before = weight.data_ptr()
+    through(State(model=net), State(model=target))
+    assert target.weight is weight
+    assert weight.data_ptr() == before
+    assert bits(weight) == bits(net.weight)
+
+
+def test_tied_parameters_stay_tied() -> None:
+    def tied() -> nn.ModuleDict:
+        net = nn.ModuleDict({"in": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
+        net["out"].weight = net["in"].weight
+        return net
+
+    source, target = tied(), tied()
+    through(State(model=source), State(model=target))
+    assert target["out"].weight is target["in"].weight
+    assert bits(target["in"].weight) == bits(source["in"].weight)
+
+
+class Extra(nn.Linear):
+    """A module whose state is not all tensors of its own."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"note": self.note}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.note = state["note"]
+
+    note = "none"
+
+
+class Copied(nn.Linear):
+    """A module whose `state_dict` gives copies, so that to write to them would change nothing."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key in destination:
+            destination[key] = destination[key].clone()
+
+
+@pytest.mark.parametrize("kind", [Extra, Copied])
+def test_modules_with_a_state_of_their_own_kind_come_back(kind: type[nn.Linear]) -> None:
+    source, target = kind(3, 2), kind(3, 2)
+    source.note = "kept"
+    through(State(model=source), State(model=target))
+    assert bits(target.weight) == bits(source.weight)
+    assert kind is not Extra or target.note == "kept"
+
+
+def test_an_optimizers_state_goes_by_names_not_numbers() -> None:
+    net, optimizer, _ = trained(0)
+    other = copy.deepcopy(net)
+    groups = [{"params": [*other[0].parameters()][::-1]}, {"params": [*other[3].parameters(), *other[1].parameters()]}]
+    target = torch.optim.AdamW(groups)
+    through(State(model=net, optimizer=optimizer), State(model=other, optimizer=target))
+    for (name, one), two in zip(net.named_parameters(), other.parameters(), strict=True):
+        assert bits(target.state[two]["exp_avg"]) == bits(optimizer.state[one]["exp_avg"]), name
+
+
+def test_an_optimizers_wider_state_is_not_cast_to_its_parameters_type() -> None:
+    def half() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        net = nn.Linear(3, 3).to(torch.bfloat16)
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+    net, optimizer = half()
+    optimizer.state[net.weight]["momentum_buffer"] = torch.randn(3, 3)
+    other, target = half()
+    through(State(model=net, optimizer=optimizer), State(model=other, optimizer=target))
+    back = target.state[other.weight]["momentum_buffer"]
+    assert (back.dtype, bits(back)) == (torch.float32, bits(optimizer.state[net.weight]["momentum_buffer"]))
+
+
+def test_the_random_numbers_go_on_where_they_were() -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    random.gauss(0, 1)
+    source = State()
+    captured = source.capture()
+    data = pack(captured)
+    wanted = draw()
+    restore(State(rng=False), captured, data)
+    assert draw() != wanted
+    restore(State(), captured, data)
+    assert draw() == wanted
+
+
+def test_a_compiled_or_wrapped_module_has_the_names_of_the_one_inside() -> None:
+    net = nn.Linear(2, 2)
+    wrapped = torch.compile(net, backend="eager")
+    keys = [entry.key for entry in State(rng=False, model=wrapped).capture().entries]
+    assert keys == ["model.weight", "model.bias"]
+
+
+def test_two_modules_with_the_same_names_share_an_optimizer() -> None:
+    def both() -> State:
+        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
+        (one(torch.ones(2)) + two(torch.ones(2)) * 3).sum().backward()
+        optimizer.step()
+        return State(one=one, two=two, optimizer=optimizer)
+
+    source, target = both(), both()
+    source.optimizer.state[source.two.weight]["exp_avg"].fill_(7.0)
+    through(source, target)
+    assert bits(target.optimizer.state[target.two.weight]["exp_avg"]) == bits(torch.full((2, 2), 7.0))
+    assert bits(target.optimizer.state[target.one.weight]["exp_avg"]) != bits(torch.full((2, 2), 7.0))
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="net: the saved state does not fit"):
+        through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 3)))
+    with pytest.raises(SettingsError, match="saved as module"):
+        through(State(net=nn.Linear(2, 2)), State(net=1))
+
+
+def test_what_cannot_be_saved_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"hook\.f is a builtins\.function"):
+        State(hook={"f": lambda: 0}).capture()
+    with pytest.raises(SettingsError, match="sparse"):
+        State(matrix=torch.eye(2).to_sparse()).capture()
+    with pytest.raises(SettingsError, match="both named"):
+        State(a={"b.c": torch.ones(1), "b": {"c": torch.ones(1)}}).capture()
+
+
+@pytest.mark.parametrize("name", ["capture", "adjust", "rng", "_fields"])
+def test_a_fields_name_may_not_hide_what_a_state_can_do(name: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        setattr(State(), name, 1)
+
+
+def test_an_incomplete_state_is_never_loaded_silently() -> None:
+    captured = State(rng=False, a=[torch.ones(3)], b=[torch.ones(2)]).capture()
+    meta = parse_meta(captured.meta)
+    loading = State(rng=False).begin_load(meta)
+    loading.fill_all(meta.entries[:1], pack(captured))
+    with pytest.raises(ProtocolError, match=r"incomplete.*b\.0"):
+        loading.finish()
+
+
+def test_missing_and_new_fields_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    target = State(rng=False, added=5)
+    through(State(rng=False, net=nn.Linear(1, 1), epoch=2), target)
+    assert (target.added, target.epoch) == (5, 2)
+    assert "added" in caplog.text
+    assert "net" in caplog.text
+
+
+def test_adjust_functions_are_called_in_their_order() -> None:
+    state, seen = State(), []
+    state.register_adjust_function(lambda change: seen.append(("first", change)))
+
+    @state.register_adjust_function
+    def second(change: WorldChange) -> None:
+        seen.append(("second", change))
+
+    change = WorldChange(4, 2, 17)
+    state.adjust(change)
+    assert seen == [("first", change), ("second", change)]
+
+
+def test_boxes_overlap_where_they_should() -> None:
+    assert overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
+    assert overlap((0,), (2,), (2,), (2,)) is None

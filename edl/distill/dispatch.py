@@ -19,7 +19,9 @@ __all__ = ["Action", "Answer", "Dispatcher", "Failure", "FailureKind", "GiveUp",
 
 
 _STARVING_S = 1.0
-_MOST_TOKENS = 8.0
+_MOST_TOKENS = 4.0
+_EARNED = 0.9
+"""Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
 
 
 class FailureKind(enum.Enum):
@@ -130,6 +132,7 @@ class TeacherState:
         live: connected, and known to serve the right model.
         draining: takes no new requests.
         closed_until: no requests before this time; `why` says why.
+        moved_at: when it last answered, or began with something to do.
     """
 
     window: Window
@@ -138,6 +141,7 @@ class TeacherState:
     closed_until: float = 0.0
     why: str = ""
     in_flight: set[int] = field(default_factory=set)
+    moved_at: float = 0.0
     failures: int = 0
     opened: int = 0
     half_open: bool = False
@@ -149,11 +153,18 @@ class TeacherState:
         allowed = 1 if self.half_open else self.window.allowed
         return self.usable(now) and len(self.in_flight) < allowed
 
-    def expected_s(self) -> float:
-        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured."""
+    def expected_s(self, now: float) -> float:
+        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.
+
+        One that has been silent for longer than its answers usually take is held up, for as long again as far as
+        anyone can tell: what is sent there meanwhile would have to be hedged, too.
+        """
         if self.window.median_s is None:
             return 0.0
-        return max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
+        expected = max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
+        silent_s = now - self.moved_at if self.in_flight else 0.0
+        usual_s = self.window.usual_s or self.window.median_s
+        return expected + silent_s if silent_s > 1.1 * usual_s else expected
 
 
 class Dispatcher:
@@ -167,7 +178,7 @@ class Dispatcher:
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
         self._numbers = itertools.count()
-        self._hedge_tokens = 1.0
+        self._hedge_tokens = 0.0
         self._wanted: int | None = None
 
     # Events
@@ -229,6 +240,7 @@ class Dispatcher:
         if state is not None:
             state.failures = state.opened = 0
             state.half_open, state.why = False, ""
+            state.moved_at = now
             state.window.answered(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
         if task is not None:
@@ -247,6 +259,7 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
+            state.moved_at = now
             self._blame(state, ended.teacher, failure, now)
         task = self._tasks.get(ended.task)
         if task is not None:
@@ -359,7 +372,7 @@ class Dispatcher:
             task = self._tasks.get(number)
             if task is None or task.attempts:
                 continue
-            choice = self._choose(free, task)
+            choice = self._choose(free, task, now)
             if choice is None:
                 put_back.append(number)
                 continue
@@ -372,7 +385,7 @@ class Dispatcher:
             actions.extend(self._hedge(free, now))
         return actions
 
-    def _choose(self, free: list[tuple[str, TeacherState]], task: _Task) -> str | None:
+    def _choose(self, free: list[tuple[str, TeacherState]], task: _Task, now: float) -> str | None:
         fit = [(name, state) for name, state in free if not task.failed_at(name)]
         others = (name for name, state in self.teachers.items() if state.live and not state.draining)
         if not fit and task.failures and all(task.failed_at(name) for name in others):
@@ -380,11 +393,13 @@ class Dispatcher:
             fit = free
         if not fit:
             return None
-        return min(fit, key=lambda entry: (entry[1].expected_s(), len(entry[1].in_flight), entry[0]))[0]
+        return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]
 
     def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:
         state = self.teachers[teacher]
         attempt = next(self._numbers)
+        if not state.in_flight:
+            state.moved_at = now
         state.in_flight.add(attempt)
         task.attempts.add(attempt)
         self._attempts[attempt] = _Attempt(number, teacher, now, len(state.in_flight), extra)
@@ -393,7 +408,7 @@ class Dispatcher:
             self.hedged += 1
             self._hedge_tokens -= 1
         else:
-            self._hedge_tokens = min(self._hedge_tokens + self.policy.hedge_budget, _MOST_TOKENS)
+            self._hedge_tokens = min(self._hedge_tokens + _EARNED * self.policy.hedge_budget, _MOST_TOKENS)
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
 
     def _hedge_times(self) -> Iterator[tuple[int, float]]:
@@ -428,7 +443,7 @@ class Dispatcher:
             if self._hedge_tokens < 1 and not self._starving(number, attempt, now):
                 continue
             task, here = self._tasks[number], self._attempts[attempt].teacher
-            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task)
+            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task, now)
             if choice is not None and len(task.attempts) == 1:
                 yield self._send(number, task, choice, now, extra=True)
 

@@ -30,11 +30,24 @@ class SimTeacher:
 
 
 class Simulation:
-    """Feeds `depth` tasks ahead of the consumer, which takes them in order and at once."""
+    """Feeds `depth` tasks ahead of the consumer, which takes them in order and at once.
 
-    def __init__(self, dispatcher: Dispatcher, teachers: dict[str, SimTeacher], *, tasks: int, depth: int = 0) -> None:
-        self.dispatcher, self.teachers, self.tasks, self.depth = dispatcher, teachers, tasks, depth
+    With `pace`, the source yields so many tasks a second instead, whatever becomes of them.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        teachers: dict[str, SimTeacher],
+        *,
+        tasks: int,
+        depth: int = 0,
+        pace: float = 0.0,
+    ) -> None:
+        self.dispatcher, self.teachers, self.tasks, self.depth, self.pace = dispatcher, teachers, tasks, depth, pace
         self.now = 0.0
+        self.sends: list[Send] = []
+        self.delivered_after: list[float] = []
         self.answers: dict[int, str] = {}
         self.given_up: dict[int, GiveUp] = {}
         self.latency: dict[int, float] = {}
@@ -59,6 +72,9 @@ class Simulation:
     def run(self, until_s: float = 3600.0) -> None:
         for name in self.teachers:
             self._apply(self.dispatcher.teacher_up(name, self.now))
+        if self.pace:
+            for number in range(self.tasks):
+                self.at(number / self.pace, lambda number=number: self._add(number))  # type: ignore[misc]
         self._feed()
         while self.delivered < self.tasks:
             tick = self.dispatcher.next_event(self.now)
@@ -76,18 +92,24 @@ class Simulation:
 
     def _feed(self) -> None:
         while self.delivered in self.answers or self.delivered in self.given_up:
+            self.delivered_after.append(self.now - self._added[self.delivered])
             self.delivered += 1
+        if self.pace:
+            return
         depth = self.depth or max(8, 4 * self.dispatcher.room)
         while len(self._added) < self.tasks and len(self._added) - self.delivered < depth:
-            number = len(self._added)
-            self._added[number] = self.now
-            self._apply(self.dispatcher.add(number, self.now))
+            self._apply(self._add(len(self._added)))
+
+    def _add(self, number: int) -> list[Action]:
+        self._added[number] = self.now
+        return self.dispatcher.add(number, self.now)
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 teacher = self.teachers[action.teacher]
                 assert teacher.alive
+                self.sends.append(action)
                 teacher.sent.append(action.task)
                 self._on_way[action.attempt] = action.teacher
                 self.at(teacher.reply_at(self.now), lambda a=action: self._reply(a))

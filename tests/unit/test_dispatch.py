@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,6 +54,53 @@ def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
     # A straggler holds up its teacher and so the request behind it: 6% are late, of which the budget covers 5%.
     tail = [sorted(simulation.latency.values())[int(0.95 * 2000)] for simulation in (with_hedging, without)]
     assert tail[0] < 0.7 * tail[1]
+
+
+def test_hedging_keeps_stragglers_out_of_the_99th_percentile_of_a_student_at_half_pace() -> None:
+    def trial(budget: float, first: int) -> tuple[float, int]:
+        def each_33rd(first: int) -> Callable[[], float]:
+            numbers = itertools.count(first)
+            return lambda: 10.0 if next(numbers) % 33 == 0 else 1.0
+
+        services = (0.01, 0.01, 0.01, 0.04)
+        teachers = {f"t{i}": SimTeacher(s, straggle=each_33rd(first + 11 * i)) for i, s in enumerate(services)}
+        dispatcher = Dispatcher(Policy(hedge_budget=budget))
+        simulation = Simulation(dispatcher, teachers, tasks=2000, pace=125)
+        simulation.run()
+        return sorted(simulation.delivered_after)[int(0.99 * 2000)], dispatcher.hedged
+
+    # Where the stragglers of several teachers happen to coincide, there is nobody to hedge to.
+    with_hedging, without = [[trial(budget, first) for first in range(0, 33, 3)] for budget in (0.05, 0.0)]
+    assert statistics.median(p99 for p99, _ in with_hedging) < 0.5 * statistics.median(p99 for p99, _ in without)
+    assert max(hedged for _, hedged in with_hedging) < 0.05 * 2000
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0.0, 0.5), st.floats(2, 30), st.sampled_from([0.0, 60.0, 150.0, 250.0]), st.integers(0, 1000))
+def test_extra_requests_stay_below_5_percent_of_any_thousand(
+    share: float, factor: float, pace: float, seed: int
+) -> None:
+    services = (0.01, 0.01, 0.01, 0.04)
+    teachers = {f"t{i}": SimTeacher(s, straggle=stragglers(share, factor, seed + i)) for i, s in enumerate(services)}
+    simulation = Simulation(Dispatcher(), teachers, tasks=2000, pace=pace)
+    simulation.run()
+    extra = list(itertools.accumulate((send.extra for send in simulation.sends), initial=0))
+    assert all(after - before < 50 for before, after in zip(extra, extra[1000:], strict=False))
+    assert all(count <= 0.05 * number for number, count in enumerate(extra)), "and of all, at any time"
+
+
+def test_a_teacher_that_is_held_up_gets_nothing_more_while_others_can_take_it() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    for name in ("a", "b"):
+        dispatcher.teacher_up(name, 0.0)
+        state = dispatcher.teachers[name]
+        state.window.size, state.window.probing = 8, False
+        state.window.base_s = state.window.median_s = state.window.usual_s = state.window.service_s = 0.01
+    assert [send.teacher for task in range(2) for send in sends(dispatcher.add(task, 0.0))] == ["a", "b"]
+    answered = next(number for number, attempt in dispatcher._attempts.items() if attempt.teacher == "b")
+    dispatcher.answered(answered, 0.01)
+    later = [send.teacher for task in range(2, 5) for send in sends(dispatcher.add(task, 0.02))]
+    assert later == ["b", "b", "b"], "a has been silent for twice its usual time"
 
 
 def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:

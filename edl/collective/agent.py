@@ -6,6 +6,7 @@ queue. What should become of the job is decided by `world.next_world`, what ende
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import queue
@@ -14,7 +15,7 @@ import socket
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -41,6 +42,7 @@ _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _FRUITLESS_RESTARTS = 10
 _PAUSE_MARGIN_S = 0.3
+_REGROUP_S = 2.0
 
 
 class Exit(IntEnum):
@@ -102,6 +104,8 @@ class Agent:
         self._seen_pause_at = time.monotonic()
         self._waiting_since = time.monotonic()
         self._stopped_since: dict[int, float] = {}
+        self._regrouping_since: float | None = None
+        self._cold = False
         self._read_at = -math.inf
         self._unreachable = False
         self._alone = True
@@ -172,6 +176,7 @@ class Agent:
             self._say("asked a second time: leaving at once")
             return 128 + self._last_signal
         self._look_for_stopped()
+        self._look_for_regrouped()
         due = time.monotonic() - self._read_at >= (_TICK_S if not self._running or pausing else _REREAD_S)
         paused = pausing and self._membership.node.paused != self._generation and self._all_paused()
         if not (woken or due or paused or self._failures):
@@ -230,7 +235,7 @@ class Agent:
         if position is None:
             self._halt()
             if self._signals:
-                self._say("left: no step was lost" if world.generation >= 0 else "left before the job began")
+                self._say("left" if self._membership.node.paused < 0 else "left; every step until now is saved")
                 return 128 + self._last_signal
             waited_s = time.monotonic() - self._waiting_since
             if world.state is State.FORMING and waited_s > self._told.join_timeout_s:
@@ -284,6 +289,7 @@ class Agent:
             pausing_s=now - self._seen_pause_at if self._seen_pause[1] is not None else 0.0,
             pause_step=self._pause_step() if self._running else None,
             restart=restart,
+            cold=self._cold,
             dead=frozenset({self._host.heir_of}),
         )
 
@@ -329,7 +335,8 @@ class Agent:
     def _begin(self, world: World, position: int) -> None:
         """Stop the workers of the last generation and start those of this one."""
         member = world.nodes[position]
-        self._halt()
+        staying = set() if world.cold else self._staying()
+        self._halt(but=staying)
         self._generation = world.generation
         self._first_rank = member.first_rank
         if position == 0:
@@ -339,8 +346,12 @@ class Agent:
         self._say(f"generation {world.generation} ({world.message}): {world.size} ranks, {ranks} here")
         forks, logs = launch.forks(self._told, world, member, self._host)
         self._errors = launch.errors_of(logs)
+        self._workers.keep(world.generation)
+        staying = {rank for rank in staying if _send(self._host.control(rank), forks[rank].environ)}
+        self._workers.stop(but=staying)
+        self._regrouping_since = time.monotonic() if staying else None
         try:
-            self._workers.start(world.generation, forks)
+            self._workers.start(world.generation, {rank: one for rank, one in forks.items() if rank not in staying})
         except EDLError:
             self._workers.close()
             self._workers = Workers(self._told.warm, self._events.put)
@@ -349,16 +360,34 @@ class Agent:
         self._running = True
         self._start_tails(logs)
 
-    def _halt(self) -> None:
-        """Stop the workers; their boards and slots stay."""
+    def _staying(self) -> set[int]:
+        """The local ranks that go on in the next generation in the same process."""
+        if not self._running or self._regrouping_since is not None:
+            return set()
+        return {rank for rank in self._workers.running if self._boards[rank].read().stays}
+
+    def _look_for_regrouped(self) -> None:
+        """Workers that stayed and have not joined the next generation in time make way for new ones."""
+        if self._regrouping_since is None or not self._running:
+            return
+        if all(board.read().generation == self._generation for board in self._boards.values()):
+            self._regrouping_since = None
+        elif time.monotonic() - self._regrouping_since > _REGROUP_S:
+            self._cold = True
+            what = f"going on in process took more than {_REGROUP_S:g} s"
+            self._fail(failures.Failure(self._first_rank, -signal.SIGKILL, "", what))
+
+    def _halt(self, but: Collection[int] = ()) -> None:
+        """Stop the workers, all but those of some local ranks; their boards and slots stay."""
         if self._running:
             self._running = False
-            self._workers.stop()
+            self._workers.stop(but=but)
             self._stop_tails()
             self._waiting_since = time.monotonic()
         self._failures.clear()
         self._ended_well.clear()
         self._stopped_since.clear()
+        self._cold = False
 
     def _end(self, world: World) -> int:
         self._halt()
@@ -422,6 +451,20 @@ class Agent:
 def _new_store() -> TCPStore:
     """A store in which the ranks of one generation meet. Each gets a new one: old addresses must not be found."""
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def _send(control: Path, environ: Mapping[str, str]) -> bool:
+    """Tell a worker that stays of the generation that it belongs to from now on. False if it does not listen."""
+    try:
+        pipe = os.open(control, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.write(pipe, json.dumps(dict(environ)).encode() + b"\n") > 0
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -31,7 +31,7 @@ _RECENT: Final = 64
 _NEVER: Final = -1
 
 # Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
-_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED = range(1, 11)
+_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS = range(1, 12)
 _PAUSE_AT = 16
 _TOTALS, _DURATIONS = 24, 64
 
@@ -65,6 +65,7 @@ class Reading:
         paused: the step after which it paused, -1 if it does not.
         samples: processed by this rank, over all workers that wrote here.
         durations_s: of recent steps, in no order.
+        stays: whether the worker can go on in the next generation in the same process.
     """
 
     generation: int
@@ -78,6 +79,7 @@ class Reading:
     paused: int
     samples: int
     durations_s: tuple[float, ...]
+    stays: bool
 
 
 class Board:
@@ -126,8 +128,18 @@ class Board:
     def begin(self, generation: int) -> None:
         """A worker starts: the time until now counts as the phase that the last one was in."""
         self._set(_PAUSED, _NEVER)
+        self._set(_STAYS, 0)
         self._set(_PID, os.getpid())
         self.enter(Phase.START)
+        self._set(_GENERATION, generation)
+
+    def stay(self) -> None:
+        """Say that this worker listens to `EDL_CONTROL`, and can go on in the next generation as it is."""
+        self._set(_STAYS, 1)
+
+    def form(self, generation: int) -> None:
+        """This worker, which stayed, has joined the next generation, and trains from here."""
+        self._set(_PAUSED, _NEVER)
         self._set(_GENERATION, generation)
 
     def enter(self, phase: Phase) -> Phase:
@@ -199,6 +211,7 @@ class Board:
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
             durations_s=tuple(one for one in durations if one > 0),
+            stays=self._get(_STAYS) == 1,
         )
 
     def close(self) -> None:

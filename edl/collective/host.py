@@ -64,6 +64,13 @@ class HostFolder:
         """Where a worker writes its stacks when it is asked to."""
         return self.path / f"stacks-{local_rank}"
 
+    def control(self, local_rank: int) -> Path:
+        """The pipe through which a worker that stays is told of the next generation; made here if it is not there."""
+        path = self.path / f"control-{local_rank}"
+        if not path.exists():
+            os.mkfifo(path, 0o600)
+        return path
+
     def close(self, keep: bool) -> None:
         """Give the folder up; with `keep`, leave it to the next agent of this job."""
         if not keep:

@@ -80,6 +80,7 @@ def forks(launch: Launch, world: World, member: Member, host: HostFolder) -> tup
     result = {}
     for local_rank, environ in environs.items():
         environ["EDL_BOARD"] = str(host.board(local_rank))
+        environ["EDL_CONTROL"] = str(host.control(local_rank))
         environ["EDL_SLOTS"] = host.slots(local_rank)
         if launch.checkpoint:
             environ["EDL_CHECKPOINT"] = launch.checkpoint

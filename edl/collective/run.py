@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,43 @@ Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 75 too few 
 time, 143 this node was asked to leave (SIGTERM) and did."""
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: wanted is a number above 0")
+    return value
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--store": {
+        "metavar": "URL",
+        "help": "where the nodes meet: sqlite:///path on one machine, or consul://host:8500 "
+        "(default: EDL_DISCOVERY, else a SQLite file of this user)",
+    },
+    "--checkpoint": {
+        "metavar": "URL",
+        "help": "where checkpoints are stored: a folder, s3://..., any URL of fsspec "
+        "(default: EDL_CHECKPOINT, else in memory only)",
+    },
+    "--checkpoint-interval": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "time between two stored checkpoints (default: 300)",
+    },
+    "--lease-ttl": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 1.5,
+        "help": "the others go on without a node that was silent for this long (default: 1.5)",
+    },
+    "--no-prewarm": {
+        "action": "store_true",
+        "help": "do not import torch, and what the script imports, before workers are forked",
+    },
+}
+
+
 def parser() -> argparse.ArgumentParser:
     """torchrun's options, then ours."""
     options = torchrun.get_args_parser()
@@ -54,34 +91,8 @@ def parser() -> argparse.ArgumentParser:
     options.description = _DESCRIPTION
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     ours = options.add_argument_group("EDL")
-    ours.add_argument(
-        "--store",
-        metavar="URL",
-        help="what the nodes meet at: sqlite:///path, one machine, or consul://host:8500 (default: EDL_DISCOVERY, else a SQLite file of this user)",
-    )
-    ours.add_argument(
-        "--checkpoint",
-        metavar="URL",
-        default="",
-        help="where checkpoints are stored: a folder, s3://..., any fsspec URL (default: EDL_CHECKPOINT, else only in memory)",
-    )
-    ours.add_argument(
-        "--checkpoint-interval",
-        metavar="SECONDS",
-        type=_seconds,
-        default=300.0,
-        help="time between stored checkpoints (default: 300)",
-    )
-    ours.add_argument(
-        "--lease-ttl",
-        metavar="SECONDS",
-        type=_seconds,
-        default=1.5,
-        help="the others go on without a node that was silent for this long (default: 1.5)",
-    )
-    ours.add_argument(
-        "--no-prewarm", action="store_true", help="do not import torch and the script's imports ahead of time"
-    )
+    for name, kwargs in _OPTIONS.items():
+        ours.add_argument(name, **kwargs)
     return options
 
 
@@ -187,13 +198,6 @@ def _number(conf: dict[str, str], name: str, default: float) -> float:
         raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30") from exc
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: wanted is a number above 0")
-    return value
-
-
 def _address(url: str) -> str:
     """Where other nodes reach this one: its own address on the way to the store."""
     parts = urlsplit(url)
@@ -209,5 +213,3 @@ def _address(url: str) -> str:
 
 def _say(line: str) -> None:
     print(f"edl run: {line}", file=sys.stderr, flush=True)
-
-

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from edl.collective.zygote import Fork, Warm
@@ -119,16 +119,24 @@ class Workers:
                 except OSError as exc:
                     raise EDLError("the process that forks workers has died") from exc
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def keep(self, generation: int) -> None:
+        """The workers that run now belong to another generation."""
+        with self._lock:
+            self._running = {pid: (generation, rank) for pid, (_, rank) in self._running.items()}
+
+    def stop(self, timeout_s: float = 10.0, *, but: Collection[int] = ()) -> None:
         """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
+
+        Args:
+            but: local ranks of workers that go on.
 
         Raises:
             EDLError: one does not die, as a process that hangs in the kernel does not.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            while self._running or self._asked:
-                for pid in self._running:
+            while self._asked or (going := [pid for pid, (_, rank) in self._running.items() if rank not in but]):
+                for pid in [] if self._asked else going:
                     _kill(pid, signal.SIGKILL)
                 left = deadline - time.monotonic()
                 if left <= 0:

@@ -242,6 +242,10 @@ def _fail(exc: BaseException) -> NoReturn:
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(message))
     sys.stdout.flush()
+    from edl.collective.failures import Kind, kind_of
+
+    if kind_of(1, text) is Kind.CONTACT:  # somebody else's end, of which the agent will tell
+        text = f"rank {os.environ.get('RANK', '?')} lost contact with another one ({type(exc).__name__})\n"
     sys.stderr.write(text)
     sys.stderr.flush()
     raise SystemExit(1)

@@ -107,9 +107,10 @@ class _Worker:
         """
         before, self.last = self.last, reading
         if reading.generation != before.generation:
-            # The page shows the step of the process before until the new one finishes its first.
-            self._resumed = min(before.step, before.saved)
             self._highest = max(self._highest, highest)
+            if reading.pid != before.pid:
+                # The page shows the step of the process before until the new one finishes its first.
+                self._resumed = min(before.step, before.saved)
         if reading.step_at == before.step_at:
             return None
         resumed = min(self._resumed, reading.step - 1)

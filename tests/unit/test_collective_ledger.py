@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.board import Phase, Reading
+from edl.collective.board import Board, Phase, Reading
 from edl.collective.ledger import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
 from edl.collective.ledger_job import join
 from edl.collective.ledger_node import Doing, Ledger, NodeRecord
@@ -28,7 +28,7 @@ class Worker:
     def __init__(self) -> None:
         self.now_s = 0.0
         self._totals = dict.fromkeys(Phase, 0.0)
-        self._fields = Reading(0, 1, Phase.START, 0.0, {}, -1, 0.0, -1, -1, 0, ())
+        self._fields = replace(Board.from_env().read(), generation=0, phase_since=0.0, step_at=0.0)
 
     def spend(self, phase: Phase, seconds: float) -> None:
         if phase is not self._fields.phase:
@@ -45,7 +45,12 @@ class Worker:
         self._set(saved=step)
 
     def restart(self, generation: int) -> None:
-        self._set(generation=generation, phase=Phase.START, phase_since=self.now_s)
+        """A new process."""
+        self._set(generation=generation, pid=self._fields.pid + 1, phase=Phase.START, phase_since=self.now_s)
+
+    def form(self, generation: int) -> None:
+        """The same process goes on."""
+        self._set(generation=generation)
 
     def _set(self, **fields: object) -> None:
         self._fields = replace(self._fields, **fields)  # type: ignore[arg-type]
@@ -175,10 +180,9 @@ def test_a_group_formed_again_in_process_loses_the_step_that_broke() -> None:
     worker = Worker()
     ledger = started(worker)
     worker.finish(0)
-    worker.save(0)
     worker.spend(Phase.TRAIN, 0.5)
     ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
-    worker.restart(1)
+    worker.form(1)
     worker.finish(1)
     ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 0.5}

@@ -1,0 +1,212 @@
+"""`edl status`: who is in a job, what it does, and where its time went."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from edl.cli._changes import printable
+from edl.collective.ledger import State
+from edl.collective.ledger_codec import Event
+from edl.collective.ledger_store import read_job
+from edl.collective.summary import NodeRow, Summary, as_dict, summarize
+from edl.discovery import Store, open_store
+from edl.errors import DiscoveryError, SettingsError
+from edl.settings import DiscoverySettings
+
+__all__ = ["main"]
+
+_EVERY_S = 1.0
+_MAX_GONE = 5
+
+_STYLES = {
+    "train": "green",
+    "running": "green",
+    "done": "green",
+    "save": "blue",
+    "load": "cyan",
+    "rollback": "yellow",
+    "rendezvous": "magenta",
+    "forming": "magenta",
+    "failed": "bold red",
+    "lost": "red",
+    "down": "bold red",
+    "left": "dim",
+}
+
+_DESCRIPTION = """\
+Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the part
+of the wall-clock time that went into steps which were finished once and not lost), and what happened lately."""
+
+_EXAMPLES = """\
+examples:
+  edl status myjob                          once, from the default store (a SQLite file of yours)
+  edl status myjob --watch                  again each second, until the job ends or Ctrl-C
+  edl status myjob --json | jq .goodput     for programs; with --watch one JSON object a line
+  edl status myjob --store consul://10.0.0.7:8500"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl status`."""
+    parser = argparse.ArgumentParser(
+        prog="edl status",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("job", help="what `edl run --rdzv-id` named it")
+    add("--store", metavar="URL", help="sqlite:///path or consul://host:port (default: EDL_DISCOVERY, or your file)")
+    add("--events", type=int, default=10, metavar="N", help="show the last N events (default: 10)")
+    add("--watch", action="store_true", help="go on, until the job ends or Ctrl-C")
+    add("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    if options.events < 0:
+        raise SettingsError(f"--events {options.events}: must be at least 0")
+    with open_store(DiscoverySettings.of(options.store).url) as store:
+        summary = _look(store, options.job)
+        if options.watch:
+            _watch(store, summary, options.events, as_json=options.json)
+        elif options.json:
+            print(json.dumps(as_dict(summary, options.events)))
+        else:
+            _console().print(_shown(summary, options.events))
+    return 0
+
+
+def _look(store: Store, job: str) -> Summary:
+    return summarize(read_job(store, job), round(time.time() * 1e6))
+
+
+def _watch(store: Store, summary: Summary, events: int, *, as_json: bool) -> None:
+    """Show the job until it ends. An outage of the store is told, and is not the end."""
+    console = _console()
+    with contextlib.ExitStack() as stack:
+        live = None
+        if console.is_terminal and not as_json:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        trouble = ""
+        while True:
+            if as_json:
+                print(json.dumps(as_dict(summary, events)), flush=True)
+            else:
+                shown = Group(_shown(summary, events), Text(printable(trouble), "bold red"))
+                if live is None:
+                    console.print(shown)
+                else:
+                    live.update(shown, refresh=True)
+            if summary.state in ("done", "failed"):
+                return
+            time.sleep(_EVERY_S)
+            try:
+                summary, trouble = _look(store, summary.job), ""
+            except DiscoveryError as exc:
+                trouble = f"as known last: {exc}"
+
+
+def _console() -> Console:
+    # Not a terminal: a line must not be wrapped at a width that nobody has.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def _shown(summary: Summary, events: int) -> RenderableType:
+    parts: list[RenderableType] = [_headline(summary)]
+    if summary.message:
+        parts.append(Text(printable(summary.message.strip().rpartition("\n")[2]), "dim"))
+    parts += [_where_the_time_went(summary), _members(summary.nodes)]
+    if events and summary.events:
+        parts.append(_happened(summary.events[-events:]))
+    return Group(*parts)
+
+
+def _headline(summary: Summary) -> Text:
+    text = Text.assemble("job ", (printable(summary.job), "bold"), ": ", _coloured(summary.state))
+    text.append(f", generation {summary.generation}, {summary.world_size} ranks")
+    if summary.step >= 0:
+        text.append(f", step {summary.step:,}, {summary.steps_per_s:.3g} steps/s")
+    if summary.samples_per_s:
+        text.append(f", {summary.samples_per_s:,.0f} samples/s")
+    return text
+
+
+def _where_the_time_went(summary: Summary) -> Text:
+    ledger = summary.ledger
+    if not summary.steps_known:
+        return Text(
+            f"goodput unknown: in {_duration(ledger.elapsed_us)} no step was reported (Checkpointer.save reports them)"
+        )
+    text = Text.assemble((f"goodput {ledger.goodput or 0.0:.1%}", "bold"), f" of {_duration(ledger.elapsed_us)}")
+    for state in State:
+        amount = ledger.amounts[state]
+        if amount:
+            text.append(" · ").append_text(_coloured(state.name.lower())).append(f" {_duration(amount)}")
+    return text
+
+
+def _members(rows: Sequence[NodeRow]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("node", overflow="fold")
+    table.add_column("ranks")
+    table.add_column("state")
+    for heading in ("generation", "step", "steps/s", "samples/s", "heard"):
+        table.add_column(heading, justify="right")
+    gone = [row for row in rows if row.state in ("left", "lost")]
+    hidden = gone[_MAX_GONE:]
+    for row in rows:
+        if row not in hidden:
+            table.add_row(*_cells(row))
+    if hidden:
+        table.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
+    return table
+
+
+def _cells(row: NodeRow) -> list[Text]:
+    record = row.record
+    moves = row.state not in ("left", "lost")
+    return [
+        Text(printable(row.node), "" if moves else "dim"),
+        Text("" if row.ranks is None else _ranks(row.ranks)),
+        _coloured(row.state),
+        Text(str(record.generation) if record.generation >= 0 else ""),
+        Text(f"{record.step:,}" if record.step >= 0 else ""),
+        Text(f"{record.steps_per_s:.3g}" if moves and record.steps_per_s else ""),
+        Text(f"{record.samples_per_s:,.0f}" if moves and record.samples_per_s else ""),
+        Text(f"{_duration(round(row.silent_s * 1e6))} ago"),
+    ]
+
+
+def _happened(events: Sequence[Event]) -> RenderableType:
+    lines = []
+    for event in events:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.at_us / 1e6))
+        lines.append(Text(printable(f"{clock}  {event.kind:<10}  {event.node}  {event.text}".rstrip())))
+    return Group(*lines)
+
+
+def _coloured(state: str) -> Text:
+    return Text(state, _STYLES.get(state, ""))
+
+
+def _ranks(ranks: range) -> str:
+    return str(ranks.start) if len(ranks) == 1 else f"{ranks.start}-{ranks.stop - 1}"
+
+
+def _duration(amount_us: int) -> str:
+    """A person's way to say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
+    seconds = amount_us / 1e6
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -50,10 +50,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows: a new generation because of `restart`, or the end of the job because of `fatal`."""
+    """What follows: a new generation because of `restart`, or the end of the job because of `fatal`.
+
+    `after_error` says that an error of the script's own is forgiven with it.
+    """
 
     restart: str = ""
     fatal: str = ""
+    after_error: bool = False
 
 
 def kind_of(status: int, text: str) -> Kind:

@@ -1,0 +1,35 @@
+"""The output of workers that goes to files, and from there to the console: torchrun's `--tee`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
+
+__all__ = ["Output"]
+
+
+class Output:
+    """Follows the files of one generation at a time.
+
+    Args:
+        role: begins each line, together with the rank.
+    """
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._tails: list[Any] = []
+
+    def follow(self, logs: Any, first_rank: int) -> None:
+        """Copy what the `LogsDest` says to the console, until `stop`."""
+        for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
+            if files:
+                prefixes = {rank: f"[{self._role}{first_rank + rank}]:" for rank in files}
+                self._tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
+
+    def stop(self) -> None:
+        """Copy what is left, and no more."""
+        for tail in self._tails:
+            tail.stop()
+        self._tails.clear()

@@ -20,9 +20,11 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from edl.collective.chronicle import Chronicle
 from edl.collective.crew import Crew
 from edl.collective.host import HostFolder
 from edl.collective.launch import Launch
+from edl.collective.ledger_node import Doing
 from edl.collective.membership import Membership, Records
 from edl.collective.workers import Exited, ZygoteLost
 from edl.collective.world import Moment, Node, State, World, failed, next_world
@@ -72,6 +74,7 @@ class Agent:
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._host = HostFolder(told.job, name)
         self._crew = Crew(told, self._host, self._events.put)
+        self._chronicle = Chronicle(store, told.job, name, told.workers)
         self._meeting = self._spare = _new_store()
         node = Node(name, told.addr, self._spare.port, told.workers)
         self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
@@ -83,6 +86,8 @@ class Agent:
         self._read_at = -math.inf
         self._unreachable = False
         self._alone = True
+        self._joined = False
+        self._reserve = False
         self._signals: list[int] = []
 
     def run(self) -> int:
@@ -99,11 +104,15 @@ class Agent:
                 if complaint:
                     self._say(f"{complaint}; each worker will import it by itself")
                 self._membership.join()
+                self._joined = True
+                self._chronicle.tell("join", "ready")
             while code is None:
                 code = self._turn()
             return code
         finally:
             self._crew.close()
+            if self._joined:
+                self._chronicle.close(self._crew)
             self._membership.close()
             # Whoever leaves last keeps the state in memory for a later start on this host.
             self._host.close(keep=code not in (Exit.DONE, Exit.FAILED) and self._alone)
@@ -143,6 +152,7 @@ class Agent:
             self._say("asked a second time: leaving at once")
             return self._left()
         self._crew.look()
+        self._chronicle.observe(self._doing(), self._crew, write=not self._unreachable)
         due = time.monotonic() - self._read_at >= (_REREAD_S if self._crew.running and not pausing else _TICK_S)
         paused = pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
         if not (woken or due or paused or self._crew.failing):
@@ -182,6 +192,7 @@ class Agent:
         if world.ended:
             return self._end(world)
         position = world.position(self._membership.node.id) if world.state is State.RUNNING else None
+        self._reserve = position is None and len(world.nodes) >= self._told.rules.max_nodes
         if position is None:
             code = self._wait(records)
             if code is not None:
@@ -198,6 +209,7 @@ class Agent:
         last = member.first_rank + member.local_world_size - 1
         ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
         self._say(f"generation {world.generation} ({world.message}): {_count(world.size, 'rank')}, {ranks} here")
+        self._chronicle.tell("generation", world.message, world.generation)
         if position == 0:
             self._meeting, self._spare = self._spare, _new_store()
         self._crew.begin(world, position)
@@ -209,6 +221,7 @@ class Agent:
             self._waiting_since = time.monotonic()
         if self._signals:
             saved = self._membership.node.paused >= 0
+            self._chronicle.tell("leave", "asked to", records.world.generation)
             self._say("left; every step until now is saved" if saved else "left")
             return self._left()
         waited_s = time.monotonic() - self._waiting_since
@@ -237,6 +250,8 @@ class Agent:
             return None
         if verdict is not None:
             self._crew.restarted(verdict)
+            kind, text = ("error", verdict.fatal) if verdict.fatal else ("restart", verdict.restart)
+            self._chronicle.tell(kind, text, world.generation)
         return self._act(self._membership.read())  # the others learn of it by their watches
 
     def _moment(self, restart: str) -> Moment:
@@ -260,6 +275,14 @@ class Agent:
         pause = (records.world.generation, records.world.pause_at)
         if pause != self._seen_pause:
             self._seen_pause, self._seen_pause_at = pause, now
+
+    def _doing(self) -> Doing:
+        """What this node's time is spent on, as far as the workers' boards do not say more."""
+        if self._crew.finished:
+            return Doing.IDLE
+        if self._crew.running:
+            return Doing.RUNNING
+        return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
 
     def _tell(self) -> None:
         """Bring this node's record up to date."""

@@ -47,6 +47,9 @@ Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 75 too few 
 time, 143 this node was asked to leave (SIGTERM) and did."""
 
 
+_STORE_TIMEOUT_S = 2.0
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
@@ -107,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         url = _store_url(options, stack)
         told = _launch(options, url, stack)
-        store = stack.enter_context(open_store(url))
+        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
 
 

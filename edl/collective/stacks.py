@@ -1,0 +1,105 @@
+"""Where a worker's Python code is, asked from outside: the worker arms a signal, its agent sends it and reads a file.
+
+`faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker that hangs in native
+code, or holds that lock, answers as well. A stopped process (SIGSTOP) runs no handler, and one in an uninterruptible
+system call runs it when the call is over: neither has a stack to show.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Final
+
+__all__ = ["arm_stack_dump", "dump_stacks"]
+
+_SIGNAL: Final = signal.SIGUSR2
+_POLL_S: Final = 0.01
+_QUIET_S: Final = 0.05
+_MAX_BYTES: Final = 200_000
+
+_armed: IO[bytes] | None = None
+
+
+def arm_stack_dump(path: Path) -> None:
+    """From now on this process writes the stacks of all its threads to `path` when it gets SIGUSR2.
+
+    Call it in the worker, after the fork, before the script can hang. Calling it again replaces the file.
+    """
+    global _armed
+    before, _armed = _armed, path.open("ab", buffering=0)
+    faulthandler.register(_SIGNAL, file=_armed, all_threads=True, chain=False)
+    if before is not None:
+        before.close()
+
+
+def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
+    """What the workers execute, or in words why that cannot be had; never later than `timeout_s` in all.
+
+    Args:
+        workers: process id, and the path that it gave to `arm_stack_dump`. Only children of this process, or others
+            whose id cannot have gone to another process meanwhile.
+    """
+    deadline = time.monotonic() + timeout_s
+    asked = [_ask(pid, path) for pid, path in workers]
+    return [
+        answer if isinstance(answer, str) else _collect(pid, path, answer, deadline)
+        for (pid, path), answer in zip(workers, asked, strict=True)
+    ]
+
+
+def _ask(pid: int, path: Path) -> int | str:
+    """Send the signal; returns where in the file the answer will begin, or why nothing was sent."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        state = _field(status, "State")
+        if state.startswith(("Z", "X")):
+            return f"process {pid} has ended: it has no stack"
+        if state.startswith(("T", "t")):
+            return (
+                f"process {pid} is stopped (SIGSTOP or a debugger): it shows no stack until it is continued (SIGCONT)"
+            )
+        if not int(_field(status, "SigCgt"), 16) >> (_SIGNAL - 1) & 1:
+            return f"process {pid} has not armed SIGUSR2 (it is still starting): asking for its stack would end it"
+        size = path.stat().st_size if path.exists() else 0
+        os.kill(pid, _SIGNAL)
+    except (FileNotFoundError, ProcessLookupError):
+        return f"process {pid} has ended: it has no stack"
+    return size
+
+
+def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
+    """Wait until something was written after `begin` and nothing more comes."""
+    size, quiet_since = begin, time.monotonic()
+    while (now := time.monotonic()) < deadline:
+        newest = path.stat().st_size if path.exists() else 0
+        if newest != size:
+            size, quiet_since = newest, now
+        elif size > begin and now - quiet_since > _QUIET_S:
+            break
+        time.sleep(_POLL_S)
+    if size == begin:
+        return f"process {pid} did not show its stack: {_excuse(pid)}"
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(_MAX_BYTES).decode(errors="replace").strip()
+
+
+def _excuse(pid: int) -> str:
+    try:
+        state = _field(Path(f"/proc/{pid}/status").read_text(), "State")
+    except FileNotFoundError:
+        return "it has ended"
+    if state.startswith("D"):
+        return "it is in a system call that cannot be interrupted (a disk, a network file system or a device)"
+    return f"it is in state {state!r}; perhaps the script took SIGUSR2 for itself"
+
+
+def _field(status: str, name: str) -> str:
+    found = re.search(rf"^{name}:\s*(.*)$", status, re.MULTILINE)
+    return found[1] if found else "0"

@@ -1,0 +1,175 @@
+"""Whether a worker hangs, and which rank the others wait for: decisions from readings of boards, without a clock.
+
+A hang is the absence of steps, so only workers that report steps can be watched: one that never did is left alone.
+Evaluation between two steps is also an absence of steps; the floor must be longer than it takes.
+
+In synchronous training every rank's step takes as long as the slowest one's, so durations of steps name nobody. What
+tells a straggler is its *own* time: what is left of a step without the wait in the gradients' synchronisation. The rank
+that all wait for waits least itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from edl.collective.board import Phase, Reading
+
+__all__ = ["HangLimits", "Straggler", "StragglerRules", "Stragglers", "blamed", "hang", "own_step_s"]
+
+_ENOUGH_STEPS: Final = 3
+
+
+@dataclass(frozen=True)
+class HangLimits:
+    """How long a worker may go without a sign of progress.
+
+    Attributes:
+        floor_s: between two steps at least; also what evaluation between two steps may take.
+        factor: times the median of recent steps, if that is longer.
+        first_step_s: for the first steps of a world, which compile, open files and connect.
+        start_s: from the fork to the first step or load, for a script that has reported steps before.
+        load_s: for reading a checkpoint.
+        save_s: for copying the state.
+    """
+
+    floor_s: float = 300.0
+    factor: float = 20.0
+    first_step_s: float = 900.0
+    start_s: float = 900.0
+    load_s: float = 1800.0
+    save_s: float = 900.0
+
+
+def hang(reading: Reading, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
+    """Why the worker is taken to hang, None if it is not.
+
+    Args:
+        now_s: of `time.monotonic()`, as the times on the board.
+        forked_s: when this worker was; a step from before was finished by another one on the same page.
+    """
+    if reading.phase in (Phase.PAUSE, Phase.EXIT):
+        return None  # these wait for others, and have limits of their own
+    if reading.phase in (Phase.TRAIN, Phase.ROLLBACK):
+        return _no_step(reading, now_s, limits, forked_s)
+    if reading.phase is Phase.START and reading.step < 0:
+        return None  # perhaps a script that reports nothing at all
+    limit_s = {Phase.START: limits.start_s, Phase.LOAD: limits.load_s, Phase.SAVE: limits.save_s}[reading.phase]
+    passed_s = now_s - reading.phase_since
+    if passed_s <= limit_s:
+        return None
+    return f"in phase {reading.phase.name} for {passed_s:.1f} s; the limit is {limit_s:g} s"
+
+
+def _no_step(reading: Reading, now_s: float, limits: HangLimits, forked_s: float) -> str | None:
+    # A copy between two steps ends a phase: what counts is the time since the last sign of either.
+    passed_s = now_s - max(reading.step_at, reading.phase_since)
+    first = reading.step < 0 or reading.step_at < forked_s
+    if first or len(reading.durations_s) < _ENOUGH_STEPS:
+        limit_s, of = max(limits.first_step_s, limits.floor_s), "for the first steps"
+    else:
+        usual_s = statistics.median(reading.durations_s)
+        limit_s, of = max(limits.floor_s, limits.factor * usual_s), f"where a step takes {usual_s:.3g} s"
+    if passed_s <= limit_s:
+        return None
+    return f"no step after step {reading.step} for {passed_s:.1f} s; the limit is {limit_s:.3g} s {of}"
+
+
+def blamed(readings: Mapping[int, Reading], arrived: Mapping[int, int] | None = None) -> tuple[int, ...]:
+    """The ranks that the others wait for, as far as the boards tell; empty if they do not.
+
+    Args:
+        readings: by rank, of as many ranks as are known.
+        arrived: by rank, how many synchronisations of gradients it has entered.
+    """
+    behind = _lowest({rank: reading.step for rank, reading in readings.items()})
+    if behind:
+        return behind
+    return _lowest({rank: count for rank, count in (arrived or {}).items() if rank in readings})
+
+
+def _lowest(progress: Mapping[int, int]) -> tuple[int, ...]:
+    """Who is behind; empty where all are equal."""
+    if len(set(progress.values())) < 2:
+        return ()
+    return tuple(sorted(rank for rank, count in progress.items() if count == min(progress.values())))
+
+
+def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None:
+    """Seconds that a rank itself took for a step, on average between two readings of its board; None without a step.
+
+    Args:
+        waited_s: that it spent in the synchronisation of gradients meanwhile.
+    """
+    steps = after.step - before.step
+    if steps <= 0 or after.generation != before.generation:
+        return None
+    trained_s = sum(after.totals_s[phase] - before.totals_s[phase] for phase in (Phase.TRAIN, Phase.ROLLBACK))
+    return max(0.0, trained_s - waited_s) / steps
+
+
+@dataclass(frozen=True)
+class StragglerRules:
+    """Who is called a straggler.
+
+    Attributes:
+        factor: its own time of a step is so many times the median of the others',
+        least_s: and so many seconds longer,
+        windows: in so many windows in a row. As many below `clear_factor` clear it.
+    """
+
+    factor: float = 1.5
+    clear_factor: float = 1.2
+    least_s: float = 0.005
+    windows: int = 5
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank was named, or is one no more."""
+
+    rank: int
+    what: Literal["named", "cleared"]
+    own_s: float
+    others_s: float
+
+    def __str__(self) -> str:
+        times = f"{self.own_s:.3g} s of its own a step, the others {self.others_s:.3g} s"
+        return f"rank {self.rank} is {'slow' if self.what == 'named' else 'no longer slow'}: {times}"
+
+
+@dataclass
+class Stragglers:
+    """Names ranks that are slow persistently. Feed it one window after another; begin anew with each world."""
+
+    rules: StragglerRules = field(default_factory=StragglerRules)
+    named: set[int] = field(default_factory=set)
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def observe(self, own_s: Mapping[int, float]) -> list[Straggler]:
+        """What follows from one window.
+
+        Args:
+            own_s: by rank, seconds of its own a step in this window; ranks without one are left out.
+        """
+        changes = []
+        for rank, mine_s in sorted(own_s.items()):
+            others = [theirs_s for other, theirs_s in own_s.items() if other != rank]
+            if not others:
+                continue
+            others_s = statistics.median(others)
+            self._counts[rank] = self._counts.get(rank, 0) + 1 if self._deviates(rank, mine_s, others_s) else 0
+            if self._counts[rank] >= self.rules.windows:
+                self._counts[rank] = 0
+                self.named ^= {rank}
+                what: Literal["named", "cleared"] = "named" if rank in self.named else "cleared"
+                changes.append(Straggler(rank, what, mine_s, others_s))
+        return changes
+
+    def _deviates(self, rank: int, mine_s: float, others_s: float) -> bool:
+        """Whether this window speaks for a change."""
+        if rank in self.named:
+            return mine_s < max(self.rules.clear_factor * others_s, others_s + self.rules.least_s)
+        return mine_s > self.rules.factor * others_s and mine_s > others_s + self.rules.least_s

@@ -1,0 +1,211 @@
+"""Hangs and stragglers in simulated time, and the stacks of processes that really hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.board import Board, Phase, Reading
+from edl.collective.stacks import dump_stacks
+from edl.collective.watch import HangLimits, Straggler, StragglerRules, Stragglers, blamed, hang, own_step_s
+
+LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
+
+
+def reading(phase: Phase = Phase.TRAIN, **fields: object) -> Reading:
+    told = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
+    return replace(Board.from_env().read(), phase=phase, **told)  # type: ignore[arg-type]
+
+
+# --- Hangs. ---
+
+
+def test_a_step_that_does_not_come_is_a_hang_after_the_floor() -> None:
+    assert hang(reading(), 110.0, LIMITS) is None
+    why = hang(reading(), 110.1, LIMITS)
+    assert why == "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s"
+
+
+def test_slow_steps_have_longer() -> None:
+    slow = reading(durations_s=(4.0, 4.0, 90.0))
+    assert hang(slow, 120.0, LIMITS) is None
+    assert hang(slow, 120.1, LIMITS) is not None
+
+
+@pytest.mark.parametrize("fields", [{"step": -1, "step_at": 0.0}, {"durations_s": (0.1, 0.1)}])
+def test_the_first_steps_have_a_limit_of_their_own(fields: dict[str, object]) -> None:
+    assert hang(reading(**fields), 160.0, LIMITS) is None
+    assert "for the first steps" in (hang(reading(**fields), 160.1, LIMITS) or "")
+
+
+def test_so_has_the_first_step_of_a_new_worker_on_the_same_page() -> None:
+    assert hang(reading(step_at=50.0), 160.0, LIMITS, forked_s=90.0) is None
+    assert hang(reading(step_at=50.0), 160.1, LIMITS, forked_s=90.0) is not None
+
+
+def test_a_save_or_a_new_worker_begins_the_time_anew() -> None:
+    assert hang(reading(step_at=50.0, phase_since=105.0), 115.0, LIMITS) is None
+    assert hang(reading(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
+
+
+@pytest.mark.parametrize(("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0)])
+def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
+    assert hang(reading(phase), 100.0 + limit_s, LIMITS) is None
+    assert f"in phase {phase.name}" in (hang(reading(phase), 100.1 + limit_s, LIMITS) or "")
+
+
+def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_alone() -> None:
+    assert hang(reading(Phase.START, step=-1), 1e9, LIMITS) is None
+    assert hang(reading(Phase.PAUSE), 1e9, LIMITS) is None
+    assert hang(reading(Phase.EXIT), 1e9, LIMITS) is None
+
+
+def test_who_is_behind_is_blamed() -> None:
+    even = {rank: reading(step=5) for rank in range(3)}
+    assert blamed({**even, 1: reading(step=4)}) == (1,)
+    assert blamed(even) == ()
+    assert blamed(even, {0: 6, 1: 6, 2: 5}) == (2,)
+    assert blamed(even, {0: 6, 1: 6, 2: 6, 9: 1}) == ()
+
+
+# --- Stragglers. ---
+
+RULES = StragglerRules(windows=3)
+
+
+def test_a_rank_that_is_slow_persistently_is_named_once_and_cleared_once() -> None:
+    watch = Stragglers(RULES)
+    slow = {0: 1.0, 1: 1.0, 2: 1.6}
+    assert [watch.observe(slow) for _ in range(2)] == [[], []]
+    assert watch.observe(slow) == [Straggler(2, "named", 1.6, 1.0)]
+    assert [watch.observe(slow) for _ in range(9)] == [[]] * 9
+    between = {0: 1.0, 1: 1.0, 2: 1.3}
+    assert [watch.observe(between) for _ in range(9)] == [[]] * 9
+    well = {0: 1.0, 1: 1.0, 2: 1.1}
+    assert [watch.observe(well) for _ in range(3)][-1] == [Straggler(2, "cleared", 1.1, 1.0)]
+    assert watch.named == set()
+
+
+def test_of_two_ranks_the_slower_is_named_and_alone_nobody_is() -> None:
+    watch = Stragglers(RULES)
+    assert [str(*watch.observe({0: 0.2, 1: 0.1})) for _ in range(3)][-1] == (
+        "rank 0 is slow: 0.2 s of its own a step, the others 0.1 s"
+    )
+    assert [Stragglers(RULES).observe({0: 9.0}) for _ in range(9)] == [[]] * 9
+
+
+@given(st.lists(st.lists(st.floats(0.9, 1.3), min_size=4, max_size=4), max_size=30))
+def test_noise_names_nobody(windows: list[list[float]]) -> None:
+    watch = Stragglers(RULES)
+    assert not any(watch.observe(dict(enumerate(own_s))) for own_s in windows)
+
+
+def test_differences_of_microseconds_do_not_count() -> None:
+    watch = Stragglers(RULES)
+    assert not any(watch.observe({0: 0.001, 1: 0.004}) for _ in range(9))
+
+
+def test_own_time_is_the_step_without_the_wait() -> None:
+    before = reading()
+    totals = {**before.totals_s, Phase.TRAIN: before.totals_s[Phase.TRAIN] + 4.0}
+    after = replace(before, step=before.step + 4, totals_s=totals)
+    assert own_step_s(before, after, waited_s=3.0) == pytest.approx(0.25)
+    assert own_step_s(before, before, waited_s=0.0) is None
+    assert own_step_s(before, replace(after, generation=9), waited_s=0.0) is None
+
+
+# --- Stacks. ---
+
+HANGS = {
+    "sleep": "import time\ndef stuck(): time.sleep(600)",
+    "the interpreter's lock, held in native code": (
+        "import ctypes\nlibc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)\n"
+        "def stuck():\n    libc.pthread_mutex_lock(mutex)\n    libc.pthread_mutex_lock(mutex)"
+    ),
+    "a gloo all-reduce": (
+        "import datetime, threading, torch, torch.distributed as dist\n"
+        "store, minute = dist.HashStore(), datetime.timedelta(minutes=1)\n"
+        "def join(rank): groups[rank] = dist.ProcessGroupGloo(store, rank, 2, minute)\n"
+        "groups = {}\n"
+        "other = threading.Thread(target=join, args=(1,))\n"
+        "other.start(); join(0); other.join()\n"
+        "def stuck(): groups[0].allreduce([torch.zeros(8)]).wait()"
+    ),
+}
+WORKER = """
+import sys, pathlib
+from edl.collective.stacks import arm_stack_dump
+{body}
+arm_stack_dump(pathlib.Path(sys.argv[1]))
+print("armed", flush=True)
+stuck()
+"""
+
+
+@contextlib.contextmanager
+def worker(source: str, *arguments: str) -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "armed\n"
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def stack_with(words: str, pid: int, path: Path) -> str:
+    """Ask until `words` are there: the process may not have got to where it hangs."""
+    deadline = time.monotonic() + 60
+    while words not in (text := dump_stacks([(pid, path)])[0]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return text
+
+
+@pytest.mark.parametrize("how", list(HANGS))
+def test_a_worker_that_hangs_shows_where(how: str, tmp_path: Path) -> None:
+    with worker(WORKER.format(body=HANGS[how]), str(tmp_path / "stacks")) as pid:
+        text = stack_with("in stuck", pid, tmp_path / "stacks")
+        assert "in stuck" in text
+        assert text.count("Current thread") == 1  # of this request only
+        os.kill(pid, 0)  # and it lives
+
+
+def test_a_stopped_worker_and_one_that_has_gone_say_so_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    with worker(WORKER.format(body=HANGS["sleep"]), str(path)) as pid:
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while "is stopped (SIGSTOP" not in (text := dump_stacks([(pid, path)], timeout_s=0.5)[0]):
+            assert time.monotonic() < deadline, text
+        os.kill(pid, signal.SIGCONT)
+        assert "in stuck" in stack_with("in stuck", pid, path)
+    assert dump_stacks([(pid, path)]) == [f"process {pid} has ended: it has no stack"]
+
+
+def test_a_worker_that_armed_nothing_is_not_killed_by_the_question(tmp_path: Path) -> None:
+    with worker("import time\nprint('armed', flush=True)\ntime.sleep(600)") as pid:
+        (text,) = dump_stacks([(pid, tmp_path / "stacks")])
+        assert "has not armed" in text
+        os.kill(pid, 0)
+
+
+def test_one_deadline_for_all(tmp_path: Path) -> None:
+    deaf = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: None)\nprint('armed', flush=True)\n"
+    source = deaf + "while True: time.sleep(600)"
+    with worker(source) as one, worker(source) as two:
+        texts = dump_stacks([(one, tmp_path / "1"), (two, tmp_path / "2")], timeout_s=0.3)
+        assert all("took SIGUSR2 for itself" in text for text in texts)

@@ -39,7 +39,7 @@ HEADER_NBYTES: Final = 4096
 """Where the tensors' bytes begin."""
 
 _MAGIC: Final = b"EDLSLOT1"
-_FIELDS: Final = struct.Struct("=qqqqqQQI")
+_FIELDS: Final = struct.Struct("=qqqqqqQQI")
 _SEQUENCE_AT, _FIELDS_AT = 8, 16
 _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _ALIGN: Final = 64
@@ -58,6 +58,7 @@ class Label:
         world: number of ranks.
         rank: of the worker that saved it.
         persist: whether the worker wants it on storage.
+        sharded: whether other ranks' slots hold parts of the same tensors.
     """
 
     generation: int
@@ -65,6 +66,7 @@ class Label:
     world: int
     rank: int
     persist: bool = False
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,7 @@ class SlotPair:
         begin = _after(data_nbytes)
         memory[begin : begin + len(meta)] = meta
         fields = _FIELDS.pack(
-            *(label.generation, label.step, label.world, label.rank, label.persist),
+            *(label.generation, label.step, label.world, label.rank, label.persist, label.sharded),
             *(data_nbytes, len(meta), zlib.crc32(meta)),
         )
         sequence = _sequence(memory) + 1
@@ -202,6 +204,14 @@ class SlotPair:
         memory[_CRC_AT : _CRC_AT + 4] = _header_crc(sequence, fields)
         memory[:_SEQUENCE_AT] = _MAGIC
         _set_sequence(memory, sequence)
+
+    def keep_only(self, kept: Found) -> None:
+        """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
+        other = self._paths[1 - self._paths.index(kept.path)]
+        found = _look(other)
+        if found is not None and found.sequence > kept.sequence:
+            with other.open("r+b", buffering=0) as file:
+                os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(8, "little"), _SEQUENCE_AT)
 
     def close(self) -> None:
         """Let go of the memory; private slots are removed."""
@@ -261,10 +271,10 @@ def _look(path: Path) -> Found | None:
     fields = header[_FIELDS_AT:_CRC_AT]
     if sequence % 2 or header[_CRC_AT:] != _header_crc(sequence, fields):
         return None
-    generation, step, world, rank, persist, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
+    generation, step, world, rank, persist, sharded, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
     if size < _after(data_nbytes) + meta_nbytes:
         return None
-    label = Label(generation, step, world, rank, bool(persist))
+    label = Label(generation, step, world, rank, bool(persist), bool(sharded))
     return Found(path, label, sequence, data_nbytes, meta_nbytes, meta_crc)
 
 

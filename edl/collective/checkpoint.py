@@ -1,0 +1,223 @@
+"""Saving a job's state every few steps, into memory that outlives the worker, and going on from there."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from edl.collective import checkpoint_memory, transfer
+from edl.collective.board import Board, Phase
+from edl.collective.checkpoint_memory import rank_of, world_of
+from edl.collective.checkpoint_pace import Pace
+from edl.collective.slots import Label, SlotPair
+from edl.collective.snapshot import Entry
+from edl.collective.state import State, WorldChange
+from edl.collective.state_parts import view_of
+from edl.errors import ClosedError
+from edl.settings import positive_float, read
+
+__all__ = ["Checkpointer"]
+
+_log = logging.getLogger(__name__)
+
+NOTHING: Final = -1
+"""What `Checkpointer.restore` returns where there is nothing to restore."""
+OVERHEAD: Final = 0.01
+STORE_EVERY_S: Final = 300.0
+PAUSE_S: Final = 60.0
+_POLL_S: Final = 0.005
+
+
+class Checkpointer:
+    """Saves a `State` while it changes and restores it where it was left.
+
+    `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
+    takes as long as the copy; storage is written from there, by the node's agent or by a thread of this process, and
+    never makes training wait. Under `edl run` it also tells the agent of each step, and pauses when asked to.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        overhead: float | None = None,
+        interval_s: float | None = None,
+        interval_steps: int | None = None,
+        storage: str | None = None,
+        storage_interval_s: float | None = None,
+        keep: int = 3,
+        pause_s: float = PAUSE_S,
+        slots: SlotPair | None = None,
+        board: Board | None = None,
+        group: transfer.Group = None,
+    ) -> None:
+        """A checkpointer of `state`. Of `overhead`, `interval_s` and `interval_steps` give one at most.
+
+        Args:
+            overhead: save as often as costs this share of the time (default 0.01).
+            interval_s: save about so often.
+            interval_steps: save after so many steps.
+            storage: a folder or URL of fsspec. `EDL_CHECKPOINT`.
+            storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
+            keep: how many to keep there, if this process writes them itself.
+            pause_s: how long to wait, paused, for the agent.
+            slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
+            board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
+            group: the process group whose ranks hold the state together; by default the default group, if there is one.
+
+        Raises:
+            SettingsError: the settings contradict each other.
+        """
+        if overhead is None and interval_s is None and interval_steps is None:
+            overhead = OVERHEAD
+        self.state = state
+        self.generation = read("EDL_GENERATION", int) or 0
+        self._pace = Pace(overhead, interval_s, interval_steps)
+        self._slots = slots or SlotPair.from_env()
+        self._board = board or Board.from_env()
+        self._group = group
+        self._views: dict[int, tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
+        self._last: tuple[int, float] | None = None
+        self._ahead_of = NOTHING
+        self._closed = False
+        self._storage = storage or read("EDL_CHECKPOINT", str)
+        self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
+        self._stored_at = time.monotonic()
+        self._store_next = False
+        self._pause_s = pause_s
+
+    def restore(self) -> int:
+        """Restore the newest state there is: from the memory of any rank, or else from storage. Collective.
+
+        Afterwards the functions registered with `State.register_adjust_function` are called if another number of ranks
+        saved it.
+
+        Returns:
+            The last step that was finished when it was saved; -1 if there is nothing to restore.
+
+        Raises:
+            SettingsError: what was saved does not fit the state.
+        """
+        self._check_open()
+        reached = self._board.read().step
+        with self._board.phase(Phase.LOAD):
+            restored = checkpoint_memory.restore(self.state, self._slots, self._group)
+        self._pace.restart()
+        self._last = None
+        self._ahead_of = reached
+        step = NOTHING if restored is None else restored.step
+        self._board.enter(Phase.ROLLBACK if step < reached else Phase.TRAIN)
+        if restored is not None:
+            _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
+            if restored.world != world_of(self._group):
+                self.state.adjust(WorldChange(restored.world, world_of(self._group), step))
+        return step
+
+    def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
+        """Step `step` (counted from 0) is finished: save the state if it is time to. Every rank calls this.
+
+        Args:
+            force: save now, whatever the interval.
+            samples: processed by this rank in this step, for the record only.
+
+        Returns:
+            Whether the state was saved.
+        """
+        self._check_open()
+        self._board.finish_step(step, samples)
+        if step >= self._ahead_of and self._board.read().phase is not Phase.TRAIN:
+            self._board.enter(Phase.TRAIN)
+        pausing = self._board.pause_wanted(step)
+        due = self._pace.due(step)
+        if due or force or pausing:
+            with self._board.phase(Phase.SAVE):
+                wanted = self._storage is not None and (force or pausing or self._store_next)
+                save_s = self._save(step, wanted)
+                if due and not pausing:
+                    self._plan_next(step, save_s)
+        if pausing:
+            self._pause(step)
+        return due or force or pausing
+
+    def renew(self, generation: int) -> None:
+        """Belong to another world from now on, without a restart of this process: count the interval anew."""
+        self.generation = generation
+        self._pace.restart()
+        self._last = None
+
+    def close(self) -> None:
+        """Let go of everything. Slots of an agent stay; private ones are removed."""
+        self._closed = True
+        self._views.clear()
+        self._slots.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this Checkpointer is closed")
+
+    def _save(self, step: int, persist: bool) -> float:
+        """Copy the state into the older slot. Returns seconds."""
+        begin = time.perf_counter()
+        captured = self.state.capture()
+        nbytes = captured.data_nbytes
+        number, memory = self._slots.begin(nbytes, len(captured.meta))
+        views = self._views_of(number, memory, captured.entries, nbytes)
+        if views:
+            torch._foreach_copy_(views, captured.tensors)
+        sharded = any(entry.scope == "shard" for entry in captured.entries)
+        label = Label(
+            self.generation, step, world_of(self._group), rank_of(self._group), persist=persist, sharded=sharded
+        )
+        self._slots.commit(label, nbytes, captured.meta)
+        self._board.saved(step)
+        return time.perf_counter() - begin
+
+    def _views_of(self, number: int, memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int) -> list[torch.Tensor]:
+        """The tensors of a slot, made once for a layout."""
+        known = self._views.get(number)
+        if known is None or known[0] is not memory or known[1] != entries:
+            data = transfer.slot_bytes(memory, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+            known = memory, entries, [view_of(data, entry) for entry in entries]
+            self._views[number] = known
+        return known[2]
+
+    def _plan_next(self, step: int, save_s: float) -> None:
+        """Agree with the other ranks on the next save, and whether that one is to be stored."""
+        now = time.monotonic()
+        step_s = 0.0
+        if self._last is not None and step > self._last[0]:
+            step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
+        self._last = (step, now)
+        steps = self._pace.wanted(step_s, save_s)
+        store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
+        if world_of(self._group) > 1:
+            steps, stored = transfer.agree_on_most([steps, int(store)], self._group)
+            store = bool(stored)
+        self._pace.agreed(step, steps)
+        self._store_next = store
+        if store:
+            self._stored_at = now
+
+    def _pause(self, step: int) -> None:
+        """Wait to be stopped, or for the agent to change its mind."""
+        self._board.pause(step)
+        deadline = time.monotonic() + self._pause_s
+        while self._board.pause_wanted(step):
+            if time.monotonic() > deadline:
+                _log.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
+                break
+            time.sleep(_POLL_S)
+        self._board.enter(Phase.TRAIN)

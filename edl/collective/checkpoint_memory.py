@@ -1,0 +1,134 @@
+"""Restoring from what survived in memory: everybody says what its slots hold, and who lacks something is given it.
+
+Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
+and the state is in one more place. Only a sharded state in a world of another size is put together on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from edl.collective import transfer
+from edl.collective.checkpoint_choice import Choice, choose
+from edl.collective.encoding import from_json, to_json
+from edl.collective.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
+from edl.collective.snapshot import parse_meta
+from edl.collective.state import State
+from edl.errors import ProtocolError
+
+__all__ = ["Restored", "rank_of", "restore", "world_of"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: the last finished step, and how many ranks saved it."""
+
+    step: int
+    world: int
+
+
+def world_of(group: transfer.Group) -> int:
+    """Ranks in the group; 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def rank_of(group: transfer.Group) -> int:
+    """This rank in the group; 0 without a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def restore(state: State, slots: SlotPair, group: transfer.Group = None) -> Restored | None:
+    """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
+
+    Returns:
+        What was restored, or None if there is nothing in memory.
+    """
+    mine = [found for found in slots.find() if found.meta() is not None]
+    choice = choose(_offers([found.label for found in mine], group))
+    if choice is None:
+        return None
+    if choice.sources:
+        _hand_over(choice, mine, slots, group)
+        found = _found(slots.find(), choice, choice.parts[rank_of(group)])
+        slots.keep_only(found)
+        _load(state, found, local=choice.world == world_of(group) and found.label.rank == rank_of(group))
+    else:
+        _put_together(state, choice, mine, group)
+    return Restored(choice.step, choice.world)
+
+
+def _offers(labels: list[Label], group: transfer.Group) -> list[list[Label]]:
+    if world_of(group) == 1:
+        return [labels]
+    rows = [[one.generation, one.step, one.world, one.rank, False, one.sharded] for one in labels]
+    said = [from_json(data) for data in transfer.gather_bytes(to_json(rows), group)]
+    return [[Label(*row) for row in rows] for rows in said]
+
+
+def _found(found: list[Found], choice: Choice, part: int) -> Found:
+    for one in found:
+        if choice.matches(one.label, part):
+            return one
+    raise ProtocolError(f"the state after step {choice.step} was in memory, and is gone: is another process using it?")
+
+
+def _load(state: State, found: Found, local: bool) -> None:
+    data = found.meta()
+    if data is None:
+        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
+    meta = parse_meta(data)
+    loading = state.begin_load(meta, local=local)
+    if found.data_nbytes:
+        memory = found.map()
+        view = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
+        loading.fill_all(meta.entries, view)
+    loading.finish()
+
+
+def _hand_over(choice: Choice, mine: list[Found], slots: SlotPair, group: transfer.Group) -> None:
+    """Copy slots to those who lack them, one after the other in an order that all ranks know."""
+    rank = rank_of(group)
+    wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
+    giving = [dst for dst, src in wanted if src == rank]
+    copies = {dst: _copy(_found(mine, choice, choice.parts[dst])) for dst in giving}  # before anything is overwritten
+    for dst, src in wanted:
+        if src == rank:
+            transfer.send_slot(copies.pop(dst), _global(dst, group), group)
+        elif dst == rank:
+            _log.info("taking the state after step %d from rank %d", choice.step, src)
+            transfer.receive_slot(slots, _global(src, group), group)
+
+
+def _copy(found: Found) -> Copy:
+    copy = found.copy()
+    if copy is None:
+        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
+    return copy
+
+
+def _global(rank: int, group: transfer.Group) -> int:
+    return dist.get_global_rank(group, rank) if group is not None else rank
+
+
+def _put_together(state: State, choice: Choice, mine: list[Found], group: transfer.Group) -> None:
+    """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
+    loading = None
+    for part, holder in enumerate(choice.holders):
+        copy = _copy(_found(mine, choice, part)) if holder == rank_of(group) else None
+        src = _global(holder, group)
+        meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
+        loading = loading or state.begin_load(meta, local=False)
+        for entry in meta.entries:
+            if entry.nbytes and (entry.scope == "shard" or (entry.scope == "replicated" and part == 0)):
+                data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
+                shown = torch.frombuffer(data, dtype=torch.uint8)
+                transfer.broadcast_tensor(shown, src, group)
+                loading.fill_all([replace(entry, offset=0)], shown)
+    assert loading is not None
+    loading.finish()

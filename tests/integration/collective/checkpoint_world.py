@@ -1,0 +1,228 @@
+"""Worlds of real processes for the tests of checkpoints: each rank runs one of the cases below over gloo.
+
+`run` starts a process that imports torch once and forks the ranks from there. A case returns something that JSON can
+say; digests stand for the bits of a state, whole tensors put together from their shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 90.0
+Case = Callable[..., Any]
+
+
+def run(size: int, case: str, folder: Path, *, slots: list[str] | None = None, **arguments: Any) -> list[Any]:
+    """Run `case` in a world of `size` ranks. Returns what each said.
+
+    Args:
+        slots: prefix of each rank's slots in `folder`; by default `slots-RANK`.
+    """
+    names = slots or [f"slots-{rank}" for rank in range(size)]
+    told = {"size": size, "case": case, "folder": str(folder), "slots": names, "id": uuid.uuid4().hex, **arguments}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error::ResourceWarning", "-m", __name__, json.dumps(told)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        _, said = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, said
+    return [json.loads((folder / f"{told['id']}-{rank}").read_text()) for rank in range(size)]
+
+
+def main(told: dict[str, Any]) -> int:
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
+
+    children = []
+    for rank in range(told["size"]):
+        child = os.fork()
+        if child == 0:
+            os._exit(_rank(told, rank))
+        children.append(child)
+    codes = []
+    for _ in children:
+        child, status = os.wait()
+        codes.append(status)
+        if status:
+            for other in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(other, signal.SIGKILL)
+    return int(any(codes))
+
+
+def _rank(told: dict[str, Any], rank: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    told = dict(told)
+    folder, case, identity, size = (told.pop(name) for name in ("folder", "case", "id", "size"))
+    os.environ["EDL_SLOTS"] = str(Path(folder) / told.pop("slots")[rank])
+    os.environ["EDL_GENERATION"] = str(told.pop("generation", 0))
+    try:
+        torch.manual_seed(100 + rank)
+        store = dist.FileStore(f"{folder}/store-{identity}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        result = CASES[case](**told)
+        (Path(folder) / f"{identity}-{rank}").write_text(json.dumps(result))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the process ends here, and the parent shows it
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def digest(tensors: list[Any]) -> str:
+    """Of the bits of tensors, whole ones put together from shards. Collective for sharded ones."""
+    import torch
+
+    found = hashlib.sha256()
+    for tensor in tensors:
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
+        found.update(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def job(kind: str, seed: int) -> Any:
+    """A model of uneven sizes, wrapped as `kind` says, with AdamW and a scheduler, in a `State`."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from edl.collective.state import State
+
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp":
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return State(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, history=[])
+
+
+def train(state: Any, steps: int) -> None:
+    """Some steps, the data of which depends on the rank."""
+    import torch
+    import torch.distributed as dist
+
+    for _ in range(steps):
+        state.optimizer.zero_grad()
+        state.model(torch.randn(8, 7)).square().mean().backward()
+        state.optimizer.step()
+        state.scheduler.step()
+        state.epoch += 1
+        state.history = [*state.history, random.random()]
+        moved = torch.tensor(state.history, dtype=torch.float64)
+        dist.broadcast(moved, 0)
+        state.history = moved.tolist()
+
+
+def told_of(state: Any) -> dict[str, Any]:
+    """What is to be the same on all ranks and after a restore."""
+    optimizer = state.optimizer
+    moments = [
+        optimizer.state[parameter][key]
+        for parameter in state.model.parameters()
+        for key in sorted(optimizer.state[parameter])
+    ]
+    buffers = [] if not list(state.model.buffers()) else list(state.model.buffers())
+    return {
+        "model": digest(list(state.model.parameters())),
+        "buffers": digest(buffers),
+        "optimizer": digest(moments),
+        "rest": [
+            state.epoch,
+            state.history,
+            state.scheduler.state_dict()["last_epoch"],
+            optimizer.param_groups[0]["lr"],
+        ],
+    }
+
+
+def save(kind: str, step: int = 4, storage: str | None = None, close: bool = True) -> dict[str, Any]:
+    """Train and save at `step`."""
+    import torch
+
+    from edl.collective.checkpoint import Checkpointer
+
+    state = job(kind, 1)
+    checkpointer = Checkpointer(state, storage=storage, interval_steps=1)
+    train(state, 3)
+    checkpointer.save(step - 1)
+    train(state, 1)
+    checkpointer.save(step, force=True)
+    said = told_of(state)
+    said["next"] = torch.rand(3).tolist()
+    if close:
+        checkpointer.close()
+    return said
+
+
+def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
+    """Restore into a job that began otherwise."""
+    import torch
+
+    from edl.collective.checkpoint import Checkpointer
+
+    state, changes = job(kind, 2), []
+    state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
+    with Checkpointer(state, storage=storage, interval_steps=1) as checkpointer:
+        step = checkpointer.restore()
+        said = {
+            "step": step,
+            "changes": changes,
+            **(told_of(state) if step >= 0 else {}),
+            "next": torch.rand(3).tolist(),
+        }
+        if step >= 0:
+            train(state, 1)
+            checkpointer.save(step + 1)
+    return said
+
+
+def broadcast(kind: str) -> dict[str, Any]:
+    """Everybody gets the live state of rank 1."""
+    import torch
+    import torch.distributed as dist
+
+    from edl.collective.transfer import broadcast_state
+
+    state = job(kind, 7 + dist.get_rank())
+    if dist.get_rank() == 1:
+        for _ in range(2):
+            state.model(torch.randn(8, 7)).sum().backward()
+            state.optimizer.step()
+        state.epoch = 11
+    broadcast_state(state, 1)
+    return told_of(state)
+
+
+CASES: dict[str, Case] = {"save": save, "restore": restore, "broadcast": broadcast}
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

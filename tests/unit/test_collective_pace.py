@@ -1,0 +1,86 @@
+"""When to save, and from whose memory to go on: pure decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.checkpoint_choice import choose
+from edl.collective.checkpoint_pace import Pace
+from edl.collective.slots import Label
+from edl.errors import SettingsError
+
+
+@given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
+def test_saving_costs_no_more_than_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
+    pace = Pace(overhead=overhead)
+    assert pace.wanted(step_s, save_s) == 1  # the first one paid for the pages
+    pace.agreed(0, 1)
+    steps = pace.wanted(step_s, save_s)
+    assert save_s / (steps * step_s + save_s) <= overhead * (1 + 1e-9)
+    assert steps == 1 or save_s / ((steps - 1) * step_s + save_s) > overhead * (1 - 1e-9)
+
+
+def test_it_saves_at_once_then_at_the_agreed_steps_and_anew_after_a_restart() -> None:
+    pace = Pace(interval_steps=10)
+    assert pace.due(7)
+    pace.agreed(7, pace.wanted(1.0, 0.1))
+    assert [step for step in range(8, 20) if pace.due(step)] == [17, 18, 19]
+    pace.restart()
+    assert pace.due(3)
+
+
+def test_an_interval_in_seconds_is_counted_in_steps() -> None:
+    pace = Pace(interval_s=5.0)
+    assert (pace.wanted(0.5, 9.0), pace.wanted(7.0, 0.0)) == (10, 1)
+    assert pace.wanted(0.0, 0.0) > 1
+
+
+@pytest.mark.parametrize("given", [{}, {"overhead": 0.0}, {"interval_s": -1.0}, {"overhead": 0.1, "interval_steps": 3}])
+def test_settings_that_say_nothing_or_too_much_are_refused(given: dict[str, float]) -> None:
+    with pytest.raises(SettingsError, match="exactly one"):
+        Pace(**given)  # type: ignore[arg-type]
+
+
+def test_the_newest_state_of_the_newest_generation_is_chosen() -> None:
+    offers = [[Label(1, 20, 2, 0)], [Label(2, 15, 2, 1), Label(2, 14, 2, 1)], []]
+    choice = choose(offers)
+    assert choice is not None
+    assert (choice.generation, choice.step) == (2, 15)
+    assert choice.sources == (1, 1, 1)
+    assert choose([[], []]) is None
+
+
+def test_a_sharded_state_needs_all_its_parts() -> None:
+    newer = [Label(1, 9, 2, 0, sharded=True)]
+    older = [Label(1, 8, 2, rank, sharded=True) for rank in range(2)]
+    choice = choose([[*newer, older[0]], [older[1]]])
+    assert choice is not None
+    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
+
+
+def test_ranks_that_changed_places_get_their_own_parts() -> None:
+    offers = [[Label(1, 8, 2, 1, sharded=True)], [Label(1, 8, 2, 0, sharded=True)]]
+    choice = choose(offers)
+    assert choice is not None
+    assert (choice.sources, choice.parts) == ((1, 0), (0, 1))
+
+
+def test_a_sharded_state_in_a_world_of_another_size_is_put_together() -> None:
+    choice = choose([[Label(1, 8, 2, 0, sharded=True)], [Label(1, 8, 2, 1, sharded=True)], []])
+    assert choice is not None
+    assert (choice.holders, choice.sources) == ((0, 1), ())
+
+
+@given(st.lists(st.lists(st.builds(Label, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
+                         max_size=2), min_size=1, max_size=5))  # fmt: skip
+def test_whoever_gives_a_state_has_it(offers: list[list[Label]]) -> None:
+    choice = choose(offers)
+    assert (choice is None) == (not any(offers))
+    if choice is not None:
+        assert (choice.generation, choice.step) == max((one.generation, one.step) for row in offers for one in row)
+        for rank, (source, part) in enumerate(zip(choice.sources, choice.parts, strict=True)):
+            assert any(choice.matches(label, part) for label in offers[source])
+            has = [label.rank for label in offers[rank] if choice.matches(label, label.rank)]
+            assert source == rank or not has or (len(offers) == 3 and rank not in has)

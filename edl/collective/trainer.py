@@ -1,0 +1,349 @@
+"""The optimizer step that does not depend on who is present: one process's update, computed by any number of ranks.
+
+A step's gradient is the mean over the samples of a global batch. Each rank cuts its share into as many micro-batches as
+its memory asks for. The mean loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over
+W ranks of what they accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are.
+Gradients are averaged once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
+
+What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of one
+rank. Its running statistics are a rank's own, and with DDP those of rank 0 everywhere. GroupNorm and LayerNorm have no
+such dependence; SyncBatchNorm has it only between micro-batches. Modules with collectives in their forward pass
+(SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from edl.collective.adjust import Policy, Scaling, needs_noise
+from edl.collective.goodput import AutoBatch
+from edl.collective.gradients import NoiseMeter, average_gradients, rate_times
+from edl.collective.noise import Noise
+from edl.collective.ranks import exchange, world_of
+from edl.collective.rows import count_rows, cut_rows
+from edl.collective.sampler import ElasticSampler
+from edl.collective.schedule import SampleSchedule
+from edl.collective.split import micro_sizes
+from edl.collective.tune import Tuner
+from edl.collective.wrapping import averages_itself, in_lockstep, without_averaging
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["ElasticTrainer"]
+
+B = TypeVar("B")
+
+_VERSION = 1
+
+
+@dataclass
+class _Step:
+    """A step under way: `samples` over all ranks, this rank's micro-batches, the rows of the one that is due."""
+
+    samples: int
+    world: int
+    sizes: list[int]
+    began_at: float
+    left: int
+    due: int | None = None
+    synchronized: bool = False
+
+
+class ElasticTrainer:
+    """Makes optimizer steps over global batches.
+
+    ::
+
+        trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=64)
+        for epoch in sampler.epochs(90):
+            for batch in loader:
+                for images, labels in trainer.micro_batches(batch):
+                    loss = cross_entropy(model(images), labels)     # the mean over the micro-batch
+                    trainer.backward(loss)
+                trainer.step()
+
+    Args:
+        model: a module, or one wrapped in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
+        optimizer: any of PyTorch's.
+        sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
+        global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
+            each step, by one small exchange.
+        base_batch: the global batch that the learning rate was chosen for; by default the one that is asked for, so
+            that a policy matters only once the batch has changed.
+        max_micro_batch: samples that fit into this rank's memory at once; ranks may differ. None for no limit.
+        policy: what the rate does when the batch is not the base batch, see `edl.collective.adjust`.
+        auto: choose the global batch by itself, within these bounds; needs a policy that says what the rate does then.
+        schedule: moved on by the samples trained, after every step.
+        scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
+        clip_norm: largest norm of the whole gradient of a step.
+        group: the process group of the ranks, the default one if None. With DDP it must be its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sampler: ElasticSampler | None = None,
+        global_batch: int | None = None,
+        base_batch: int | None = None,
+        max_micro_batch: int | None = None,
+        policy: Policy = None,
+        auto: AutoBatch | None = None,
+        schedule: SampleSchedule | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if (sampler is None) == (global_batch is None):
+            raise SettingsError("pass either sampler, which has a global batch, or global_batch")
+        if auto is not None and policy is None:
+            raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
+        asked = sampler.global_batch if sampler is not None else global_batch or 0
+        micro_sizes(1, max_micro_batch)  # refuses what cannot be
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
+        self.noise = Noise()
+        self._scaling = Scaling(policy, base_batch or asked, asked)
+        self._scaler, self._group, self._asked = scaler, group, asked
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._meter: NoiseMeter | None = None
+        if needs_noise(policy) or auto is not None:
+            self._meter = NoiseMeter(self._parameters, optimizer)
+        self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
+        self._step: _Step | None = None
+
+    @property
+    def samples(self) -> int:
+        """Trained so far, over all ranks and epochs."""
+        return self._scaling.samples
+
+    @property
+    def progress(self) -> float:
+        """What the schedule is moved to, in samples; see `Scaling.progress`."""
+        return self._scaling.progress
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step over all ranks, unless it is the last of an epoch."""
+        return self.sampler.global_batch if self.sampler is not None else self._scaling.batch
+
+    @property
+    def rate_factor(self) -> float:
+        """By what the policy multiplies the optimizer's learning rates in the next step."""
+        return self._scaling.factor(self.noise)
+
+    # --- One step. ---
+
+    def micro_batches(self, batch: B, rows: int | None = None) -> Iterator[B]:
+        """Cut this rank's share of a global batch; call `backward` once for each micro-batch that comes.
+
+        A rank without a sample of its own gets a micro-batch of one row all the same if its module needs a backward to
+        take part. It weighs nothing, as long as its loss is finite.
+
+        Args:
+            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.rows`.
+            rows: how many of its rows count, all if None; 0 for a rank that has none but must have a batch.
+
+        Raises:
+            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, or no
+                rank has a sample.
+        """
+        if self._step is not None:
+            raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+        given = count_rows(batch)
+        self._step = step = self._plan(given, given if rows is None else rows)
+        begin = 0
+        for number, size in enumerate(step.sizes, 1):
+            with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
+                step.due = size
+                yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, 1)
+                if step.due is not None:
+                    raise SettingsError("backward() was not called for a micro-batch")
+            begin += size
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch. `loss` is its mean over the micro-batch's rows, a scalar."""
+        step = self._step
+        if step is None or step.due is None:
+            raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
+        rows, step.due = step.due, None
+        weight = step.world * rows / step.samples
+        scaled = loss * weight if self._scaler is None else self._scaler.scale(loss * weight)
+        if self._meter is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            with self._meter.micro_batch(rows, weight * scale):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        step.left -= 1
+
+    def synchronize(self) -> None:
+        """Make every rank's gradients those of the whole global batch, unscaled and clipped.
+
+        `step` does this. Call it before only to look at the gradients, or to change them in the same way on each rank.
+        """
+        step = self._step
+        if step is None or step.left:
+            left = "no" if step is None else f"{step.left} of {len(step.sizes)}"
+            raise SettingsError(f"{left} micro-batches are under way: go through micro_batches() before step()")
+        if step.synchronized:
+            return
+        step.synchronized = True
+        if step.world > 1 and not averages_itself(self.model):
+            average_gradients(self._parameters, self._group)
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._meter is not None:
+            self.noise.add(self._meter.finish(step.samples, self._group, step.world))
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+
+    def step(self) -> None:
+        """Update the parameters, forget the gradients, and count the samples as trained."""
+        self.synchronize()
+        step, self._step = self._step, None
+        assert step is not None
+        with rate_times(self.optimizer, self.rate_factor):
+            updated = self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._scaling.trained(step.samples, self.noise)
+        if self.sampler is not None:
+            self.sampler.advance()
+        if self.schedule is not None and updated:
+            self.schedule.move_to(self.progress)
+        if self._tuner is not None:
+            self._tune(self._tuner, step)
+
+    def discard(self) -> None:
+        """Forget a step that was begun, after an error: its gradients are worth nothing, its samples not trained."""
+        self._step = None
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._meter is not None:
+            self._meter.forget()
+
+    # --- The batch. ---
+
+    def resize(self, global_batch: int) -> None:
+        """Use another global batch, as soon as what the ranks' loaders have read ahead is trained.
+
+        Every rank must call it after the same step. With a sampler the ranks agree on when by one small exchange.
+        """
+        if self.sampler is None:
+            self._scaling.resize(global_batch, self.noise)
+            return
+        with self.sampler.hold() as handed:
+            places = exchange([handed], self._group, self._device)
+            self.sampler.resize(global_batch, at=max(place for (place,) in places))
+
+    # --- State. ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive beside model, optimizer and sampler; the same on every rank."""
+        return {
+            "version": _VERSION,
+            "asked": self._asked,
+            "scaling": self._scaling.state_dict(),
+            "noise": self.noise.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "tuner": self._tuner.state_dict() if self._tuner is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, also in another world. Load the sampler's state as well.
+
+        As with the sampler, a `global_batch` argument that is not the one of the saved run holds from here on.
+
+        Raises:
+            ProtocolError: it is of another version of EDL.
+        """
+        if state.get("version") != _VERSION:
+            raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+        self.discard()
+        self._scaling.load_state_dict(state["scaling"])
+        self.noise.load_state_dict(state["noise"])
+        if self.sampler is None and state["asked"] != self._asked:
+            self._scaling.resize(self._asked, self.noise)
+        for part, saved in (
+            (self.schedule, state["schedule"]),
+            (self._scaler, state["scaler"]),
+            (self._tuner, state["tuner"]),
+        ):
+            if part is not None and saved is not None:
+                part.load_state_dict(saved)
+
+    # --- Inside. ---
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _plan(self, given: int, mine: int) -> _Step:
+        """How many samples the step has, and how this rank cuts its `mine` of `given` rows."""
+        began_at = time.perf_counter()
+        world = world_of(self._group)
+        if self.sampler is not None:
+            mine, samples = self.sampler.share_rows, self.sampler.batch_samples
+            if given != max(mine, 1) or not samples:
+                raise SettingsError(
+                    f"a batch of {given} rows, but sampler says {mine} of {samples}: use DataLoader(batch_sampler="
+                    "sampler), and let nobody but step() advance it"
+                )
+            self._scaling.resize(self.sampler.global_batch, self.noise)
+        elif not 0 <= mine <= given:
+            raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
+        # With one group of samples there is no telling the noise from the gradient.
+        parts = min(mine, 2) if self._meter is not None and world == 1 else 1
+        sizes = micro_sizes(mine, self.max_micro_batch, parts)
+        lockstep = in_lockstep(self.model)
+        if world == 1:
+            samples = mine
+        elif self.sampler is None or lockstep:
+            everyone = exchange([mine, len(sizes), given], self._group, self._device)
+            samples = sum(rows for rows, _, _ in everyone)
+            if lockstep:
+                sizes = micro_sizes(mine, self.max_micro_batch, max(count for _, count, _ in everyone))
+            if averages_itself(self.model) and not all(rows for _, _, rows in everyone):
+                raise SettingsError(
+                    "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
+                    "micro_batches(batch, rows=0), as ElasticSampler does"
+                )
+        if not samples:
+            raise SettingsError("no rank has a sample for this step")
+        sizes = sizes or [0] * min(given, 1)
+        return _Step(samples, world, sizes, began_at, left=len(sizes))
+
+    def _update(self) -> bool:
+        """Step the optimizer; False if the scaler skipped it because of infinite gradients."""
+        if self._scaler is None:
+            self.optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before
+
+    def _tune(self, tuner: Tuner, step: _Step) -> None:
+        """Measure the step, and change the batch where it is time to think about it and another one is better."""
+        batch = self.global_batch
+        if step.samples == self._scaling.batch:  # the last one of an epoch takes another time
+            tuner.measure(step.world, batch, time.perf_counter() - step.began_at)
+        if not tuner.due():
+            return
+        mine = [tuner.typical_us(), self.max_micro_batch or 0]
+        everyone = exchange(mine, self._group, self._device)
+        slowest_s = max(micros for micros, _ in everyone) / 1e6
+        tightest = min((most for _, most in everyone if most), default=None)
+        decision = tuner.decide(step.world, batch, slowest_s, tightest, self.noise)
+        # Rounding may differ between kinds of machines: what the first rank decides holds for all.
+        (wanted,) = exchange([decision.batch], self._group, self._device)[0]
+        if wanted != batch:
+            self.resize(wanted)

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.chronicle import Chronicle
-from edl.collective.crew import Crew
+from edl.collective.crew import HANGING, Crew
 from edl.collective.host import HostFolder
 from edl.collective.launch import Launch
 from edl.collective.ledger_node import Doing
@@ -210,6 +210,9 @@ class Agent:
         ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
         self._say(f"generation {world.generation} ({world.message}): {_count(world.size, 'rank')}, {ranks} here")
         self._chronicle.tell("generation", world.message, world.generation)
+        if world.message.startswith(HANGING) and self._crew.running:
+            self._say(f"what the workers of this node did:\n{self._crew.stacks()}")
+            self._chronicle.tell("hang", world.message, world.generation - 1)
         if position == 0:
             self._meeting, self._spare = self._spare, _new_store()
         self._crew.begin(world, position)

@@ -17,17 +17,22 @@ from edl.collective.failures import Failure, Verdict
 from edl.collective.host import HostFolder
 from edl.collective.launch import Launch, errors_of, forks
 from edl.collective.output import Output
+from edl.collective.stacks import dump_stacks
+from edl.collective.watch import hang
 from edl.collective.workers import Exited, Workers, ZygoteLost
 from edl.collective.world import World
 from edl.errors import EDLError
 
-__all__ = ["Crew"]
+__all__ = ["HANGING", "Crew"]
 
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _REGROUP_S = 2.0
 _PAUSE_MARGIN_S = 0.3
 _FRUITLESS_RESTARTS = 10
+
+HANGING = "the workers hang"
+"""How the reason of a restart begins, before which every node shows the stacks of its workers."""
 
 
 class Crew:
@@ -54,6 +59,7 @@ class Crew:
         self._regrouping_since: float | None = None
         self._restarts = self._fruitless = 0
         self._best_step = -1
+        self._began_at = 0.0
         self.generation = -1
         """Of the workers that run here or ran last."""
         self.running = False
@@ -93,6 +99,7 @@ class Crew:
             self._workers.warm_up()
             self._workers.start(world.generation, jobs)
         self.running = True
+        self._began_at = time.monotonic()
         self._output.follow(logs, self.first_rank)
 
     def halt(self, but: Collection[int] = ()) -> None:
@@ -131,6 +138,16 @@ class Crew:
             return
         self._look_for_stopped()
         self._look_for_regrouped()
+        self._look_for_hanging()
+
+    def stacks(self) -> str:
+        """What the workers execute just now, for a person to read."""
+        running = sorted(self._workers.running.items())
+        texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in running])
+        return "\n".join(
+            f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
+            for (rank, pid), text in zip(running, texts, strict=True)
+        )
 
     def readings(self) -> dict[int, Reading]:
         """What the workers' boards say, by local rank."""
@@ -215,6 +232,20 @@ class Crew:
                 rank = self.first_rank + local_rank
                 what = f"worker {local_rank} (rank {rank}) was stopped"
                 self._fail(Failure(rank, -signal.SIGSTOP, "", what))
+
+    def _look_for_hanging(self) -> None:
+        """Workers that are alive and make no step."""
+        if self._failures or self.finished:
+            return
+        now = time.monotonic()
+        for local_rank, reading in self.readings().items():
+            if reading.generation != self.generation or local_rank not in self._workers.running:
+                continue
+            why = hang(reading, now, self._told.hang, self._began_at)
+            if why is not None:
+                rank = self.first_rank + local_rank
+                self._fail(Failure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {why}"))
+                return
 
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not joined the next generation in time make way for new ones."""

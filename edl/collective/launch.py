@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edl.collective.host import HostFolder
+from edl.collective.watch import HangLimits
 from edl.collective.world import Member, Rules, World
 from edl.collective.zygote import Fork, Warm
 
@@ -28,6 +29,7 @@ class Launch:
         join_timeout_s: how long to wait for enough nodes.
         max_restarts: how often the job goes on after an error of the script's own.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
+        hang: how long workers may go without a step before they are started anew.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
     """
@@ -43,6 +45,7 @@ class Launch:
     checkpoint: str = ""
     checkpoint_interval_s: float = 300.0
     role: str = "default"
+    hang: HangLimits = field(default_factory=HangLimits)
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
 

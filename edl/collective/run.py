@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from edl.collective.agent import Agent
 from edl.collective.launch import Launch
+from edl.collective.watch import HangLimits
 from edl.collective.world import Rules
 from edl.collective.zygote import Warm
 from edl.discovery import open_store
@@ -79,6 +80,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _seconds,
         "default": 1.5,
         "help": "the others go on without a node that was silent for this long (default: 1.5)",
+    },
+    "--hang-after": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
+        "show their stacks and are started anew (default: 300)",
     },
     "--no-prewarm": {
         "action": "store_true",
@@ -138,6 +146,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         checkpoint=options.checkpoint or read("EDL_CHECKPOINT", str) or "",
         checkpoint_interval_s=options.checkpoint_interval,
         role=options.role,
+        hang=HangLimits(floor_s=options.hang_after),
         logs=_logs(options, stack),
     )
 

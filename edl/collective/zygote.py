@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -202,8 +201,9 @@ def _become(warm: Warm, fork: Fork) -> None:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if fork.stacks:
-        # The file stays open: it is what the handler writes to.
-        faulthandler.register(signal.SIGUSR2, open(fork.stacks, "w"), all_threads=True)  # noqa: SIM115, PTH123
+        from edl.collective.stacks import arm_stack_dump
+
+        arm_stack_dump(Path(fork.stacks))
     from edl.collective.board import Board
 
     if "EDL_BOARD" in fork.environ:

@@ -13,6 +13,7 @@ import edl
 PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
+    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": ["DistillReader", "Options", "ReaderStats", "Teachers"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],
@@ -36,7 +37,7 @@ PUBLIC = {
 
 
 def load(module: str) -> ModuleType:
-    if module in ("edl.distill.losses", "edl.distill.torch"):
+    if module in ("edl.collective", "edl.distill.losses", "edl.distill.torch"):
         pytest.importorskip("torch", reason="PyTorch is not installed")
     return importlib.import_module(module)
 

@@ -1,0 +1,130 @@
+"""Which nodes are fit to train: who is tested with whom, and what follows from the results. Nothing here is I/O.
+
+Nodes compute alone and reduce in pairs, twice, with different partners, as DLRover's node check does: a pair that fails
+has a faulty node in it or a good one that met it; the second round pairs every suspect with one that passed, so that
+the faulty one fails again. `nodecheck_run` carries it out.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Result", "Verdict", "first_groups", "second_groups", "verdict"]
+
+Groups = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a node found in one round.
+
+    Attributes:
+        device: "cpu" or "cuda"; times are compared among nodes of the same.
+        compute_s: for the fixed work, None if that failed.
+        reduce_s: for the all-reduce with its partners, 0 without partners, None if that failed.
+        error: why something failed, in words.
+    """
+
+    device: str = "cpu"
+    compute_s: float | None = None
+    reduce_s: float | None = None
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether both parts worked."""
+        return self.compute_s is not None and self.reduce_s is not None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why nodes are not fit, by node; all others are."""
+
+    faulty: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, str] = field(default_factory=dict)
+
+
+def first_groups(nodes: Sequence[str]) -> Groups:
+    """Pairs of neighbours; an odd one makes the last pair three."""
+    groups = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
+    if len(groups) > 1 and len(groups[-1]) == 1:
+        last = groups.pop()
+        groups[-1] += last
+    return tuple(groups)
+
+
+def second_groups(nodes: Sequence[str], first: Mapping[str, Result], factor: float) -> Groups:
+    """Each suspect with one that passed, as long as there are some.
+
+    Suspects are all members of a group in which somebody failed or was slow. Those for whom none is left meet among
+    themselves; one that was silent, and nodes that nobody needs, work alone.
+
+    Args:
+        first: results of the first round by node; silent ones are missing.
+        factor: how many times the median is slow.
+    """
+    slow = _slow([first], factor)
+    bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
+    silent = [node for node in nodes if node not in first]
+    touched = {node for group in first_groups(nodes) if {*group} & {*bad, *silent} for node in group}
+    answered = bad + [node for node in nodes if node in touched and node not in bad and node not in silent]
+    suspects = answered + silent
+    # From the other end: the neighbour was the partner of the first round.
+    good = [node for node in nodes if node not in suspects][::-1]
+    groups = [(one, other) for one, other in zip(good, suspects, strict=False)]
+    rest = [node for node in suspects[len(good) :] if node in answered]
+    half = len(rest) // 2
+    groups += zip(rest[:half], rest[half : 2 * half], strict=True)
+    met = {node for group in groups for node in group}
+    return (*groups, *((node,) for node in nodes if node not in met))
+
+
+def verdict(
+    nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, Result]]], factor: float = 2.0
+) -> Verdict:
+    """What follows from all rounds.
+
+    A node is faulty if it passed in none of them, unless in each that failed a partner was silent, which explains
+    the failure. It is slow if even its best time is more than `factor` times the median of all nodes' best.
+
+    Args:
+        rounds: the groups of each round, and the results by node; silent ones are missing.
+    """
+    faulty = {}
+    for node in nodes:
+        reasons = []
+        for groups, results in rounds:
+            partners = next((group for group in groups if node in group), ())
+            if node in results and (results[node].passed or _explained(node, partners, results)):
+                break
+            reasons.append(results[node].error if node in results else "no answer")
+        else:
+            faulty[node] = "; ".join(dict.fromkeys(reasons))
+    slow = _slow([results for _, results in rounds], factor)
+    return Verdict(faulty, {node: why for node, why in slow.items() if node not in faulty})
+
+
+def _explained(node: str, partners: Sequence[str], results: Mapping[str, Result]) -> bool:
+    """Whether a node that could compute failed to reduce only because a partner gave no answer at all."""
+    return results[node].compute_s is not None and any(partner not in results for partner in partners)
+
+
+def _slow(rounds: Sequence[Mapping[str, Result]], factor: float) -> dict[str, str]:
+    slow: dict[str, str] = {}
+    for part in ("compute", "reduce"):
+        best: dict[str, dict[str, float]] = {}  # by device
+        for results in rounds:
+            for node, result in results.items():
+                seconds = result.compute_s if part == "compute" else result.reduce_s
+                if seconds:
+                    times = best.setdefault(result.device, {})
+                    times[node] = min(seconds, times.get(node, seconds))
+        for device, times in best.items():
+            usual_s = statistics.median_low(times.values())  # of two the faster one, else the slower could not be slow
+            for node, seconds in times.items():
+                if seconds > factor * usual_s:
+                    why = f"{part} on {device} took {seconds:.3g} s, the median of all nodes is {usual_s:.3g} s"
+                    slow[node] = f"{slow[node]}; {why}" if node in slow else why
+    return slow

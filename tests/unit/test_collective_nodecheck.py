@@ -1,0 +1,97 @@
+"""Who is tested with whom, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.nodecheck import Groups, Result, Verdict, first_groups, second_groups, verdict
+
+GOOD = Result("cpu", 1.0, 0.1)
+FACTOR = 2.0
+
+
+def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple[Groups, dict[str, Result]]]:
+    """Both rounds, where a group with a faulty or silent node fails for all of its members."""
+    rounds: list[tuple[Groups, dict[str, Result]]] = []
+    groups = first_groups(nodes)
+    for _ in range(2):
+        results = {}
+        for group in groups:
+            works = not (faulty | silent) & set(group) or len(group) == 1
+            for node in set(group) - silent:
+                results[node] = GOOD if works else Result("cpu", 1.0, None, "could not reduce")
+        rounds.append((groups, results))
+        groups = second_groups(nodes, results, FACTOR)
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("count", "groups"),
+    [(0, []), (1, ["a"]), (2, ["ab"]), (3, ["abc"]), (4, ["ab", "cd"]), (5, ["ab", "cde"])],
+)
+def test_the_first_round_pairs_neighbours(count: int, groups: list[str]) -> None:
+    assert first_groups("abcde"[:count]) == tuple(tuple(group) for group in groups)
+
+
+def test_every_suspect_meets_one_that_passed() -> None:
+    (groups, results), (again, _) = simulate(list("abcdef"), faulty={"b"}, silent=set())
+    assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
+    assert [node for node in "abcdef" if not results[node].passed] == ["a", "b"]
+    assert again[:2] == (("f", "a"), ("e", "b"))
+
+
+@given(st.integers(0, 9), st.randoms(use_true_random=False))
+def test_every_node_is_in_exactly_one_group_of_each_round(count: int, rng: object) -> None:
+    nodes = [f"n{number}" for number in range(count)]
+    pick = lambda: {node for node in nodes if rng.random() < 0.3}  # type: ignore[attr-defined] # noqa: E731
+    for groups, _ in simulate(nodes, pick(), pick()):
+        assert sorted(node for group in groups for node in group) == nodes
+
+
+@given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
+def test_one_bad_node_among_good_ones_is_named_and_nobody_else(count: int, which: int, silent: bool) -> None:
+    nodes = [f"n{number}" for number in range(count)]
+    bad = {nodes[which % count]}
+    found = verdict(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
+    assert set(found.faulty) == bad
+    assert found.slow == {}
+
+
+def test_a_silent_node_among_three_is_named() -> None:
+    nodes = list("abc")
+    assert verdict(nodes, simulate(nodes, set(), {"c"}), FACTOR) == Verdict({"c": "no answer"})
+
+
+def test_of_two_that_fail_together_both_are_named() -> None:
+    nodes = list("ab")
+    assert verdict(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(nodes, "could not reduce")
+
+
+def test_a_slow_node_is_named_by_its_own_time_not_its_partners() -> None:
+    first = {"a": GOOD, "b": Result("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
+    first["a"] = Result("cpu", 1.0, 0.5)  # it waited for b
+    again = second_groups("abcd", first, FACTOR)
+    assert {frozenset(group) for group in again} in (
+        {frozenset("da"), frozenset("cb")},
+        {frozenset("ca"), frozenset("db")},
+    )
+    partner = next(name for group in again if "b" in group for name in group if name != "b")
+    second = {**dict.fromkeys("acd", GOOD), "b": Result("cpu", 3.1, 0.5), partner: Result("cpu", 1.0, 0.5)}
+    found = verdict("abcd", [(first_groups("abcd"), first), (again, second)], FACTOR)
+    assert found.faulty == {}
+    assert found.slow == {
+        "b": "compute on cpu took 3 s, the median of all nodes is 1 s; "
+        "reduce on cpu took 0.5 s, the median of all nodes is 0.1 s"
+    }
+
+
+def test_of_two_nodes_the_slower_one_can_be_slow() -> None:
+    results = {"a": GOOD, "b": Result("cpu", 2.5, 0.1)}
+    assert set(verdict("ab", [(first_groups("ab"), results)], FACTOR).slow) == {"b"}
+
+
+def test_devices_are_compared_with_their_like() -> None:
+    results = {"a": Result("cuda", 0.01, 0.1), "b": Result("cuda", 0.01, 0.1), "c": Result("cpu", 9.0, 0.1)}
+    assert verdict("abc", [(first_groups("abc"), results)], FACTOR) == Verdict()

@@ -201,7 +201,7 @@ class Agent:
             self._begin(world, position)
         if self._crew.running:
             self._crew.ask_pause(world.pause_at)
-        self._tell()
+        self._tell(world)
         return self._decide(records)
 
     def _begin(self, world: World, position: int) -> None:
@@ -260,6 +260,7 @@ class Agent:
     def _moment(self, restart: str) -> Moment:
         now = time.monotonic()
         return Moment(
+            node=self._membership.node.id,
             quiet_s=now - self._seen_nodes_at,
             pausing_s=now - self._seen_pause_at if self._seen_pause[1] is not None else 0.0,
             pause_step=self._crew.pause_step(),
@@ -287,14 +288,15 @@ class Agent:
             return Doing.RUNNING
         return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
 
-    def _tell(self) -> None:
+    def _tell(self, world: World) -> None:
         """Bring this node's record up to date."""
         node, crew = self._membership.node, self._crew
         changes: dict[str, Any] = {}
         if self._signals and not node.leaving:
             changes["leaving"] = True
-        if node.paused != crew.generation and crew.paused:
-            changes["paused"] = crew.generation
+        paused = crew.generation if crew.paused and world.pause_at is not None else -1
+        if node.paused != paused and (paused >= 0 or not self._signals):
+            changes["paused"] = paused
         if node.finished != crew.generation and crew.finished:
             changes["finished"] = crew.generation
         if node.port != self._spare.port:

@@ -32,7 +32,7 @@ _NEVER: Final = -1
 
 # Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS = range(1, 12)
-_PAUSE_AT = 16
+_PAUSE_AT, _BEAT_AT = 16, 17
 _TOTALS, _DURATIONS = 24, 64
 
 
@@ -185,7 +185,25 @@ class Board:
         self.enter(Phase.PAUSE)
         self._set(_PAUSED, step)
 
+    def resume(self) -> None:
+        """Go on after a pause that nobody wants any more."""
+        self._set(_PAUSED, _NEVER)
+        self.enter(Phase.TRAIN)
+
+    @property
+    def unattended_s(self) -> float:
+        """For how long the agent has given no sign of life, 0 without an agent.
+
+        A stopped agent may have lost its lease, and others may train in its place: who waits then does no harm.
+        """
+        beat_at = self._get_time(_BEAT_AT)
+        return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
+
     # --- The agent's side. ---
+
+    def beat(self) -> None:
+        """Show the worker that its agent lives."""
+        self._set_time(_BEAT_AT, time.monotonic())
 
     def ask_pause(self, step: int | None) -> None:
         """Ask the worker to save and pause after `step`; None takes it back."""

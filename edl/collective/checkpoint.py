@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import mmap
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
 import torch
 
-from edl.collective import checkpoint_memory, transfer
+from edl.collective import checkpoint_memory, storage_read, transfer
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint_memory import rank_of, world_of
 from edl.collective.checkpoint_pace import Pace
@@ -18,6 +19,8 @@ from edl.collective.slots import Label, SlotPair
 from edl.collective.snapshot import Entry
 from edl.collective.state import State, WorldChange
 from edl.collective.state_parts import view_of
+from edl.collective.storage import Persister
+from edl.collective.storage_background import Background
 from edl.errors import ClosedError
 from edl.settings import positive_float, read
 
@@ -30,7 +33,9 @@ NOTHING: Final = -1
 OVERHEAD: Final = 0.01
 STORE_EVERY_S: Final = 300.0
 PAUSE_S: Final = 60.0
+CLOSE_S: Final = 600.0
 _POLL_S: Final = 0.005
+_UNATTENDED_S: Final = 1.0
 
 
 class Checkpointer:
@@ -90,6 +95,11 @@ class Checkpointer:
         self._stored_at = time.monotonic()
         self._store_next = False
         self._pause_s = pause_s
+        self._background: Background | None = None
+        if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
+            self._background = Background(Persister(self._storage, keep=keep), self._slots)
+        self._finished: Callable[[int], object] = _nothing
+        self._interrupt: Callable[[], object] = _nothing
 
     def restore(self) -> int:
         """Restore the newest state there is: from the memory of any rank, or else from storage. Collective.
@@ -107,6 +117,8 @@ class Checkpointer:
         reached = self._board.read().step
         with self._board.phase(Phase.LOAD):
             restored = checkpoint_memory.restore(self.state, self._slots, self._group)
+            if restored is None and self._storage is not None:
+                restored = storage_read.restore(self.state, self._storage, self._group)
         self._pace.restart()
         self._last = None
         self._ahead_of = reached
@@ -129,6 +141,7 @@ class Checkpointer:
             Whether the state was saved.
         """
         self._check_open()
+        self._finished(step)
         self._board.finish_step(step, samples)
         if step >= self._ahead_of and self._board.read().phase is not Phase.TRAIN:
             self._board.enter(Phase.TRAIN)
@@ -142,6 +155,9 @@ class Checkpointer:
                     self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
+        if self._board.unattended_s > _UNATTENDED_S:
+            self._await_agent()
+        self._interrupt()
         return due or force or pausing
 
     def renew(self, generation: int) -> None:
@@ -150,9 +166,20 @@ class Checkpointer:
         self._pace.restart()
         self._last = None
 
+    def attend(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
+        """Have each `save` call `finished(step)` first, and `interrupt()` last and, again and again, while it waits.
+
+        `interrupt` may raise, to leave the training loop between two steps.
+        """
+        self._finished, self._interrupt = finished, interrupt
+
     def close(self) -> None:
         """Let go of everything. Slots of an agent stay; private ones are removed."""
+        if self._closed:
+            return
         self._closed = True
+        if self._background is not None:
+            self._background.close(CLOSE_S)
         self._views.clear()
         self._slots.close()
 
@@ -183,6 +210,8 @@ class Checkpointer:
         )
         self._slots.commit(label, nbytes, captured.meta)
         self._board.saved(step)
+        if persist and self._background is not None:
+            self._background.notify()
         return time.perf_counter() - begin
 
     def _views_of(self, number: int, memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int) -> list[torch.Tensor]:
@@ -216,8 +245,24 @@ class Checkpointer:
         self._board.pause(step)
         deadline = time.monotonic() + self._pause_s
         while self._board.pause_wanted(step):
+            self._interrupt()
             if time.monotonic() > deadline:
                 _log.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
                 break
             time.sleep(_POLL_S)
-        self._board.enter(Phase.TRAIN)
+        self._board.resume()
+
+    def _await_agent(self) -> None:
+        """The agent is silent: others may take this node for dead and train in its place. Wait for it, or to be killed.
+
+        An agent that is gone for good takes its workers with it, so this does not wait for a dead one.
+        """
+        _log.warning("the agent of this node has been silent for %.1f s: waiting for it", self._board.unattended_s)
+        with self._board.phase(Phase.PAUSE):
+            while self._board.unattended_s > _UNATTENDED_S:
+                self._interrupt()
+                time.sleep(_POLL_S)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody attends."""

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ __all__ = ["HANGING", "Crew"]
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _REGROUP_S = 2.0
+_BEAT_EVERY_S = 0.2
 _PAUSE_MARGIN_S = 0.3
 _FRUITLESS_RESTARTS = 10
 
@@ -64,6 +66,9 @@ class Crew:
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="edl-heart", daemon=True)
+        self._heart.start()
         self.cold = False
         """The next generation must begin with new workers."""
 
@@ -117,6 +122,8 @@ class Crew:
         """Stop everything."""
         self._workers.close()
         self._output.stop()
+        self._closing.set()
+        self._heart.join()
 
     # --- What is heard of them. ---
 
@@ -207,6 +214,12 @@ class Crew:
         self._restarts += verdict.after_error
 
     # --- Inside. ---
+
+    def _beat(self) -> None:
+        """Show the workers that the agent lives, also while it waits for the store."""
+        while not self._closing.wait(_BEAT_EVERY_S):
+            for board in self._boards.values():
+                board.beat()
 
     def _step(self) -> int:
         return max(reading.step for reading in self.readings().values())

@@ -219,7 +219,9 @@ class Ledger:
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:
             return
-        self._move(round((whole_us - self._open_us) * repeated), State.ROLLBACK)
+        # A worker may know by itself that it repeats steps, and then said so.
+        known_us = span.amounts[State.ROLLBACK]
+        self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, State.ROLLBACK)
         if reading.durations_s:
             self._usual_step_s = statistics.median(reading.durations_s)
 

@@ -36,8 +36,8 @@ class Worker:
         self._totals[phase] += seconds
         self.now_s += seconds
 
-    def finish(self, step: int, seconds: float = 1.0) -> None:
-        self.spend(Phase.TRAIN, seconds)
+    def finish(self, step: int, seconds: float = 1.0, phase: Phase = Phase.TRAIN) -> None:
+        self.spend(phase, seconds)
         durations = (*self._fields.durations_s, seconds)[-64:]
         self._set(step=step, step_at=self.now_s, samples=self._fields.samples + 8, durations_s=durations)
 
@@ -146,6 +146,21 @@ def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_k
         worker.finish(step)
         ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=14)
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
+
+
+def test_what_a_worker_itself_calls_rollback_is_not_counted_twice() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(10):
+        worker.finish(step)
+    worker.save(7)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step, phase in ((8, Phase.ROLLBACK), (9, Phase.ROLLBACK), (10, Phase.TRAIN), (11, Phase.TRAIN)):
+        worker.finish(step, phase=phase)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 12.0, "ROLLBACK": 2.0}
 
 
 def test_a_pause_loses_nothing() -> None:

@@ -12,7 +12,6 @@ of the logarithms, as errors of times are relative.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from edl.errors import SettingsError
 __all__ = ["Measured", "StepTime", "fit"]
 
 _GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+_FARTHEST = 20.0  # of logarithms, from the start of the search
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,8 @@ class StepTime:
 
     def seconds(self, world: int, rows: float, parts: int) -> float:
         """Of one optimizer step, in which each of `world` ranks computes `parts` micro-batches of `rows` rows."""
-        grad = self.fixed_s + self.row_s * rows
-        sync = self.sync_s + self.rank_s * (world - 2) if world > 1 else 0.0
-        longer, shorter = max(grad, sync), min(grad, sync)
-        if longer <= 0:
-            return 0.0
-        # Scaled by the longer one, so that a power of 10 of milliseconds does not vanish.
-        together: float = longer * (1 + (shorter / longer) ** self.gamma) ** (1 / self.gamma)
-        return (parts - 1) * grad + together
+        table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
+        return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
 
 
 def fit(measured: Sequence[Measured]) -> StepTime:
@@ -73,62 +67,64 @@ def fit(measured: Sequence[Measured]) -> StepTime:
     """
     if not measured:
         raise SettingsError("no step was measured yet")
-    rows = sorted({one.rows for one in measured})
     worlds = {one.world for one in measured if one.world > 1}
-    free = [len(rows) > 1 or len({one.parts for one in measured}) > 1, True, bool(worlds), len(worlds) > 1]
-    gammas = _GAMMAS if worlds else (1.0,)
-    fits = [_fit_times(measured, gamma, np.array(free)) for gamma in gammas]
-    return min(fits, key=lambda model: float(np.square(_errors(model, measured)).sum()))
+    several = len({(one.rows, one.parts) for one in measured}) > 1
+    free = np.array([several, True, bool(worlds), len(worlds) > 1])
+    table = np.array([(one.world, one.rows, one.parts, one.seconds) for one in measured], dtype=np.float64).T
+    fits = [_search(table, gamma, start, free) for gamma in (_GAMMAS if worlds else (1.0,)) for start in _starts(table)]
+    _, model = min(fits, key=lambda found: found[0])
+    return model
 
 
-def _fit_times(measured: Sequence[Measured], gamma: float, free: npt.NDArray[np.bool_]) -> StepTime:
+def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
+    """Where to search from: most of the shortest micro-batch is spent on its rows, or little of it."""
+    _, rows, parts, seconds = table
+    shortest = float((seconds / parts).min())
+    return [
+        np.log([fixed * shortest, (1 - fixed) * shortest / rows.max(), fixed * shortest, 0.1 * shortest])
+        for fixed in (0.1, 0.7)
+    ]
+
+
+def _search(
+    table: npt.NDArray[np.float64], gamma: float, start: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]
+) -> tuple[float, StepTime]:
     """Levenberg and Marquardt's method over the logarithms of the free numbers, which keeps them above zero."""
-    shortest = min(one.seconds / one.parts for one in measured)
-    most = max(one.rows for one in measured)
-    best: tuple[float, StepTime] | None = None
-    for portion in (0.1, 0.5, 0.9):  # of the shortest step that is not spent on rows
-        start = np.array([portion * shortest, (1 - portion) * shortest / most, portion * shortest, 0.1 * shortest])
-        logs = np.log(start[free])
-        damping, error = 1e-2, math.inf
-        for _ in range(60):
-            model = _model(logs, free, gamma)
-            errors = _errors(model, measured)
-            error = float(errors @ errors)
-            if error < 1e-18 or damping > 1e9:
-                break
-            slopes = np.stack(
-                [
-                    (_errors(_model(logs + nudge, free, gamma), measured) - errors) / 1e-6
-                    for nudge in _nudges(len(logs))
-                ],
-                axis=1,
-            )
-            square = slopes.T @ slopes
-            move = np.linalg.solve(
-                square + damping * (np.eye(len(logs)) + np.diag(np.diag(square))), -slopes.T @ errors
-            )
-            there = logs + np.clip(move, -2.0, 2.0)
-            found = _errors(_model(there, free, gamma), measured)
-            if float(found @ found) < error:
-                logs, damping = there, damping * 0.3
-            else:
-                damping *= 4.0
-        if best is None or error < best[0]:
-            best = (error, _model(logs, free, gamma))
-    assert best is not None
-    return best[1]
+
+    def numbers(logs: npt.NDArray[np.float64]) -> list[float]:
+        # What costs nothing would otherwise run away to minus infinity, where the slopes vanish.
+        found: list[float] = np.where(free, np.exp(np.clip(logs, start - _FARTHEST, start + _FARTHEST)), 0.0).tolist()
+        return found
+
+    def errors(logs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        off: npt.NDArray[np.float64] = np.log(_times(table, numbers(logs), gamma) / table[3])
+        return off
+
+    logs, damping = start, 1e-2
+    now = errors(logs)
+    for _ in range(40):
+        slopes = np.stack([(errors(logs + nudge) - now) / 1e-6 for nudge in np.eye(4) * 1e-6], axis=1)
+        square = slopes.T @ slopes + damping * np.eye(4)
+        there = logs - np.clip(np.linalg.solve(square, slopes.T @ now), -2.0, 2.0)
+        found = errors(there)
+        better = float(now @ now - found @ found)
+        damping = max(damping * 0.2, 1e-9) if better > 0 else damping * 5.0
+        if better > 0:
+            logs, now = there, found
+        if abs(better) < 1e-12 or damping > 1e6:
+            break
+    fixed_s, row_s, sync_s, rank_s = numbers(logs)
+    return float(now @ now), StepTime(fixed_s, row_s, sync_s, rank_s, gamma)
 
 
-def _nudges(count: int) -> npt.NDArray[np.float64]:
-    return np.eye(count) * 1e-6
-
-
-def _model(logs: npt.NDArray[np.float64], free: npt.NDArray[np.bool_], gamma: float) -> StepTime:
-    numbers = np.zeros(4)
-    numbers[free] = np.exp(logs)
-    fixed_s, row_s, sync_s, rank_s = numbers.tolist()
-    return StepTime(fixed_s, row_s, sync_s, rank_s, gamma)
-
-
-def _errors(model: StepTime, measured: Sequence[Measured]) -> npt.NDArray[np.float64]:
-    return np.array([math.log(model.seconds(one.world, one.rows, one.parts) / one.seconds) for one in measured])
+def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -> npt.NDArray[np.float64]:
+    """`StepTime.seconds` of every column of (world, rows, parts, ...)."""
+    world, rows, parts, _ = table
+    fixed_s, row_s, sync_s, rank_s = numbers
+    grad = fixed_s + row_s * rows
+    sync = np.where(world > 1, sync_s + rank_s * (world - 2), 0.0)
+    longer, shorter = np.maximum(grad, sync), np.minimum(grad, sync)
+    # Scaled by the longer one, so that the tenth power of a millisecond does not vanish.
+    together = longer * (1 + (shorter / longer) ** gamma) ** (1 / gamma)
+    times: npt.NDArray[np.float64] = (parts - 1) * grad + together
+    return times

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -35,14 +35,14 @@ EVENTS = st.one_of(
 class World:
     """Ranks with a sampler each, and a record of what was trained."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.settings = settings
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
         self.trained: list[list[int]] = []  # indices of each global batch
         self.start(1, None)
         self.save()
 
     def start(self, world: int, state: str | None) -> None:
-        self.ranks = [ElasticSampler(**self.settings, rank=rank, world=world) for rank in range(world)]
+        self.ranks = [ElasticSampler(**self.arguments, rank=rank, world=world) for rank in range(world)]
         for one in self.ranks:
             if state is not None:
                 one.load_state_dict(json.loads(state))
@@ -89,7 +89,7 @@ class World:
             rank = number % len(self.ranks)
             for _ in range(number):
                 self.read[rank] += [rows for rows in [next(self.batches[rank], None)] if rows is not None]
-        elif event == "resize" and (self.settings["tail"] != "drop" or number <= self.settings["length"]):
+        elif event == "resize" and (self.arguments["tail"] != "drop" or number <= self.arguments["length"]):
             ats = []
             for one in self.ranks:
                 with one.hold() as handed:
@@ -98,6 +98,7 @@ class World:
                 one.resize(number, max(ats))
 
 
+@settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, tail=TAILS, seed=st.integers(0, 3), events=st.lists(EVENTS, max_size=20))
 def test_resizes_kills_and_resumptions_leave_every_sample_exactly_once(
     length: int, batch: int, tail: str, seed: int, events: list[tuple[str, int]]
@@ -120,10 +121,10 @@ def test_resizes_kills_and_resumptions_leave_every_sample_exactly_once(
         assert sum(seen.values()) - length < len(world.trained[-1])
 
 
+@settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, worlds=st.lists(st.integers(1, 6), min_size=1, max_size=8))
 def test_the_global_batches_are_those_of_one_process(length: int, batch: int, worlds: list[int]) -> None:
-    settings = {"length": length, "global_batch": batch, "tail": "keep"}
-    alone, changing = World(settings), World(settings)
+    alone, changing = (World({"length": length, "global_batch": batch, "tail": "keep"}) for _ in range(2))
     while alone.train():
         changing.do("world", worlds[len(alone.trained) % len(worlds)])
         assert changing.train()

@@ -1,0 +1,105 @@
+"""Learning rates when the batch changes: each policy's numbers, warm-up, progress, and state."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.adjust import AdaScale, Linear, Policy, Scaling, SquareRoot, needs_noise
+from edl.collective.noise import Noise
+from edl.errors import SettingsError
+
+UNKNOWN = Noise()
+HALF = Noise(variance=64.0, square=1.0, steps=10.0)  # at a batch of 64, as much noise as signal
+
+
+@pytest.mark.parametrize(
+    ("policy", "factor"),
+    [(None, 1.0), (Linear(0), 4.0), (SquareRoot(), 2.0), (AdaScale(), 1.6), (lambda scale: scale**0.75, 4**0.75)],
+)
+def test_a_batch_four_times_the_base(policy: Policy, factor: float) -> None:
+    assert Scaling(policy, base_batch=64, batch=256).factor(HALF) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("policy", [None, Linear(1000), SquareRoot(), AdaScale(), lambda scale: scale])
+def test_at_the_base_batch_no_policy_does_anything(policy: Policy) -> None:
+    scaling = Scaling(policy, base_batch=64, batch=64)
+    for _ in range(3):
+        assert scaling.factor(HALF) == pytest.approx(1.0)
+        scaling.trained(64, HALF)
+    assert scaling.progress == pytest.approx(scaling.samples) == 192
+
+
+def test_a_larger_rate_is_reached_over_the_warm_up_and_a_smaller_one_at_once() -> None:
+    scaling = Scaling(Linear(warmup_samples=1000), base_batch=100, batch=400)
+    factors = []
+    for _ in range(4):
+        factors.append(scaling.factor(UNKNOWN))
+        scaling.trained(400, UNKNOWN)
+    assert factors == pytest.approx([1.0, 2.2, 3.4, 4.0])
+    scaling.resize(200, UNKNOWN)
+    assert scaling.factor(UNKNOWN) == 2.0
+    scaling.resize(600, UNKNOWN)
+    assert scaling.factor(UNKNOWN) == 2.0
+    scaling.trained(500, UNKNOWN)
+    assert scaling.factor(UNKNOWN) == pytest.approx(4.0)
+
+
+def test_a_second_change_within_the_warm_up_goes_on_from_where_it_was() -> None:
+    scaling = Scaling(Linear(1000), base_batch=100, batch=300)
+    scaling.trained(500, UNKNOWN)
+    scaling.resize(600, UNKNOWN)
+    assert scaling.factor(UNKNOWN) == pytest.approx(2.0)
+
+
+def test_progress_of_adascale_is_in_scale_invariant_steps() -> None:
+    scaling = Scaling(AdaScale(), base_batch=64, batch=256)
+    scaling.trained(256, HALF)
+    assert scaling.progress == pytest.approx(1.6 * 64)
+    scaling.trained(128, HALF)  # the last batch of an epoch counts in proportion
+    assert scaling.progress == pytest.approx(2.4 * 64)
+    assert scaling.samples == 384
+
+
+@pytest.mark.parametrize(("batch", "factor"), [(256, 1.0), (32, 0.5)])
+def test_adascale_is_careful_as_long_as_it_knows_no_noise(batch: int, factor: float) -> None:
+    assert Scaling(AdaScale(), base_batch=64, batch=batch).factor(UNKNOWN) == factor
+
+
+@given(batches=st.lists(st.integers(1, 512), min_size=1, max_size=10), stop=st.integers(0, 9))
+def test_a_saved_run_goes_on_as_the_one_that_was_not_interrupted(batches: list[int], stop: int) -> None:
+    def run(scaling: Scaling, sizes: list[int]) -> list[float]:
+        factors = []
+        for size in sizes:
+            scaling.resize(size, UNKNOWN)
+            factors.append(scaling.factor(UNKNOWN))
+            scaling.trained(size, UNKNOWN)
+        return factors
+
+    whole, first, second = (Scaling(Linear(700), base_batch=64, batch=64) for _ in range(3))
+    wanted = run(whole, batches)
+    found = run(first, batches[:stop])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert found + run(second, batches[stop:]) == wanted
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_users_function_must_return_a_rate(value: float) -> None:
+    with pytest.raises(SettingsError, match="scale of 2"):
+        Scaling(lambda _: value, base_batch=64, batch=128).factor(UNKNOWN)
+
+
+def test_only_adascale_measures_noise() -> None:
+    assert [needs_noise(one) for one in (None, Linear(0), SquareRoot(), AdaScale())] == [False, False, False, True]
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(SettingsError, match="warmup_samples=-1"):
+        Linear(-1)
+    with pytest.raises(SettingsError, match="base_batch=0"):
+        Scaling(None, base_batch=0, batch=1)

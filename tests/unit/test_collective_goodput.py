@@ -1,0 +1,160 @@
+"""The automatic batch: a fitted step time, and choices on made-up clusters where the right one is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.collective.goodput import AutoBatch, choose, efficiency, shape
+from edl.collective.noise import Noise
+from edl.collective.step_time import Measured, StepTime, fit
+from edl.collective.tune import Tuner
+from edl.errors import SettingsError
+
+TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)
+SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
+
+
+def measured(model: StepTime, settings: list[tuple[int, int, int]] = SETTINGS, error: float = 0.0) -> list[Measured]:
+    random = np.random.default_rng(3)
+    return [
+        Measured(world, rows, parts, model.seconds(world, rows, parts) * math.exp(error * random.standard_normal()))
+        for world, rows, parts in settings
+    ]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 2.0, 10.0])
+def test_the_fit_predicts_settings_that_it_has_not_seen(gamma: float) -> None:
+    truth = StepTime(TRUTH.fixed_s, TRUTH.row_s, TRUTH.sync_s, TRUTH.rank_s, gamma)
+    model = fit(measured(truth))
+    for setting in [(2, 128, 1), (4, 32, 1), (1, 128, 1), (5, 64, 2)]:
+        assert model.seconds(*setting) == pytest.approx(truth.seconds(*setting), rel=0.02)
+
+
+def test_the_fit_bears_noise() -> None:
+    model = fit(measured(TRUTH, SETTINGS * 3, error=0.05))
+    for setting in [(2, 96, 1), (4, 32, 1), (1, 128, 1)]:
+        assert model.seconds(*setting) == pytest.approx(TRUTH.seconds(*setting), rel=0.15)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    fixed=st.floats(1e-4, 1.0), row=st.floats(1e-6, 0.1), sync=st.floats(1e-4, 1.0), gamma=st.sampled_from([1.0, 3.0])
+)
+def test_any_cluster_of_two_is_fitted(fixed: float, row: float, sync: float, gamma: float) -> None:
+    truth = StepTime(fixed, row, sync, 0.0, gamma)
+    seen = measured(truth, [(1, 8, 1), (1, 64, 1), (2, 8, 1), (2, 64, 1), (2, 32, 2)])
+    model = fit(seen)
+    for one in seen:
+        assert model.seconds(one.world, one.rows, one.parts) == pytest.approx(one.seconds, rel=0.1)
+
+
+def test_one_measurement_is_explained_by_its_rows() -> None:
+    model = fit([Measured(1, 32, 1, 0.32)])
+    assert model == StepTime(0.0, pytest.approx(0.01), 0.0, 0.0, 1.0)
+    with pytest.raises(SettingsError, match="no step"):
+        fit([])
+
+
+def test_efficiency_is_that_of_pollux() -> None:
+    assert efficiency(1000.0, 100, 100) == 1.0
+    assert efficiency(1000.0, 1000, 100) == pytest.approx(0.55)
+    assert efficiency(math.inf, 10**6, 1) == 1.0
+    noise = Noise(variance=500.0, square=0.5, steps=1.0)  # goodput is gain over scale, in AdaScale's words
+    assert efficiency(noise.scale, 800, 100) == pytest.approx(noise.gain(800, 100) / 8)
+
+
+def best_of_all(model: StepTime, phi: float, world: int, bounds: AutoBatch, most: int | None) -> float:
+    return max(goodput(model, phi, world, batch, most) for batch in range(bounds.least, bounds.most + 1, 7))
+
+
+def goodput(model: StepTime, phi: float, world: int, batch: int, most: int | None) -> float:
+    return batch / model.seconds(world, *shape(batch, world, most)) * efficiency(phi, batch, 64)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    phi=st.floats(1.0, 1e5),
+    world=st.sampled_from([1, 2, 4]),
+    most=st.none() | st.sampled_from([16, 64]),
+    upper=st.sampled_from([64, 500, 2048]),
+)
+def test_repeated_choices_end_near_the_best_batch_and_stay(
+    phi: float, world: int, most: int | None, upper: int
+) -> None:
+    bounds = AutoBatch(least=32, most=upper, margin=0.02)
+    batch, seen, settled = 64, measured(TRUTH), 0
+    for _ in range(12):
+        seen.append(measured(TRUTH, [(world, *shape(batch, world, most))])[0])
+        decision = choose(bounds, seen, phi, batch=batch, base_batch=64, world=world, max_micro_batch=most)
+        assert decision.batch <= 2 * batch
+        assert "\n" not in decision.reason
+        settled = settled + 1 if decision.batch == batch else 0
+        batch = decision.batch
+    assert settled >= 2
+    assert goodput(TRUTH, phi, world, batch, most) >= 0.9 * best_of_all(TRUTH, phi, world, bounds, most)
+
+
+def test_a_second_size_is_measured_first_and_only_where_it_wastes_little() -> None:
+    bounds = AutoBatch(least=64, most=1024)
+    one = measured(TRUTH, [(2, 32, 1)])
+    noisy = choose(bounds, one, 5000.0, batch=64, base_batch=64, world=2)
+    assert (noisy.batch, "to measure a second size" in noisy.reason) == (128, True)
+    quiet = choose(bounds, one, 1.0, batch=64, base_batch=64, world=2)
+    assert quiet.batch == 64
+
+
+@pytest.mark.parametrize(
+    ("batch", "phi", "seen", "wanted", "reason"),
+    [
+        (16, 100.0, SETTINGS, 32, "bounds are 32 to 1024"),
+        (4096, 100.0, SETTINGS, 1024, "bounds are 32 to 1024"),
+        (64, None, SETTINGS, 64, "no gradient noise"),
+        (64, 100.0, [], 64, "no step times"),
+        (1024, 1e6, SETTINGS, 1024, "nothing is better"),
+        (64, 1e6, SETTINGS, 128, "x samples/s x 1.00 efficiency"),
+    ],
+)
+def test_each_decision_says_why(
+    batch: int, phi: float | None, seen: list[tuple[int, int, int]], wanted: int, reason: str
+) -> None:
+    decision = choose(
+        AutoBatch(32, 1024), measured(TRUTH, seen), phi, batch=batch, base_batch=64, world=4, max_micro_batch=512
+    )
+    assert decision.batch == wanted
+    assert reason in decision.reason
+    assert decision.reason.startswith(f"batch {batch} ")
+
+
+@pytest.mark.parametrize("values", [(0, 5), (6, 5), (1, 5, 0), (1, 5, 1, -0.1)])
+def test_bounds_that_cannot_be_are_refused(values: tuple[int, int]) -> None:
+    with pytest.raises(SettingsError):
+        AutoBatch(*values)
+
+
+def test_the_tuner_remembers_through_its_state_and_logs_what_it_decides(caplog: pytest.LogCaptureFixture) -> None:
+    bounds, noise = AutoBatch(32, 1024, every_steps=3), Noise(variance=5e5, square=1.0, steps=9.0)
+    first, second = Tuner(bounds, 64), Tuner(bounds, 64)
+    with caplog.at_level("INFO", "edl.collective"):
+        for batch, tuner in ((64, first), (128, second)):
+            for seconds in (9.0, 0.060, 0.061):
+                tuner.measure(2, batch, seconds)
+            assert [tuner.due() for _ in range(3)] == [False, False, True]
+            assert tuner.typical_us() == 61_000
+            decided = tuner.decide(2, batch, tuner.typical_us() / 1e6, None, noise)
+            second.load_state_dict(first.state_dict())
+    assert decided.batch == 256
+    assert [record.message.split(":")[0] for record in caplog.records] == ["batch 64 -> 128", "batch 128 -> 256"]
+
+
+def test_times_of_another_batch_or_world_are_not_mixed() -> None:
+    tuner = Tuner(AutoBatch(32, 1024), 64)
+    tuner.measure(2, 64, 1.0)
+    tuner.measure(3, 64, 5.0)
+    assert tuner.typical_us() == 5_000_000
+    tuner.decide(3, 64, 5.0, None, Noise())
+    assert tuner.typical_us() == 0

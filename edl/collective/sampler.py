@@ -201,6 +201,7 @@ class ElasticSampler(Sampler[list[int]]):
                 position = self._handed
                 samples = batch_at(position, self.length, self._size_at(position), self.tail)
                 if not samples:
+                    self._handed = max(position, self.length)  # a smaller batch must not open this epoch again
                     return
                 rank, world = self._place
                 mine = share(samples, world, rank) or range(1)

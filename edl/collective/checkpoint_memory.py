@@ -99,10 +99,10 @@ def _hand_over(choice: Choice, mine: list[Found], slots: SlotPair, group: transf
     copies = {dst: _copy(_found(mine, choice, choice.parts[dst])) for dst in giving}  # before anything is overwritten
     for dst, src in wanted:
         if src == rank:
-            transfer.send_slot(copies.pop(dst), _global(dst, group), group)
+            transfer.send_slot(copies.pop(dst), transfer.global_rank(dst, group), group)
         elif dst == rank:
             _log.info("taking the state after step %d from rank %d", choice.step, src)
-            transfer.receive_slot(slots, _global(src, group), group)
+            transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
 def _copy(found: Found) -> Copy:
@@ -112,20 +112,18 @@ def _copy(found: Found) -> Copy:
     return copy
 
 
-def _global(rank: int, group: transfer.Group) -> int:
-    return dist.get_global_rank(group, rank) if group is not None else rank
-
-
 def _put_together(state: State, choice: Choice, mine: list[Found], group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
-    loading = None
+    loading, seen = None, set()
     for part, holder in enumerate(choice.holders):
         copy = _copy(_found(mine, choice, part)) if holder == rank_of(group) else None
-        src = _global(holder, group)
+        src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
-            if entry.nbytes and (entry.scope == "shard" or (entry.scope == "replicated" and part == 0)):
+            new = (entry.key, entry.starts) not in seen  # some ways to shard keep a part on several ranks
+            if entry.nbytes and new and (entry.scope == "shard" or (entry.scope == "replicated" and part == 0)):
+                seen.add((entry.key, entry.starts))
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)
                 transfer.broadcast_tensor(shown, src, group)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from edl.collective.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = ["ALIGN", "Entry", "Meta", "lay_out", "overlap", "pack_meta", "pack_table", "parse_meta"]
+__all__ = ["ALIGN", "Entry", "Meta", "lay_out", "overlap", "pack_meta", "pack_table", "parse_meta", "read_meta"]
 
 ALIGN: Final = 64
 """Each tensor begins at a multiple of this many bytes."""
@@ -111,7 +111,15 @@ def parse_meta(data: bytes) -> Meta:
     Raises:
         ProtocolError: it is of another format, or does not hold together.
     """
-    form = from_json(data)
+    return read_meta(from_json(data))
+
+
+def read_meta(form: Any) -> Meta:
+    """Read metadata of which the JSON is parsed already.
+
+    Raises:
+        ProtocolError: as `parse_meta`.
+    """
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
         raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
     try:

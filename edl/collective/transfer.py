@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_state",
     "broadcast_tensor",
     "gather_bytes",
+    "global_rank",
     "receive_slot",
     "send_slot",
     "slot_bytes",
@@ -110,6 +111,11 @@ def agree_on_most(values: Sequence[int], group: Group = None) -> list[int]:
     moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
     dist.all_reduce(moved, dist.ReduceOp.MAX, group)
     return [int(value) for value in moved.tolist()]
+
+
+def global_rank(rank: int, group: Group = None) -> int:
+    """The global rank of a rank of the group, which is what these functions want."""
+    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def send_slot(copy: Copy, dst: int, group: Group = None) -> None:

@@ -1,0 +1,242 @@
+"""Checkpoints on storage: written from slots without a world, whole or not at all, and read by DCP as well."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from edl.collective import storage_read
+from edl.collective.checkpoint import Checkpointer
+from edl.collective.slots import Label, SlotPair
+from edl.collective.state import State
+from edl.collective.state_parts import view_of
+from edl.collective.storage import Persister
+from edl.collective.transfer import slot_bytes
+from edl.errors import SettingsError, TemporaryError
+
+
+def job(seed: int) -> State:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return State(
+        model=model,
+        optimizer=optimizer,
+        epoch=seed,
+        notes=[(1, "a"), None],
+        table=np.arange(seed),
+        empty=torch.empty(0),
+    )
+
+
+def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, generation: int = 1) -> None:
+    captured = state.capture()
+    slots = SlotPair(prefix)
+    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    data = slot_bytes(memory, captured.data_nbytes)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    slots.commit(Label(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)
+
+
+def bits(state: State) -> list[bytes]:
+    return [one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in state.capture().tensors]
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "checkpoints")
+    else:
+        name = f"memory://edl-{uuid.uuid4().hex}"
+        yield name
+        fs, root = fsspec.core.url_to_fs(name)
+        if fs.exists(root):
+            fs.rm(root, recursive=True)
+
+
+def names(url: str) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
+
+
+def test_what_is_stored_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
+    source = job(3)
+    put(tmp_path / "s", source, 7)
+    outcome = Persister(url).persist([tmp_path / "s"])
+    assert outcome is not None
+    assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
+    wanted = bits(source)
+    target = job(4)
+    restored = storage_read.restore(target, url)
+    assert restored is not None
+    assert (restored.step, restored.world) == (7, 1)
+    assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
+    assert bits(target) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_loads_it(tmp_path: Path) -> None:
+    source, target = job(3), job(4)
+    put(tmp_path / "s", source, 7)
+    Persister(str(tmp_path / "c")).persist([tmp_path / "s"])
+    wanted: dict[str, Any] = {"model": target.model.state_dict(), "epoch": 0, "table": None, "notes": None}
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "c/step-7.g-1"), no_dist=True)
+    assert torch.equal(wanted["model"]["weight"], source.model.weight)
+    assert (wanted["epoch"], wanted["notes"], wanted["table"].tolist()) == (3, [(1, "a"), None], [0, 1, 2])
+    moments = {"optimizer": {"state": {"weight": {"exp_avg": torch.zeros(3, 4, dtype=torch.bfloat16)}}}}
+    dcp.load(moments, checkpoint_id=str(tmp_path / "c/step-7.g-1"), no_dist=True)
+    assert torch.equal(
+        moments["optimizer"]["state"]["weight"]["exp_avg"], source.optimizer.state[source.model.weight]["exp_avg"]
+    )
+
+
+def test_nothing_there_is_nothing_restored(url: str) -> None:
+    assert storage_read.restore(job(1), url) is None
+
+
+def test_a_state_is_stored_once_and_old_ones_go(tmp_path: Path, url: str) -> None:
+    persister = Persister(url, keep=2)
+    assert persister.persist([tmp_path / "s"]) is None
+    for step in range(5):
+        put(tmp_path / "s", job(step), step)
+        assert persister.persist([tmp_path / "s"], marked=True) is not None
+        assert persister.persist([tmp_path / "s"]) is None
+    assert names(url) == ["step-3.g-1", "step-4.g-1"]
+
+
+def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
+    """The replicated part is stored once, each rank's own part by its node, and the last one completes it."""
+    for rank in range(3):
+        put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=3)
+    first = Persister(url).persist([tmp_path / "s0", tmp_path / "s1"])
+    assert first is not None
+    assert not first.committed
+    assert storage_read.restore(job(1), url) is None
+    second = Persister(url).persist([tmp_path / "s2"])
+    assert second is not None
+    assert second.committed
+    restored = storage_read.restore(target := job(1), url)
+    assert restored is not None
+    assert restored.world == 3
+    assert target.epoch == 2
+    fs, root = fsspec.core.url_to_fs(url)
+    pieces = [json.loads(fs.cat_file(f"{root}/step-5.g-1/piece-{rank}.json")) for rank in range(3)]
+    assert ["model.weight" in piece["tensors"] for piece in pieces] == [True, False, False]
+    assert all("rng.torch" in piece["tensors"] for piece in pieces)
+
+
+def test_nodes_that_finish_together_do_not_harm_each_other(tmp_path: Path) -> None:
+    url, outcomes = str(tmp_path / "c"), []
+
+    def store(rank: int) -> None:
+        outcomes.append(Persister(url).persist([tmp_path / f"s{rank}"]))
+
+    for attempt in range(10):
+        for rank in range(2):
+            put(tmp_path / f"s{rank}", job(2), attempt, rank=rank, world=2)
+        threads = [threading.Thread(target=store, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert any(outcomes.pop().committed for _ in range(2))
+        restored = storage_read.restore(job(1), url)
+        assert restored is not None
+        assert restored.step == attempt
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "missing", "manifest", "no manifest"])
+def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, persister = tmp_path / "c", Persister(str(tmp_path / "c"))
+    for step in (1, 2):
+        put(tmp_path / "s", job(step), step)
+        persister.persist([tmp_path / "s"])
+    data, manifest = url / "step-2.g-1/__0_0.distcp", url / "step-2.g-1/manifest.json"
+    content = bytearray(data.read_bytes())
+    if harm == "truncate":
+        data.write_bytes(content[:-1])
+    elif harm == "flip":
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif harm == "missing":
+        data.unlink()
+    elif harm == "manifest":
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    else:
+        manifest.unlink()
+    restored = storage_read.restore(target := job(9), str(url))
+    assert restored is not None
+    assert (restored.step, target.epoch) == (1, 1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (0 if harm == "no manifest" else 1)
+    assert all("step-2.g-1" in line for line in lines)
+
+
+def test_a_world_that_was_given_up_completes_nothing(tmp_path: Path, url: str) -> None:
+    put(tmp_path / "s", job(1), 1)
+    assert Persister(url, fence=lambda: False).persist([tmp_path / "s"]) is None
+    assert storage_read.restore(job(2), url) is None
+    assert Persister(url).persist([tmp_path / "s"]) is not None
+
+
+def test_what_was_left_half_done_is_removed_later(tmp_path: Path) -> None:
+    url = str(tmp_path / "c")
+    put(tmp_path / "half", job(1), 1, world=2)
+    Persister(url).persist([tmp_path / "half"])
+    assert names(url) == ["step-1.g-1.tmp"]
+    put(tmp_path / "s", job(2), 2)
+    Persister(url).persist([tmp_path / "s"])
+    assert names(url) == ["step-2.g-1"]
+
+
+def test_a_step_made_again_by_a_later_world_replaces_nothing_half_way(tmp_path: Path, url: str) -> None:
+    for generation in (1, 2):
+        put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
+        Persister(url).persist([tmp_path / f"s{generation}"])
+    storage_read.restore(target := job(9), url)
+    assert target.epoch == 2
+
+
+def test_another_jobs_checkpoint_of_the_same_name_is_replaced(tmp_path: Path, url: str) -> None:
+    for seed in (1, 2):
+        put(tmp_path / f"s{seed}", job(seed), 4)
+        Persister(url).persist([tmp_path / f"s{seed}"])
+    storage_read.restore(target := job(9), url)
+    assert (target.epoch, names(url)) == (2, ["step-4.g-1"])
+
+
+def test_storage_that_fails_is_a_temporary_error(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("not a folder")
+    put(tmp_path / "s", job(1), 1)
+    with pytest.raises(TemporaryError, match="did not take step 1"):
+        Persister(str(tmp_path / "c")).persist([tmp_path / "s"])
+    with pytest.raises(SettingsError, match="nowhere"):
+        Persister("nowhere://x")
+
+
+def test_without_an_agent_the_worker_stores_by_itself(tmp_path: Path, url: str) -> None:
+    source = job(3)
+    with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=0.001) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step)
+        checkpointer.save(4, force=True)
+    with Checkpointer(job(5), storage=url) as checkpointer:
+        assert checkpointer.restore() == 4
+        assert checkpointer.state.epoch == 3

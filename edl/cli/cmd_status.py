@@ -131,10 +131,13 @@ def _shown(summary: Summary, events: int) -> RenderableType:
 
 def _headline(summary: Summary) -> Text:
     text = Text.assemble("job ", (printable(summary.job), "bold"), ": ", _coloured(summary.state))
-    text.append(f", generation {summary.generation}, {summary.world_size} ranks")
+    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    text.append(f", generation {summary.generation}, {ranks}")
     if summary.step >= 0:
-        text.append(f", step {summary.step:,}, {summary.steps_per_s:.3g} steps/s")
-    if summary.samples_per_s:
+        text.append(f", step {summary.step:,}")
+    if summary.steps_per_s and summary.state == "running":
+        text.append(f", {summary.steps_per_s:.3g} steps/s")
+    if summary.samples_per_s and summary.state == "running":
         text.append(f", {summary.samples_per_s:,.0f} samples/s")
     return text
 

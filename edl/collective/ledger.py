@@ -31,7 +31,7 @@ class State(enum.IntEnum):
     SAVE = 1
     """The training loop is blocked by a copy of its state."""
     LOAD = 2
-    """From a worker's fork to its first step: imports, process group, model, reading a checkpoint."""
+    """What comes before the first step of an agent or a worker: imports, process group, model, reading a checkpoint."""
     ROLLBACK = 3
     """Work that was lost: steps done again, and the part of a step that a restart interrupted."""
     RENDEZVOUS = 4

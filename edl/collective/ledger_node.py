@@ -42,14 +42,24 @@ _STATE_OF: Final = {
 
 
 class Doing(enum.Enum):
-    """What an agent does from now on. The value is what time without workers is charged to."""
+    """What an agent does from now on."""
 
-    RENDEZVOUS = State.RENDEZVOUS
+    STARTING = "starting"
+    """It imports what workers will need, and has not joined yet."""
+    RENDEZVOUS = "rendezvous"
     """It waits for others, or agrees with them on the next world; whatever workers it has are being replaced."""
-    RUNNING = State.LOAD
+    RUNNING = "running"
     """It has workers, whose boards say more."""
-    IDLE = State.IDLE
+    IDLE = "idle"
     """It has none and needs none: they ended, or this node is in reserve."""
+
+
+_WITHOUT_WORKERS: Final = {
+    Doing.STARTING: State.LOAD,
+    Doing.RENDEZVOUS: State.RENDEZVOUS,
+    Doing.RUNNING: State.LOAD,
+    Doing.IDLE: State.IDLE,
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +146,7 @@ class Ledger:
         self._base_s = now_s
         self._at_us = 0
         self._workers = workers
-        self._doing = Doing.RENDEZVOUS
+        self._doing = Doing.STARTING
         self._boards: list[_Worker] = []
         self._spans: list[Span] = []
         self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
@@ -167,7 +177,7 @@ class Ledger:
         if any(one.generation != before.generation for one, before in zip(readings, befores, strict=True)):
             self._lose_open_step()
         if self._doing is not Doing.RUNNING or not readings:
-            self._charge(plain(self._doing.value, length_us))
+            self._charge(plain(_WITHOUT_WORKERS[self._doing], length_us))
         else:
             shares = [_amounts(length_us, *pair) for pair in zip(befores, readings, strict=True)]
             slowest = min(range(len(shares)), key=lambda index: shares[index][State.TRAIN])

@@ -227,10 +227,11 @@ def test_a_page_read_while_it_changed_is_not_believed() -> None:
 
 def test_time_without_workers_is_what_the_agent_does() -> None:
     ledger = Ledger("a", 2, 100.0, WALL_S)
-    ledger.observe(103.0, Doing.RUNNING, [])
+    ledger.observe(100.5, Doing.RENDEZVOUS, [])
+    ledger.observe(103.5, Doing.RUNNING, [])
     ledger.observe(104.0, Doing.IDLE, [])
     ledger.end(106.0)
-    assert seconds(ledger) == {"RENDEZVOUS": 3.0, "LOAD": 1.0, "IDLE": 2.0}
+    assert seconds(ledger) == {"LOAD": 0.5 + 0.5, "RENDEZVOUS": 3.0, "IDLE": 2.0}
     record = ledger.record()
     assert record.ended
     assert record.until_us - record.began_us == 6 * SECOND

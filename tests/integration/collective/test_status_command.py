@@ -40,6 +40,7 @@ def add_node(store: Store, node: str, ago_s: float, trained_s: float, *, workers
     """A node that began `ago_s` ago, met the others for a second, then trained ten steps in `trained_s`."""
     ledger = Ledger(node, workers, 0.0, time.time() - ago_s)
     reading = replace(Board.from_env().read(), generation=3, phase=Phase.TRAIN, phase_since=1.0, step_at=1.0)
+    ledger.observe(0.0, Doing.RENDEZVOUS, ())
     ledger.observe(1.0, Doing.RUNNING, [reading] * workers)
     totals = {**reading.totals_s, Phase.TRAIN: reading.totals_s[Phase.TRAIN] + trained_s}
     done = replace(reading, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640)

@@ -7,7 +7,7 @@ import threading
 
 from edl.collective.slots import SlotPair
 from edl.collective.storage import Persister
-from edl.errors import TemporaryError
+from edl.errors import EDLError
 
 __all__ = ["Background"]
 
@@ -43,7 +43,7 @@ class Background:
             self._wake.clear()
             try:
                 self._persister.persist([self._prefix], marked=True)
-            except TemporaryError as exc:
+            except EDLError as exc:
                 _log.warning("%s; the next checkpoint will be tried again", exc)
             if self._stopping and not self._wake.is_set():
                 return

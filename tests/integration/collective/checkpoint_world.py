@@ -222,7 +222,21 @@ def broadcast(kind: str) -> dict[str, Any]:
     return told_of(state)
 
 
-CASES: dict[str, Case] = {"save": save, "restore": restore, "broadcast": broadcast}
+def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
+    """Load as a user of `torch.distributed.checkpoint` would, who knows nothing of EDL."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    state = job(kind, 2)
+    model, optimizer = get_state_dict(state.model, state.optimizer)
+    loaded = {"model": model, "optimizer": optimizer}
+    dcp.load(loaded, checkpoint_id=checkpoint)
+    set_state_dict(state.model, state.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    said = told_of(state)
+    return {key: said[key] for key in ("model", "optimizer")}
+
+
+CASES: dict[str, Case] = {"save": save, "restore": restore, "broadcast": broadcast, "dcp_load": dcp_load}
 
 if __name__ == "__main__":
     sys.exit(main(json.loads(sys.argv[1])))

@@ -15,6 +15,7 @@ from edl.collective import checkpoint_memory, storage_read, transfer
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint_memory import rank_of, world_of
 from edl.collective.checkpoint_pace import Pace
+from edl.collective.copying import Copier
 from edl.collective.slots import Label, SlotPair
 from edl.collective.snapshot import Entry
 from edl.collective.state import State, WorldChange
@@ -95,6 +96,7 @@ class Checkpointer:
         self._stored_at = time.monotonic()
         self._store_next = False
         self._pause_s = pause_s
+        self._copier = Copier()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._background = Background(Persister(self._storage, keep=keep), self._slots)
@@ -181,6 +183,7 @@ class Checkpointer:
         if self._background is not None:
             self._background.close(CLOSE_S)
         self._views.clear()
+        self._copier.close()
         self._slots.close()
 
     def __enter__(self) -> Checkpointer:
@@ -202,8 +205,7 @@ class Checkpointer:
         nbytes = captured.data_nbytes
         number, memory = self._slots.begin(nbytes, len(captured.meta))
         views = self._views_of(number, memory, captured.entries, nbytes)
-        if views:
-            torch._foreach_copy_(views, captured.tensors)
+        self._copier.copy(views, captured.tensors)
         sharded = any(entry.scope == "shard" for entry in captured.entries)
         label = Label(
             self.generation, step, world_of(self._group), rank_of(self._group), persist=persist, sharded=sharded

@@ -1,0 +1,176 @@
+"""How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
+
+A model with AdamW's moments, in one process. EDL copies it into shared memory that was set up by an earlier save; DCP
+stages to shared memory as well (`DefaultStager` with `use_shared_memory`, the fastest way it has without a GPU).
+What either does in the background afterwards is waited for outside the measured time. `slow_storage` is EDL's own
+blocking time while a checkpoint is being written at 100 MB/s, divided by the same without that limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+from edl.collective.checkpoint import Checkpointer
+from edl.collective.state import State
+
+GOALS = [Goal("vs_torch_save", 10), Goal("vs_dcp_async", 2), Goal("slow_storage", 1.5, "at most")]
+_FEATURES = {False: 2048, True: 256}
+_LAYERS = 10
+_SAVES = 3
+_RATE = 100e6
+
+
+class Throttled(LocalFileSystem):  # type: ignore[misc]
+    """A local folder that takes 100 MB/s."""
+
+    protocol = "slow"
+    rate = _RATE
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        stripped: str = super()._strip_protocol(str(path).removeprefix(f"{cls.protocol}://"))
+        return stripped
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **options: Any) -> Any:
+        file = super()._open(path, mode=mode, block_size=block_size, **options)
+        if "w" in mode:
+            write = file.write
+
+            def slowly(data: Any) -> Any:
+                time.sleep(memoryview(data).nbytes / self.rate)
+                return write(data)
+
+            file.write = slowly
+        return file
+
+
+class Unthrottled(Throttled):
+    """The same without the limit."""
+
+    protocol = "fast"
+    rate = float("inf")
+
+
+def job(quick: bool) -> State:
+    """A model and its optimizer, with moments in place: 12 bytes a parameter."""
+    size = _FEATURES[quick]
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(_LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return State(model=model, optimizer=optimizer)
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """The ratios of every round."""
+    state = job(options.quick)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides = {
+            "edl": stack.enter_context(_edl(state)),
+            "torch.save": _torch_save(state, folder / "torch"),
+            "dcp": stack.enter_context(_dcp(state, folder)),
+        }
+        rounds = take_turns(sides, options.repeats)
+        storage = {
+            protocol: stack.enter_context(_storing(state, f"{protocol}://{folder}/{protocol}", kind))
+            for protocol, kind in (("fast", Unthrottled), ("slow", Throttled))
+        }
+        stored = take_turns(storage, options.repeats)
+    megabytes = state.capture().data_nbytes / 1e6
+    note(f"State: {megabytes:.0f} MB. Seconds that a save blocks:\n")
+    for name, seconds in {**rounds, "edl, storing": stored["fast"], "edl, storing at 100 MB/s": stored["slow"]}.items():
+        note(f"- {name}: {Spread.of(seconds)}")
+    note("")
+    return {
+        "vs_torch_save": divide(rounds["torch.save"], rounds["edl"]),
+        "vs_dcp_async": divide(rounds["dcp"], rounds["edl"]),
+        "slow_storage": divide(stored["slow"], stored["fast"]),
+    }
+
+
+def _timed(save: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    save()
+    return time.perf_counter() - begin
+
+
+@contextlib.contextmanager
+def _edl(state: State) -> Iterator[Callable[[], float]]:
+    with Checkpointer(state, interval_steps=1) as checkpointer:
+        checkpointer.save(0)
+        yield lambda: statistics.median(_timed(lambda: checkpointer.save(1, force=True)) for _ in range(_SAVES))
+
+
+def _torch_save(state: State, path: Path) -> Callable[[], float]:
+    def save() -> None:
+        with path.open("wb") as file:
+            torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return lambda: statistics.median(_timed(save) for _ in range(_SAVES))
+
+
+@contextlib.contextmanager
+def _dcp(state: State, folder: Path) -> Iterator[Callable[[], float]]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+        )
+    )
+
+    def save() -> float:
+        content = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
+        begin = time.perf_counter()
+        saving: Any = async_save(content, checkpoint_id=folder / "dcp", async_stager=stager)
+        blocked = time.perf_counter() - begin
+        getattr(saving, "upload_completion", saving).result()
+        return blocked
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            save()
+            yield lambda: statistics.median(save() for _ in range(_SAVES))
+    finally:
+        stager.close()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _storing(state: State, url: str, kind: type[Throttled]) -> Iterator[Callable[[], float]]:
+    """Saves while an earlier one is being stored."""
+    fsspec.register_implementation(kind.protocol, kind, clobber=True)
+
+    def save() -> float:
+        with Checkpointer(state, interval_steps=1, storage=url, keep=1) as checkpointer:
+            checkpointer.save(0)
+            checkpointer.save(1, force=True)  # what is stored while the next ones are saved
+            return statistics.median(_timed(partial(checkpointer.save, 2 + number)) for number in range(_SAVES))
+
+    yield save
+
+
+if __name__ == "__main__":
+    main("checkpoint", measure, GOALS, __doc__)

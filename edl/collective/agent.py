@@ -26,6 +26,7 @@ from edl.collective.host import HostFolder
 from edl.collective.launch import Launch
 from edl.collective.ledger_node import Doing
 from edl.collective.membership import Membership, Records
+from edl.collective.storing import Storing
 from edl.collective.workers import Exited, ZygoteLost
 from edl.collective.world import Moment, Node, State, World, failed, next_world
 from edl.discovery.store import Store
@@ -36,6 +37,7 @@ __all__ = ["Agent", "Exit"]
 _TICK_S = 0.1
 _PAUSING_TICK_S = 0.01
 _REREAD_S = 1.0
+_STORE_LAST_S = 30.0
 
 
 class Exit(IntEnum):
@@ -78,6 +80,8 @@ class Agent:
         self._meeting = self._spare = _new_store()
         node = Node(name, told.addr, self._spare.port, told.workers)
         self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
+        slots = [self._host.slots(rank) for rank in range(told.workers)]
+        self._storing = Storing(told.checkpoint, slots, self._may_store, say)
         self._seen_nodes: frozenset[str] = frozenset()
         self._seen_nodes_at = time.monotonic()
         self._seen_pause: tuple[int, int | None] = (-1, None)
@@ -111,6 +115,9 @@ class Agent:
             return code
         finally:
             self._crew.close()
+            if code == Exit.DONE:
+                self._storing.store_newest()
+            self._storing.close(_STORE_LAST_S)
             if self._joined:
                 self._chronicle.close(self._crew)
             self._membership.close()
@@ -222,6 +229,9 @@ class Agent:
         if self._crew.running:
             self._crew.halt()
             self._waiting_since = time.monotonic()
+            if records.world.state is State.RUNNING and not self._signals:
+                self._say("the others went on without this node, which was silent: it joins them again")
+                self._host.forget_slots()  # theirs are newer, and must not be mixed up with these
         if self._signals:
             saved = self._membership.node.paused >= 0
             self._chronicle.tell("leave", "asked to", records.world.generation)
@@ -253,6 +263,7 @@ class Agent:
             return None
         if verdict is not None:
             self._crew.restarted(verdict)
+            self._storing.store_newest()
             kind, text = ("error", verdict.fatal) if verdict.fatal else ("restart", verdict.restart)
             self._chronicle.tell(kind, text, world.generation)
         return self._act(self._membership.read())  # the others learn of it by their watches
@@ -303,6 +314,17 @@ class Agent:
             changes["port"] = self._spare.port
         if changes:
             self._membership.update(**changes)
+
+    def _may_store(self) -> bool:
+        """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread."""
+        try:
+            world = self._membership.read().world
+        except DiscoveryError:
+            return False
+        return bool(self._signals) or world.state is not State.RUNNING or self._is_member(world)
+
+    def _is_member(self, world: World) -> bool:
+        return world.position(self._membership.node.id) is not None
 
     def _end(self, world: World) -> int:
         self._crew.halt()

@@ -60,6 +60,11 @@ class HostFolder:
         """The prefix of the files of a worker's slots."""
         return str(self.path / f"slots-{local_rank}")
 
+    def forget_slots(self) -> None:
+        """Remove the states in memory, which are not to be gone on from."""
+        for path in self.path.glob("slots-*"):
+            path.unlink()
+
     def stacks(self, local_rank: int) -> Path:
         """Where a worker writes its stacks when it is asked to."""
         return self.path / f"stacks-{local_rank}"

@@ -7,19 +7,20 @@ What does not belong here: retries, or any choice between teachers.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from edl.distill.arena import Region
 from edl.distill.compress import TopK, top_k
-from edl.distill.dispatch import FailureKind
+from edl.distill.dispatch import Failure, FailureKind
 from edl.distill.failure import RequestFailed, failure_of
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
-from edl.distill.stream import InferStream
+from edl.distill.stream import Answer, InferStream
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
@@ -92,6 +93,41 @@ class TeacherClient:
         )
         return self.spec
 
+    def start(
+        self, payload: Payload, timeout_s: float, done: Callable[[Outputs | Failure | None], None]
+    ) -> Callable[[], None] | None:
+        """Ask for the outputs of `payload` over the stream, without a task for it.
+
+        Args:
+            done: called once, not before this returns, with what `infer` returns or why not; with None if cancelled.
+
+        Returns:
+            What cancels the request. None, and nothing done, if the stream cannot take it: then `infer` can.
+        """
+        slot = payload.slot if self.shares_memory else None
+        if not self._server_streams or (slot is not None and slot.region.name not in self._regions):
+            return None
+        header = self._header(payload, timeout_s, in_slot=slot is not None)
+        raw = payload.raw if slot is None else ()
+        if not self._proven(header, raw):
+            return None
+        stream = self._open_stream()
+        number = stream.start(header, raw, timeout_s, functools.partial(self._hand_over, payload.rows, done))
+        return functools.partial(stream.cancel, number)
+
+    def _hand_over(
+        self, rows: int, done: Callable[[Outputs | Failure | None], None], answer: Answer | Failure | None
+    ) -> None:
+        if isinstance(answer, tuple):
+            try:
+                outputs = self._outputs(answer, rows)
+            except RequestFailed as exc:
+                answer = exc.failure
+            else:
+                done(outputs)
+                return
+        done(answer)
+
     async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
         """Ask for the outputs of `payload`.
 
@@ -108,15 +144,11 @@ class TeacherClient:
         header = self._header(payload, timeout_s, in_slot=in_slot)
         raw = () if in_slot else payload.raw
         timeout_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            if self._server_streams and self._proven(header, raw):
-                header, found = await self._open_stream().ask(header, raw, timeout_s)
-            else:
-                header, found = await self._call(header, raw, timeout_s)
-            arrays = _arrays(codec.parse_response(header), found)
-            return {name: self._output(name, arrays, payload.rows) for name in self.ask.outputs}
-        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
-            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
+        if self._server_streams and self._proven(header, raw):
+            answer = await self._open_stream().ask(header, raw, timeout_s)
+        else:
+            answer = await self._call(header, raw, timeout_s)
+        return self._outputs(answer, payload.rows)
 
     async def close(self) -> None:
         """Close the connection; requests under way end with LOST."""
@@ -136,15 +168,16 @@ class TeacherClient:
         """Whether the server takes messages of this size. One that it does not take would end the whole stream."""
         return _nbytes(header, raw) <= self._proven_nbytes
 
-    async def _call(
-        self, header: bytes, raw: Sequence[codec.Buffer], timeout_s: float
-    ) -> tuple[bytes, list[memoryview]]:
+    async def _call(self, header: bytes, raw: Sequence[codec.Buffer], timeout_s: float) -> Answer:
         try:
             answer = await self._infer(codec.join_request(header + _NO_ID, raw), timeout=timeout_s)
         except grpc.aio.AioRpcError as exc:
             raise _translated(exc, self.endpoint) from exc
         self._proven_nbytes = max(self._proven_nbytes, _nbytes(header, raw))
-        return codec.split_response(answer)
+        try:
+            return codec.split_response(answer)
+        except ProtocolError as exc:
+            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
 
     def _header(self, payload: Payload, timeout_s: float, *, in_slot: bool) -> bytes:
         slot = payload.slot if in_slot else None
@@ -201,6 +234,13 @@ class TeacherClient:
             raise _translated(exc, self.endpoint) from exc
 
     # Answers
+
+    def _outputs(self, answer: Answer, rows: int) -> Outputs:
+        try:
+            arrays = _arrays(codec.parse_response(answer[0]), answer[1])
+            return {name: self._output(name, arrays, rows) for name in self.ask.outputs}
+        except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
+            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
 
     def _output(self, name: str, found: dict[str, Array], rows: int) -> Array | TopK:
         if self.ask.top_k is None:

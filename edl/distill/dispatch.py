@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -174,6 +175,8 @@ class Dispatcher:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}
         self.sent = self.resent = self.hedged = 0
+        self.full = True
+        """Whether, at the last event, no teacher could be given more."""
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
@@ -295,7 +298,8 @@ class Dispatcher:
         """When `tick` should be called next, None if nothing is waiting for time to pass."""
         times = [state.closed_until for state in self.teachers.values() if state.live and state.closed_until > now]
         if self.policy.hedge_budget > 0:
-            times.extend(due for _, due in self._hedge_times() if due > now)
+            dues = map(self._late_at, self._attempts.values())
+            times.extend(due for due in dues if now < due < math.inf)
             times.extend(due for due in self._head_times() if due > now)
         return min(times, default=None)
 
@@ -381,7 +385,8 @@ class Dispatcher:
                 free = [(name, state) for name, state in free if name != choice]
         for number in put_back:
             heapq.heappush(self._waiting, number)
-        if free and self.policy.hedge_budget > 0:
+        self.full = not free
+        if free and self._attempts and self.policy.hedge_budget > 0:
             actions.extend(self._hedge(free, now))
         return actions
 
@@ -411,16 +416,13 @@ class Dispatcher:
             self._hedge_tokens = min(self._hedge_tokens + _EARNED * self.policy.hedge_budget, _MOST_TOKENS)
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
 
-    def _hedge_times(self) -> Iterator[tuple[int, float]]:
-        """Attempts that are the only one of their task, and from when on each is late."""
-        for number, attempt in self._attempts.items():
-            task = self._tasks.get(attempt.task)
-            state = self.teachers.get(attempt.teacher)
-            if task is None or len(task.attempts) != 1:
-                continue
-            late_s = self._late_s(state)
-            if late_s is not None:
-                yield number, attempt.sent_at + late_s
+    def _late_at(self, attempt: _Attempt) -> float:
+        """From when on an attempt is late; never if it is not the only one of its task."""
+        task = self._tasks.get(attempt.task)
+        if task is None or len(task.attempts) != 1:
+            return math.inf
+        late_s = self._late_s(self.teachers.get(attempt.teacher))
+        return math.inf if late_s is None else attempt.sent_at + late_s
 
     def _late_s(self, state: TeacherState | None) -> float | None:
         if state is None:
@@ -435,7 +437,9 @@ class Dispatcher:
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
         """Send elsewhere too what is late, and, with nothing else to do, what a faster teacher would end sooner."""
-        late = [(self._attempts[number].task, number) for number, due in self._hedge_times() if due <= now]
+        old = now - self.policy.hedge_min_s  # attempts are in the order of their sending
+        candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
+        late = [(attempt.task, number) for number, attempt in candidates if self._late_at(attempt) <= now]
         head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
         if head_due is not None and head_due <= now and self._wanted is not None:
             late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)

@@ -7,6 +7,7 @@ the user's data source, the order of delivery, and decisions, which are the disp
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ __all__ = ["Engine", "Job"]
 logger = logging.getLogger("edl.distill")
 
 _REMIND_S = 10.0
+_LOOK_EVERY_S = 0.002
 
 
 @dataclass(eq=False)
@@ -92,8 +94,9 @@ class Engine:
         self._spec_known = threading.Event()
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts: dict[int, asyncio.Task[None]] = {}
+        self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
+        self._looked_at = 0.0
         self._inbox: deque[Job] = deque()
         self._woken = False
         self._nobody_since: float | None = None
@@ -101,6 +104,8 @@ class Engine:
         self._reminded_at = 0.0
         self._totals = _Totals()
         self._closed = False
+        self.room = 0
+        """Requests that all live teachers together want in flight, as of some milliseconds ago."""
         self.taken_up = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
 
@@ -111,15 +116,12 @@ class Engine:
         """Whether a teacher on this host reads shared memory."""
         return any(link.shares_memory for link in list(self._links.values()))
 
-    @property
-    def room(self) -> int:
-        """Requests that all live teachers together want in flight."""
-        return self._dispatcher.room
-
     def submit(self, job: Job) -> None:
         """Ask for a job's labels. Jobs are numbered in the order of delivery."""
         self._inbox.append(job)
-        if not self._woken:  # else the loop is on its way
+        # To wake the loop costs both threads more than the rest does. While no teacher has room, the next answer will
+        # do. The loop looks into the inbox after it has changed what is asked here, so that neither misses the other.
+        if not self._woken and not (self._dispatcher.full and self._attempts):
             self._woken = True
             self._thread.call(self._take_in)
 
@@ -194,18 +196,20 @@ class Engine:
             job.done(NoTeacherError("the reader is closed"), "")
             return
         if not self._jobs:
-            self._progress_at = self._now()
+            self._progress_at, self._nobody_since = self._now(), None
         self._jobs[job.number] = job
         self._totals.asked += job.payload.rows
         self._apply(self._dispatcher.add(job.number, self._now()))
 
     def wanted(self, number: int) -> None:
         """The training loop waits for this job."""
+        self._take_in()
         if number in self._jobs:
             self._apply(self._dispatcher.wanted(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
         """Nobody wants these jobs any more."""
+        self._take_in()
         for number in numbers:
             job = self._jobs.pop(number, None)
             if job is not None:
@@ -214,13 +218,14 @@ class Engine:
                     self.taken_up += 1
                 for attempt in self._dispatcher.drop(number):
                     if attempt in self._attempts:
-                        self._attempts[attempt].cancel()
+                        self._attempts[attempt]()
                 self._release(job)
         self._set_timer()
 
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
         self._closed = True
+        self._take_in()
         if self._timer is not None:
             self._timer.cancel()
         jobs, self._jobs = list(self._jobs.values()), {}
@@ -299,6 +304,7 @@ class Engine:
             self.spec = link.spec
             self._spec_known.set()
         self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
+        self._take_in()
 
     def _teacher_down(self, link: Link) -> None:
         level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
@@ -329,40 +335,61 @@ class Engine:
                 job.running += 1
                 if action.extra:
                     self._totals.hedged += job.payload.rows
-                self._attempts[action.attempt] = self._spawn(self._attempt(action, job))
+                self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
                 self._finish(self._jobs.pop(action.task), _error_of(action), "")
         self._set_timer()
 
-    async def _attempt(self, send: Send, job: Job) -> None:
-        actions: list[Action] = []
+    def _start(self, send: Send, job: Job) -> Callable[[], object]:
+        """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
+        link = self._links.get(send.teacher)
+        if link is not None and link.spec is not None:
+            ended = functools.partial(self._ended, send, job, link.spec.version)
+            cancel = link.start(job.payload, send.timeout_s, ended)
+            if cancel is not None:
+                return cancel
+        return self._spawn(self._attempt(send, job, link)).cancel
+
+    async def _attempt(self, send: Send, job: Job, link: Link | None) -> None:
+        result: Outputs | Failure | None = None
+        version = ""
         try:
-            link = self._links.get(send.teacher)
             if link is None or link.spec is None:
                 raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
             version = link.spec.version
-            outputs = await link.infer(job.payload, send.timeout_s)
-            self._check_shapes(send.teacher, outputs)
+            result = await link.infer(job.payload, send.timeout_s)
         except RequestFailed as exc:
-            actions = self._failed(send, job, exc.failure)
+            result = exc.failure
         except asyncio.CancelledError:
             if self._closed or not self._dispatcher.knows(send.attempt):
                 raise  # nobody wants it any more
             # gRPC cancels what is under way on a connection that is closed.
-            actions = self._failed(send, job, Failure(FailureKind.LOST, f"the connection to {send.teacher} was closed"))
+            result = Failure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
         except Exception as exc:
             # Whatever it was, the request has ended, and its task must go elsewhere.
             logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
-            failure = Failure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
-            actions = self._failed(send, job, failure)
-        else:
-            actions = self._answered(send, job, outputs, version)
+            result = Failure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
         finally:
-            self._attempts.pop(send.attempt, None)
+            self._ended(send, job, version, result)
+
+    def _ended(self, send: Send, job: Job, version: str, result: Outputs | Failure | None) -> None:
+        """A request has ended: with outputs, a failure, or None where it was cancelled."""
+        actions: list[Action] = []
+        self._attempts.pop(send.attempt, None)
+        try:
+            if isinstance(result, dict):
+                result = self._misfit(send.teacher, result) or result
+            if isinstance(result, Failure):
+                actions = self._failed(send, job, result)
+            elif result is not None:
+                actions = self._answered(send, job, result, version)
+        finally:
             job.running -= 1
             self._release(job)
         self._apply(actions)
         self._end_if_idle(send.teacher)
+        if self._inbox:
+            self._take_in()
 
     def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
         self._totals.counts[send.teacher].failures += 1
@@ -401,35 +428,42 @@ class Engine:
             if slot is not None and self._arena is not None:
                 self._arena.give(slot)
 
-    def _check_shapes(self, teacher: str, outputs: Outputs) -> None:
+    def _misfit(self, teacher: str, outputs: Outputs) -> Failure | None:
         """All teachers of a service must agree on the shape of a row, also where their metadata leaves it open."""
         for name, output in outputs.items():
             shape = tuple(output.ids.shape[1:] if isinstance(output, TopK) else output.shape[1:])
             if self._row_shapes.setdefault(name, shape) != shape:
-                raise RequestFailed(
+                return Failure(
                     FailureKind.BAD_OUTPUT,
                     f"{teacher}: output {name!r} has rows of shape {list(shape)}, "
                     f"the teachers before it {list(self._row_shapes[name])}",
                 )
+        return None
 
     # Time
 
     def _set_timer(self) -> None:
+        """See that the dispatcher is asked again when the time has come. Under load that is not found out each time."""
         if self._closed:
             return
         now = self._now()
-        due = self._dispatcher.next_event(now)
-        nobody = self._watch_for_nobody(now)
-        due = nobody if due is None else due if nobody is None else min(due, nobody)
+        if self._timer is not None and self._timer.when() <= now + _LOOK_EVERY_S:
+            return
+        due: float | None = now + _LOOK_EVERY_S
+        if now >= self._looked_at + _LOOK_EVERY_S:
+            self._looked_at, self.room = now, self._dispatcher.room
+            due, nobody = self._dispatcher.next_event(now), self._watch_for_nobody(now)
+            due = nobody if due is None else due if nobody is None else min(due, nobody)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):
-            # A timer that comes too early costs a look; setting one anew with every event costs more.
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = asyncio.get_running_loop().call_at(max(due, now + 0.001), self._wake)
+            self._timer = self._thread.loop.call_at(max(due, now + 0.001), self._wake)
 
     def _wake(self) -> None:
         self._timer = None
+        self._looked_at = 0.0
         self._apply(self._dispatcher.tick(self._now()))
+        self._take_in()
 
     def _watch_for_nobody(self, now: float) -> float | None:
         """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""
@@ -464,15 +498,15 @@ class Engine:
             self._finish(job, error, "")
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._thread.loop.time()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = self._thread.loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._gone)
         return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _gone(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug in the engine of %s", self.name, exc_info=task.exception())

@@ -19,6 +19,8 @@ __all__ = ["Epoch"]
 logger = logging.getLogger("edl.distill")
 
 _SOURCE_STOP_S = 5.0
+_LOW = 0.6
+"""Backlog at which the feeding thread is woken. It fills it up then: to be woken for each chunk costs more than one."""
 _PATIENCE_S = 0.01
 """How long the training loop waits before it tells the engine which chunk it is waiting for."""
 
@@ -31,7 +33,7 @@ class Labels(Protocol):
     @property
     def depth(self) -> int: ...
     @property
-    def has_backlog(self) -> bool: ...
+    def backlog(self) -> float: ...
     def check(self) -> None: ...
     def settle(self) -> None: ...
     def submit(self, chunk: Chunk, changed: Callable[[], None], stopped: Callable[[], bool]) -> None: ...
@@ -221,20 +223,26 @@ class Epoch:
                 self._labeller.wanted(chunk)
         return not self._closed
 
-    def _has_room(self, chunk: Chunk) -> bool:
+    def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if len(self._open) < 2 or chunk in self._needed:
             return True
-        fits = self._open_nbytes + chunk.nbytes <= self._labeller.memory_bytes
-        return fits and len(self._open) < self._labeller.depth and not self._labeller.has_backlog
+        if self._open_nbytes + chunk.nbytes > self._labeller.memory_bytes:
+            return False
+        return self._labeller.backlog < backlog and len(self._open) < self._labeller.depth
 
     # The event loop's thread
 
     def _notify(self) -> None:
+        # Whoever waits has said for what before it looked whether that is so, so this look without the lock misses
+        # nobody; most of the time there is nobody to wake, and the lock is somebody else's.
+        awaited, unsent = self._awaited, self._unsent
+        if (awaited is None or not awaited.done) and (unsent is None or not self._has_room(unsent, _LOW)):
+            return
         with self._lock:
             if self._awaited is not None and self._awaited.done:
                 self._for_loop.notify_all()
             self._wake_feeder()
 
     def _wake_feeder(self) -> None:
-        if self._unsent is not None and self._has_room(self._unsent):
+        if self._unsent is not None and self._has_room(self._unsent, _LOW):
             self._for_feeder.notify_all()

@@ -119,11 +119,11 @@ class Labeller:
         return max(8, 4 * max((engine.room for engine in self._engines), default=0))
 
     @property
-    def has_backlog(self) -> bool:
-        """Whether enough chunks wait to be sent. More would only push warm memory out of the caches."""
+    def backlog(self) -> float:
+        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches."""
         pairs = zip(self._submitted, self._engines, strict=True)
         waiting = max((submitted - engine.taken_up for submitted, engine in pairs), default=0)
-        return waiting >= 2 + self.depth // 16
+        return waiting / (2 + self.depth // 16)
 
     def check(self) -> None:
         """Raise `ClosedError` if closed, or in a forked child."""

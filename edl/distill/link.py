@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import random
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from edl.discovery.registry import Instance
 from edl.distill.client import RequestFailed, TeacherClient
-from edl.distill.dispatch import FailureKind
+from edl.distill.dispatch import Failure, FailureKind
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload
 
 __all__ = ["Link"]
@@ -50,6 +51,7 @@ class Link:
         self._accept, self._up, self._down = accept, up, down
         self._client: TeacherClient | None = None
         self._using: dict[TeacherClient, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._broken = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -62,25 +64,55 @@ class Link:
         """What the teacher's model looks like, None while it is not connected."""
         return self._client.spec if self._client is not None else None
 
+    def start(
+        self, payload: Payload, timeout_s: float, done: Callable[[Outputs | Failure | None], None]
+    ) -> Callable[[], None] | None:
+        """See `TeacherClient.start`."""
+        client = self._client
+        cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
+        if client is not None and cancel is not None:
+            self._using[client] = self._using.get(client, 0) + 1
+        return cancel
+
     async def infer(self, payload: Payload, timeout_s: float) -> Outputs:
         """See `TeacherClient.infer`. A lost connection is noticed here and made anew in the background."""
         client = self._client
         if client is None:
             raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
         self._using[client] = self._using.get(client, 0) + 1
+        failure: Failure | None = None
         try:
             return await client.infer(payload, timeout_s)
         except RequestFailed as exc:
-            if exc.failure.kind is FailureKind.LOST and client is self._client:
-                self.why = exc.failure.message
-                self._leave()
+            failure = exc.failure
             raise
         finally:
-            self._using[client] -= 1
-            if not self._using[client]:
-                del self._using[client]
-                if client is not self._client:
-                    await client.close()
+            self._ended(client, failure)
+
+    def _done(
+        self,
+        client: TeacherClient,
+        done: Callable[[Outputs | Failure | None], None],
+        result: Outputs | Failure | None,
+    ) -> None:
+        self._ended(client, result if isinstance(result, Failure) else None)
+        done(result)
+
+    def _ended(self, client: TeacherClient, failure: Failure | None) -> None:
+        """One request less on a connection, which may have been lost, or left for another one before."""
+        if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
+            self.why = failure.message
+            self._leave()
+        self._using[client] -= 1
+        if not self._using[client]:
+            del self._using[client]
+            if client is not self._client:
+                self._close_soon(client)
+
+    def _close_soon(self, client: TeacherClient) -> None:
+        task = asyncio.get_running_loop().create_task(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
         """Disconnect; requests under way end with LOST."""
@@ -90,6 +122,7 @@ class Link:
         self._client = None
         for client in clients:
             await client.close()
+        await asyncio.gather(*self._closing)
 
     def _leave(self) -> None:
         """Stop using the present connection; requests under way on it may still end well."""
@@ -98,7 +131,7 @@ class Link:
         self._down(self)
         self._broken.set()
         if client is not None and client not in self._using:
-            asyncio.get_running_loop().create_task(client.close())
+            self._close_soon(client)
 
     async def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,9 +21,12 @@ from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 
-__all__ = ["InferStream"]
+__all__ = ["Answer", "InferStream"]
 
 Answer: TypeAlias = tuple[bytes, list[memoryview]]
+"""An answer's header, serialized and without its id, and its `raw_output_contents`."""
+Done: TypeAlias = Callable[[Answer | Failure | None], None]
+"""Called once, on the event loop, with what became of a request; with None if it was cancelled."""
 
 _CLOSE_S = 0.5
 _CANCEL = kserve.ModelInferRequest(
@@ -32,18 +36,21 @@ _CANCEL = kserve.ModelInferRequest(
 
 @dataclass(eq=False)
 class _Waiting:
-    """A request without an answer. The future's result may be a failure: an exception in it would be a cycle."""
+    """A request without an answer."""
 
-    future: asyncio.Future[Answer | Failure]
+    done: Done
     header: bytes
     raw: Sequence[Buffer]
+    deadline: float
+    timeout_s: float
     written: bool = False
 
 
 class InferStream:
     """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
 
-    Requests are joined to messages when their turn to be written comes, so only one lies in memory at a time.
+    Requests are joined to messages when their turn to be written comes, so only one lies in memory at a time. They have
+    neither a task nor a timer of their own, each of which would cost a turn of the loop.
     """
 
     def __init__(self, channel: grpc.aio.Channel, endpoint: str) -> None:
@@ -57,39 +64,50 @@ class InferStream:
         self._outbox: deque[str] = deque()
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
         self.broken = False
         """Whether the stream has ended; open another one."""
 
-    async def ask(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Answer:
-        """Send a request and wait for its answer. Cancelling tells the server that nobody waits any more.
+    def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
+        """Send a request.
 
         Args:
             header: a serialized ModelInferRequest without an id.
-            raw: its `raw_input_contents`; read until the answer is here.
+            raw: its `raw_input_contents`; read until `done` is called.
+            done: not called before this returns. LOST if the stream ends.
 
         Returns:
-            The answer's header, serialized, and its `raw_output_contents`.
+            The request's number, for `cancel`.
+        """
+        number = f"{next(self._numbers):08x}"
+        deadline = self._loop.time() + timeout_s
+        self._waiting[number] = _Waiting(done, header, raw, deadline, timeout_s)
+        self._expect(deadline)
+        self._queue(number)
+        return number
+
+    def cancel(self, number: str) -> None:
+        """Tell the server that nobody waits any more. Does nothing for a request that is done."""
+        self._end(number, None)
+
+    async def ask(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Answer:
+        """`start`, and wait for the answer. Cancelling cancels the request.
 
         Raises:
             RequestFailed: as for a call of its own; LOST if the stream ends.
         """
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the stream has ended")
-        number = f"{next(self._numbers):08x}"
-        waiting = self._waiting[number] = _Waiting(self._loop.create_future(), header, raw)
-        timer = self._loop.call_later(timeout_s, self._expire, number, timeout_s)
-        self._outbox.append(number)
-        self._wake.set()
+        future: asyncio.Future[Answer | Failure | None] = self._loop.create_future()
+        number = self.start(header, raw, timeout_s, functools.partial(_hand_over, future))
         try:
-            answer = await waiting.future
+            answer = await future
         finally:
-            timer.cancel()
-            if self._waiting.pop(number, None) is not None and waiting.written:
-                self._outbox.append(number)  # a number that nobody waits for is a cancellation
-                self._wake.set()
-        if isinstance(answer, Failure):
+            self.cancel(number)
+        if isinstance(answer, Failure):  # as a result: an exception in the future would be a cycle
             raise RequestFailed(answer.kind, answer.message, answer.retry_after_s)
+        assert answer is not None, "only this coroutine knows the number"
         return answer
 
     async def close(self) -> None:
@@ -101,11 +119,34 @@ class InferStream:
         with contextlib.suppress(asyncio.TimeoutError):  # a call that was cancelled before it began never gets a status
             await asyncio.wait_for(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
 
-    def _expire(self, number: str, timeout_s: float) -> None:
-        waiting = self._waiting.get(number)
-        if waiting is not None and not waiting.future.done():
-            words = f"{self._endpoint}: no answer within {timeout_s:g} s"
-            waiting.future.set_result(Failure(FailureKind.TIMEOUT, words))
+    def _queue(self, number: str) -> None:
+        self._outbox.append(number)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _end(self, number: str, why: Failure | None) -> None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            if waiting.written:
+                self._queue(number)  # a number that nobody waits for is a cancellation
+            waiting.done(why)
+
+    def _expect(self, deadline: float) -> None:
+        """See that a look is taken at `deadline`, or before. Answers do not put it off: they come more often."""
+        if self._timer is None or deadline < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for number, waiting in list(self._waiting.items()):
+            if waiting.deadline <= now:
+                words = f"{self._endpoint}: no answer within {waiting.timeout_s:g} s"
+                self._end(number, Failure(FailureKind.TIMEOUT, words))
+        if self._waiting:
+            self._expect(min(waiting.deadline for waiting in self._waiting.values()))
 
     def _break(self, failure: Failure) -> None:
         if self.broken:
@@ -115,9 +156,10 @@ class InferStream:
         self._outbox.clear()
         self._wake.set()
         waiting, self._waiting = self._waiting, {}
+        if self._timer is not None:
+            self._timer.cancel()
         for one in waiting.values():
-            if not one.future.done():
-                one.future.set_result(failure)
+            one.done(failure)
 
     # Out
 
@@ -159,9 +201,8 @@ class InferStream:
     def _take(self, data: bytes) -> None:
         header, raw, number, error = codec.split_streamed_response(data)
         waiting = self._waiting.pop(number, None)
-        if waiting is None or waiting.future.done():  # nobody waits for it any more
-            return
-        waiting.future.set_result(self._failure(header, error) if error else (header, raw))
+        if waiting is not None:  # else nobody waits for it any more
+            waiting.done(self._failure(header, error) if error else (header, raw))
 
     def _failure(self, header: bytes, error: str) -> Failure:
         parameters = codec.parse_response(header).parameters
@@ -169,6 +210,11 @@ class InferStream:
         hint = parameters[names.RETRY_AFTER].int64_param if names.RETRY_AFTER in parameters else None
         code = grpc.StatusCode.__members__.get(name, grpc.StatusCode.UNKNOWN)
         return failure_of(code, error, hint, self._endpoint).failure
+
+
+def _hand_over(future: asyncio.Future[Answer | Failure | None], answer: Answer | Failure | None) -> None:
+    if not future.done():
+        future.set_result(answer)
 
 
 def _kind_of(code: grpc.StatusCode) -> FailureKind:

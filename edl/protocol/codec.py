@@ -67,13 +67,10 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _skip(data: memoryview, at: int, wire_type: int) -> int:
-    """Index just behind the value at `at`."""
+    """Index just behind the number at `at`."""
     if wire_type == 0:
         return _read_varint(data, at)[1]
-    if wire_type == _LENGTH_DELIMITED:
-        length, at = _read_varint(data, at)
-        end = at + length
-    elif wire_type in (1, 5):
+    if wire_type in (1, 5):
         end = at + (8 if wire_type == 1 else 4)
     else:
         raise ProtocolError(f"malformed message: wire type {wire_type} at byte {at}")
@@ -85,30 +82,40 @@ def _skip(data: memoryview, at: int, wire_type: int) -> int:
 def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, list[memoryview], memoryview | None]:
     """The message without its fields `raw_field` and `id_field`, and those fields as views of `data`."""
     view = memoryview(data)
+    end = len(view)
+    raw_tag, id_tag = raw_field << 3 | _LENGTH_DELIMITED, id_field << 3 | _LENGTH_DELIMITED
     raw: list[memoryview] = []
     found: memoryview | None = None
     kept: list[memoryview] = []
     at = kept_from = fields = 0
-    while at < len(view):
+    while at < end:
         fields += 1
         if fields > _MAX_FIELDS:
             raise ProtocolError(f"malformed message: more than {_MAX_FIELDS} fields")
         start = at
-        tag, at = _read_varint(view, at)
-        at_value = at
-        at = _skip(view, at, tag & 7)
-        if tag >> 3 in (raw_field, id_field) and tag & 7 == _LENGTH_DELIMITED:
-            if start > kept_from:
-                kept.append(view[kept_from:start])
-            kept_from = at
-            value = view[_read_varint(view, at_value)[1] : at]
-            if tag >> 3 == raw_field:
-                raw.append(value)
-            else:
-                found = value
+        tag, at = (view[at], at + 1) if view[at] < 0x80 else _read_varint(view, at)
+        if tag & 7 != _LENGTH_DELIMITED:
+            at = _skip(view, at, tag & 7)
+            continue
+        if at < end and view[at] < 0x80:  # most are that short, and a call would cost as much as the rest
+            begin, at = at + 1, at + 1 + view[at]
+        else:
+            length, begin = _read_varint(view, at)
+            at = begin + length
+        if at > end:
+            raise ProtocolError(f"malformed message: a field ends at byte {at} of {end}")
+        if tag != raw_tag and tag != id_tag:
+            continue
+        if start > kept_from:
+            kept.append(view[kept_from:start])
+        kept_from = at
+        if tag == raw_tag:
+            raw.append(view[begin:at])
+        else:
+            found = view[begin:at]
     if at > kept_from:
         kept.append(view[kept_from:at])
-    return b"".join(kept), raw, found
+    return bytes(kept[0]) if len(kept) == 1 else b"".join(kept), raw, found
 
 
 def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:

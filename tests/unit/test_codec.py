@@ -68,6 +68,75 @@ def test_any_bytes_are_read_or_refused_as_protobuf_does(data: bytes) -> None:
     assert found == whole
 
 
+ids = st.text(max_size=20)
+
+
+@given(ids, blobs)
+def test_a_streamed_request_gives_its_id_and_the_rest_as_it_was(number: str, raw: list[bytes]) -> None:
+    plain = header()
+    plain.ClearField("id")
+    whole = header()
+    whole.id = number
+    whole.raw_input_contents.extend(raw)
+    ours = codec.join_request(plain.SerializeToString() + codec.id_field(number), raw)
+    assert kserve.ModelInferRequest.FromString(ours) == whole
+    for data in (ours, whole.SerializeToString()):
+        left, views, found = codec.split_streamed_request(data)
+        assert codec.parse_request(left) == plain, "so that requests alike in all but their ids have one header"
+        assert [bytes(view) for view in views] == raw
+        assert found == number
+
+
+@given(ids, blobs, st.text(max_size=20))
+def test_a_streamed_response_gives_its_id_its_error_and_the_rest_as_it_was(
+    number: str, raw: list[bytes], error: str
+) -> None:
+    plain = kserve.ModelInferResponse(model_name="m")
+    plain.outputs.add(name="y", datatype="FP16", shape=[1])
+    inner = codec.join_response(plain.SerializeToString(), raw)
+    whole = kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner, codec.id_field(number)))
+    assert whole.infer_response.id == number
+    assert list(whole.infer_response.raw_output_contents) == raw
+    whole.error_message = error
+    left, views, found, said = codec.split_streamed_response(whole.SerializeToString())
+    assert codec.parse_response(left) == plain
+    assert [bytes(view) for view in views] == raw
+    assert (found, said) == (number, error)
+
+
+@given(st.binary(max_size=200))
+@example(codec.id_field("x")[:-1] + b"\xff")  # an id that is no UTF-8
+@example(b"\x12\x05\x1a\xff\xff\xff\x0f")  # a response whose id claims more than there is
+@example(b"\xba\x80\x00\x01a")  # a tag that takes more bytes than it needs
+def test_any_bytes_on_a_stream_are_read_or_refused(data: bytes) -> None:
+    try:
+        left, views, number = codec.split_streamed_request(data)
+        codec.parse_request(left)
+    except ProtocolError:
+        pass
+    else:
+        whole = kserve.ModelInferRequest.FromString(data)
+        assert [bytes(view) for view in views] == list(whole.raw_input_contents)
+        assert number == whole.id
+    try:
+        left, views, number, error = codec.split_streamed_response(data)
+        codec.parse_response(left)
+    except ProtocolError:
+        return
+    assert all(view.nbytes <= len(data) for view in views)
+    assert isinstance(number, str)
+    assert isinstance(error, str)
+
+
+@given(st.text(max_size=50), st.text(max_size=20))
+def test_a_response_keeps_its_own_id_where_none_is_given(own: str, given_id: str) -> None:
+    inner = kserve.ModelInferResponse(model_name="m", id=own).SerializeToString()
+    assert kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner)).infer_response.id == own
+    expected = own or given_id  # the last one in the bytes counts, and an empty one is not written
+    found = kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner, codec.id_field(given_id)))
+    assert found.infer_response.id == expected
+
+
 DTYPES = ["<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?", ">f4", ">i2"]
 
 

@@ -20,12 +20,10 @@ class Labels:
 
     memory_bytes = 1 << 30
     depth = 8
+    backlog = 0.0
 
     def __init__(self, submit_error: Exception | None = None) -> None:
         self.submit_error = submit_error
-
-    def has_backlog(self) -> bool:
-        return False
 
     def check(self) -> None: ...
     def settle(self) -> None: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from edl.discovery.store import Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
 __all__ = ["Membership", "Records", "prefix"]
+
+_RETRY_S = 2.0
+"""How long a question may take that was asked while the store was away."""
 
 
 def prefix(job: str) -> str:
@@ -48,6 +52,9 @@ class Membership:
         self._wake = wake
         self._lease: Lease | None = None
         self._joined = False
+        self._written: Node | None = None
+        self._known: dict[str, Node] = {}
+        self._doubt_until = -math.inf
         self.node = node
         self._seen_alive = time.monotonic()
         self._watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
@@ -68,7 +75,11 @@ class Membership:
         self._write()
 
     def update(self, **changes: Any) -> None:
-        """Change this node's record. Without a lease it is written when there is one again."""
+        """Change this node's record. If the store does not take it now, the next `read` writes it.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+        """
         self.node = replace(self.node, **changes)
         if self._joined:
             self._write()
@@ -76,15 +87,23 @@ class Membership:
     def read(self) -> Records:
         """The records as they are now. A node that lost its lease gets another one here, under its old name.
 
+        When the store was away, every node's lease has ended, and one node is the first to be back. For a while it
+        gives the members that it knew the time to come back too, before it believes that they are gone.
+
         Raises:
             DiscoveryError: the store does not answer.
         """
         entry = self._store.get(self._world_key)
-        if self._joined and (self._lease is None or self._lease.lost):
+        if self._joined and (self._lease is None or self._lease.lost or self._written != self.node):
             self._write()
-        nodes = [Node.decode(each.value) for each in self._store.list(self._nodes_prefix)]
+        found = [Node.decode(each.value) for each in self._store.list(self._nodes_prefix)]
+        nodes = {node.id: node for node in found}
         world = World() if entry is None else World.decode(entry.value)
-        return Records(world, entry.version if entry is not None else None, {node.id: node for node in nodes})
+        if time.monotonic() < self._doubt_until:
+            members = {member.id for member in world.nodes}
+            nodes = {name: node for name, node in self._known.items() if name in members} | nodes
+        self._known = nodes
+        return Records(world, entry.version if entry is not None else None, nodes)
 
     def propose(self, world: World, version: int | None) -> bool:
         """Make `world` the job's record, if it is still the one of `version`. False if somebody was first.
@@ -106,10 +125,15 @@ class Membership:
     def _write(self) -> None:
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
+                self._doubt_until = math.inf
                 self._lease.close()
             self._lease = self._store.lease(self._ttl_s)
+            if self._doubt_until == math.inf:
+                self._doubt_until = time.monotonic() + self._ttl_s + _RETRY_S
+        node = self.node
         try:
-            self._store.put(self._nodes_prefix + self.node.id, self.node.encode(), self._lease)
+            self._store.put(self._nodes_prefix + node.id, node.encode(), self._lease)
+            self._written = node
         except (LeaseLostError, ConflictError) as exc:  # the next try gets another lease
             raise DiscoveryError(f"the lease of {self.node.id} ended while its record was written") from exc
 

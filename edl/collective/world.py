@@ -164,6 +164,8 @@ class Moment:
     """What the agent that asks knows besides the records.
 
     Attributes:
+        node: its id, may be empty for a member. Whether workers can pause is for members to know, so who waits to join
+            leaves that to them.
         quiet_s: for how long it has seen no node come or go.
         pausing_s: for how long it has seen the present `pause_at`.
         pause_step: a step that all workers can still pause after; None if they report no steps.
@@ -172,6 +174,7 @@ class Moment:
         dead: nodes of which it knows for certain that they and their workers are no more.
     """
 
+    node: str = ""
     quiet_s: float = 0.0
     pausing_s: float = 0.0
     pause_step: int | None = None
@@ -223,13 +226,15 @@ def _formed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rule
 def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
     """Members that want to leave, or nodes that want to join: pause first, then the next world."""
     members = {member.id for member in world.nodes}
+    if moment.node and moment.node not in members:
+        return None
     if any(nodes[name].finished == world.generation for name in members):
-        return None  # the script is ending: whoever comes now would find nothing to do
+        return _unpaused(world)  # the script is ending: whoever comes now would find nothing to do
     leaving = [name for name in members if nodes[name].leaving]
     room = rules.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
     if not leaving and not joining:
-        return replace(world, pause_at=None) if world.pause_at is not None and moment.pausing_s == 0 else None
+        return _unpaused(world)
     why = "; ".join(
         part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
     )
@@ -241,6 +246,11 @@ def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rul
     if paused or moment.pausing_s >= rules.pause_timeout_s:
         return _successor(world, nodes, rules, why)
     return None
+
+
+def _unpaused(world: World) -> World | None:
+    """Nobody wants to come or go any more: workers that paused already go on when they see it."""
+    return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
 def _successor(world: World, nodes: Mapping[str, Node], rules: Rules, why: str) -> World | None:

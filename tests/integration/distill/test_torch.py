@@ -71,7 +71,13 @@ def test_persistent_workers_and_iterable_datasets_work(start: Start) -> None:
     with distill(kept, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
         for _ in range(3):
             check(list(loader), 100)
-    del kept
+    end_workers(kept)
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End a loader's persistent workers now: the garbage collector would wait for each of them in turn."""
+    if loader._iterator is not None:
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
 
 
 def test_workers_forked_beside_and_after_readers_never_touch_the_parents_channels(start: Start) -> None:

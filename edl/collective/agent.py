@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from edl.collective.chronicle import Chronicle
 from edl.collective.crew import HANGING, Crew
 from edl.collective.host import HostFolder
-from edl.collective.launch import Launch
+from edl.collective.launch import Launch, meeting_place
 from edl.collective.ledger_node import Doing
 from edl.collective.membership import Membership, Records
 from edl.collective.storing import Storing
@@ -77,7 +75,7 @@ class Agent:
         self._host = HostFolder(told.job, name)
         self._crew = Crew(told, self._host, self._events.put)
         self._chronicle = Chronicle(store, told.job, name, told.workers)
-        self._meeting = self._spare = _new_store()
+        self._meeting = self._spare = meeting_place(told)
         node = Node(name, told.addr, self._spare.port, told.workers)
         self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
         slots = [self._host.slots(rank) for rank in range(told.workers)]
@@ -221,7 +219,7 @@ class Agent:
             self._say(f"what the workers of this node did:\n{self._crew.stacks()}")
             self._chronicle.tell("hang", world.message, world.generation - 1)
         if position == 0:
-            self._meeting, self._spare = self._spare, _new_store()
+            self._meeting, self._spare = self._spare, meeting_place(self._told)
         self._crew.begin(world, position)
 
     def _wait(self, records: Records) -> int | None:
@@ -276,7 +274,6 @@ class Agent:
             pausing_s=now - self._seen_pause_at if self._seen_pause[1] is not None else 0.0,
             pause_step=self._crew.pause_step(),
             restart=restart,
-            cold=self._crew.cold,
             dead=frozenset({self._host.heir_of}),
         )
 
@@ -351,8 +348,3 @@ class Agent:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _new_store() -> TCPStore:
-    """A store in which the ranks of one generation meet. Each gets a new one: old addresses must not be found."""
-    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

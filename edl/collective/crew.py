@@ -69,8 +69,6 @@ class Crew:
         self._closing = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="edl-heart", daemon=True)
         self._heart.start()
-        self.cold = False
-        """The next generation must begin with new workers."""
 
     # --- Starting and stopping. ---
 
@@ -86,7 +84,7 @@ class Crew:
     def begin(self, world: World, position: int) -> None:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
         member = world.nodes[position]
-        staying = set() if world.cold else self._staying()
+        staying = self._staying()
         self.halt(but=staying)
         self.generation, self.first_rank = world.generation, member.first_rank
         jobs, logs = forks(self._told, world, member, self._host)
@@ -94,7 +92,10 @@ class Crew:
         self._workers.keep(world.generation)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
         self._workers.stop(but=staying)
-        self._regrouping_since = time.monotonic() if staying else None
+        if not staying:
+            self._regrouping_since = None
+        elif self._regrouping_since is None:  # whoever is still on the way from an earlier generation has had its time
+            self._regrouping_since = time.monotonic()
         missing = {rank: job for rank, job in jobs.items() if rank not in staying}
         try:
             self._workers.start(world.generation, missing)
@@ -116,7 +117,6 @@ class Crew:
         self._failures.clear()
         self._ended_well.clear()
         self._stopped_since.clear()
-        self.cold = False
 
     def close(self) -> None:
         """Stop everything."""
@@ -230,10 +230,11 @@ class Crew:
         self._failures.append(failure)
 
     def _staying(self) -> set[int]:
-        """The local ranks that go on in the next generation in the same process."""
-        if not self.running or self._regrouping_since is not None:
+        """The local ranks that go on in the next generation in the same process: all that can and did not fail."""
+        if not self.running:
             return set()
-        return {rank for rank in self._workers.running if self._boards[rank].read().stays}
+        failed = {failure.rank - self.first_rank for failure in self._failures}
+        return {rank for rank in self._workers.running if rank not in failed and self._boards[rank].read().stays}
 
     def _look_for_stopped(self) -> None:
         """A worker that somebody stopped (SIGSTOP) holds up all others: after a moment it is taken for lost."""
@@ -261,15 +262,16 @@ class Crew:
                 return
 
     def _look_for_regrouped(self) -> None:
-        """Workers that stayed and have not joined the next generation in time make way for new ones."""
+        """Workers that stayed and have not come to the next generation in time make way for new ones."""
         if self._regrouping_since is None:
             return
-        if all(reading.generation == self.generation for reading in self.readings().values()):
+        late = [rank for rank, reading in self.readings().items() if reading.generation != self.generation]
+        if not late:
             self._regrouping_since = None
-        elif time.monotonic() - self._regrouping_since > _REGROUP_S:
-            self.cold = True
-            what = f"going on in process took more than {_REGROUP_S:g} s"
-            self._fail(Failure(self.first_rank, -signal.SIGKILL, "", what))
+        elif time.monotonic() - self._regrouping_since > _REGROUP_S and not self._failures:
+            for rank in late:
+                what = f"worker {rank} took more than {_REGROUP_S:g} s to go on in process"
+                self._fail(Failure(self.first_rank + rank, -signal.SIGKILL, "", what))
 
 
 def _send(control: Path, environ: Mapping[str, str]) -> bool:

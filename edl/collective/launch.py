@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.host import HostFolder
+from edl.collective.paddle_env import ReservedPorts, has_gpu_build, paddle_environment
 from edl.collective.watch import HangLimits
 from edl.collective.world import Member, Rules, World
 from edl.collective.zygote import Fork, Warm
 
-__all__ = ["Launch", "environment", "forks"]
+__all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]
+
+
+class MeetingPlace(Protocol):
+    """Where the ranks of one generation meet; `port` is the one to tell the other nodes."""
+
+    @property
+    def port(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Launch:
         hang: how long workers may go without a step before they are started anew.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
+        framework: what the workers train with, `torch` or `paddle`.
     """
 
     job: str
@@ -48,12 +59,25 @@ class Launch:
     hang: HangLimits = field(default_factory=HangLimits)
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    framework: str = "torch"
+
+
+def meeting_place(launch: Launch) -> MeetingPlace:
+    """Where the ranks of one generation meet. Each gets a new one: old addresses must not be found.
+
+    For torch it is a store, for Paddle, whose first trainer opens one, ports that are kept free.
+    """
+    if launch.framework == "paddle":
+        return ReservedPorts(launch.workers + 1)
+    store: MeetingPlace = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return store
 
 
 def environment(launch: Launch, world: World, member: Member, local_rank: int) -> dict[str, str]:
     """What torchrun sets for one worker, with the generation as the restart count."""
     rank = member.first_rank + local_rank
     first = world.nodes[0]
+    paddle = launch.framework == "paddle"
     return {
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
@@ -72,6 +96,7 @@ def environment(launch: Launch, world: World, member: Member, local_rank: int) -
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "EDL_GENERATION": str(world.generation),
+        **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
         **launch.environ,
     }
 

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from edl.collective.agent import Agent
 from edl.collective.launch import Launch
+from edl.collective.paddle_env import has_gpu_build
 from edl.collective.watch import HangLimits
 from edl.collective.world import Rules
 from edl.collective.zygote import Warm
@@ -88,9 +89,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
         "show their stacks and are started anew (default: 300)",
     },
+    "--framework": {
+        "choices": ["torch", "paddle"],
+        "default": "torch",
+        "help": "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch "
+        "sets (default: torch)",
+    },
     "--no-prewarm": {
         "action": "store_true",
-        "help": "do not import torch, and what the script imports, before workers are forked",
+        "help": "do not import torch or Paddle, and what the script imports, before workers are forked",
     },
 }
 
@@ -148,6 +155,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         role=options.role,
         hang=HangLimits(floor_s=options.hang_after),
         logs=_logs(options, stack),
+        framework=options.framework,
     )
 
 
@@ -174,15 +182,17 @@ def _job(options: argparse.Namespace, max_nodes: int) -> str:
 
 def _warm(options: argparse.Namespace) -> Warm:
     target, arguments = options.training_script, tuple(options.training_script_args)
+    # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
+    prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
     if options.no_python and options.module:
         raise SettingsError("--no-python and --module exclude each other")
     if options.no_python:
         return Warm("program", target, arguments)
     if options.module:
-        return Warm("module", target, arguments, prewarm=not options.no_prewarm)
+        return Warm("module", target, arguments, prewarm, options.framework)
     if not Path(target).is_file():
         raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
-    return Warm("script", target, arguments, prewarm=not options.no_prewarm)
+    return Warm("script", target, arguments, prewarm, options.framework)
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:

@@ -95,7 +95,6 @@ class World:
         nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
         message: why this world came to be, in words; of a job that failed, the traceback.
         pause_at: the step after which all workers shall pause, None while nobody wants that.
-        cold: no worker of an earlier generation may stay, because that did not work out.
     """
 
     generation: int = -1
@@ -103,7 +102,6 @@ class World:
     nodes: tuple[Member, ...] = ()
     message: str = ""
     pause_at: int | None = None
-    cold: bool = False
 
     @property
     def size(self) -> int:
@@ -170,7 +168,6 @@ class Moment:
         pausing_s: for how long it has seen the present `pause_at`.
         pause_step: a step that all workers can still pause after; None if they report no steps.
         restart: why its workers need a new generation; empty if they do not.
-        cold: that generation must begin with new workers.
         dead: nodes of which it knows for certain that they and their workers are no more.
     """
 
@@ -179,7 +176,6 @@ class Moment:
     pausing_s: float = 0.0
     pause_step: int | None = None
     restart: str = ""
-    cold: bool = False
     dead: frozenset[str] = frozenset()
 
 
@@ -205,8 +201,7 @@ def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: R
     if lost:
         return _successor(world, nodes, rules, f"lost {_names(lost)}")
     if moment.restart:
-        following = _successor(world, nodes, rules, moment.restart)
-        return following and replace(following, cold=moment.cold)
+        return _successor(world, nodes, rules, moment.restart)
     return _changed(world, nodes, moment, rules)
 
 

@@ -46,12 +46,14 @@ class Warm:
         kind: `script` (a Python file), `module` (as `python -m` runs) or `program` (any other, run by exec).
         target: the file, module or program.
         prewarm: whether to import beforehand what the script imports.
+        framework: what the workers train with, `torch` or `paddle`.
     """
 
     kind: str
     target: str
     arguments: tuple[str, ...] = ()
     prewarm: bool = True
+    framework: str = "torch"
 
     def encode(self) -> bytes:
         return json.dumps({"warm": asdict(self)}).encode()
@@ -157,9 +159,13 @@ def _warm_up(warm: Warm) -> str:
         return ""
     import torch
     import torch.distributed
-    import torch.nn.parallel
 
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
+    if warm.framework == "paddle":
+        import edl.collective.paddle  # noqa: F401 - with all of Paddle
+    else:
+        import torch.nn.parallel
+
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
     complaints = []
     for name in _script_imports(warm):
         try:

@@ -97,10 +97,10 @@ def test_the_next_generation_waits_for_the_first_nodes_next_port() -> None:
 
 def test_a_restart_keeps_the_members_and_says_why() -> None:
     there = nodes(node("a"), node("b"))
-    world = next_world(running("a", "b"), there, Moment(restart="a worker died", cold=True), RULES)
+    world = next_world(running("a", "b"), there, Moment(restart="a worker died"), RULES)
     assert names(world) == ["a", "b"]
     assert world is not None
-    assert (world.message, world.cold, world.generation) == ("a worker died", True, 4)
+    assert (world.message, world.generation) == ("a worker died", 4)
 
 
 def test_nodes_join_after_a_pause_that_a_member_asks_for() -> None:

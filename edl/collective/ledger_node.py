@@ -194,10 +194,6 @@ class Ledger:
         self.observe(now_s, Doing.IDLE, [worker.last for worker in self._boards])
         self._ended = True
 
-    def resize(self, workers: int) -> None:
-        """From the last observation on the node has, or wants to have, so many workers."""
-        self._workers = workers
-
     def record(self) -> NodeRecord:
         """All until the last observation."""
         newest = [worker.last for worker in self._boards]

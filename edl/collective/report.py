@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.ledger import Span, State
-from edl.collective.ledger_node import NodeRecord
-from edl.collective.summary import Summary
+from edl.collective.ledger_codec import Event
+from edl.collective.summary import NodeRow, Summary
 from edl.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "join": ("^", _GOOD),
     "leave": ("v", "#d35400"),
     "kill": ("X", _BAD),
+    "lost": ("X", _BAD),
     "exit": ("x", _BAD),
     "error": ("x", _BAD),
     "hang": ("s", _BAD),
@@ -84,8 +85,7 @@ def draw(summary: Summary, path: Path) -> None:
         raise SettingsError(f"job {summary.job!r} has no ledger yet: there is nothing to draw")
     from matplotlib.figure import Figure
 
-    shown = sorted(summary.nodes, key=lambda row: row.record.began_us)[-_MAX_ROWS:]
-    rows = [row.record for row in shown]
+    rows = sorted(summary.nodes, key=lambda row: row.record.began_us)[-_MAX_ROWS:]
     timeline = 0.9 + 0.3 * len(rows)
     figure = Figure(figsize=(11, 3.8 + timeline), dpi=150, layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, height_ratios=[0.35, timeline, 2.2])
@@ -123,16 +123,19 @@ def _draw_amounts(axes: Axes, summary: Summary) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(State), frameon=False, fontsize=9, borderpad=0)
 
 
-def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRecord]) -> None:
+def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRow]) -> None:
     ledger = summary.ledger
     _, unit_us = unit_of(ledger.elapsed_us)
     places: dict[str, float] = {}
     _draw_row(axes, 0.0, 0, ledger.spans, unit_us, height=0.85)
-    for place, record in enumerate(rows, start=1):
-        _draw_row(axes, place, record.began_us - ledger.began_us, record.spans, unit_us, height=0.62)
-        places[record.node] = place
+    events = list(summary.events)
+    for place, row in enumerate(rows, start=1):
+        _draw_row(axes, place, row.record.began_us - ledger.began_us, row.record.spans, unit_us, height=0.62)
+        places[row.node] = place
+        if row.state == "lost":  # it could not say so itself
+            events.append(Event(row.record.until_us, row.node, "lost"))
     drawn: set[str] = set()
-    for event in summary.events:
+    for event in events:
         marker, colour = _MARKERS.get(event.kind, (".", _NEUTRAL))
         at = (event.at_us - ledger.began_us) / unit_us
         label = event.kind if event.kind not in drawn else None
@@ -151,7 +154,7 @@ def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRecord]) -> 
             clip_on=False,
         )
     axes.set_ylim(len(rows) + 0.6, -0.6)
-    names = [record.node if len(record.node) <= 24 else f"…{record.node[-23:]}" for record in rows]
+    names = [row.node if len(row.node) <= 24 else f"…{row.node[-23:]}" for row in rows]
     axes.set_yticks(range(len(rows) + 1), ["the job", *names], fontsize=8, parse_math=False)
     axes.get_yticklabels()[0].set_fontweight("bold")
     axes.tick_params(axis="x", labelbottom=False)

@@ -71,11 +71,12 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
         now_us: wall clock. A job that runs and is silent has been down until now; one that ended ended when it did.
     """
     world = record.world
-    rows = [_row(one, world, now_us) for one in record.nodes]
+    ended = world is not None and world.ended
+    last_us = max((one.until_us for one in record.nodes), default=now_us) if ended else now_us
+    rows = [_row(one, world, now_us, last_us) for one in record.nodes]
     rows.sort(key=_order)
     alive = [row.record for row in rows if row.state not in ("left", "lost")]
     members = [row.record for row in rows if row.ranks is not None and row.record in alive]
-    ended = world is not None and world.ended
     # Within SILENT_S the last put is as good as now; beyond, nobody was there.
     ledger = join(record.nodes, 0 if alive or ended else now_us)
     state = world.state.value if world is not None else "unknown"
@@ -117,17 +118,18 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
     }
 
 
-def _row(record: NodeRecord, world: World | None, now_us: int) -> NodeRow:
-    silent_s = max(0.0, (now_us - record.until_us) / 1e6)
+def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeRow:
+    """`last_us` is when the job ended, or now."""
     state = record.spans[-1].main.name.lower() if record.spans else State.RENDEZVOUS.name.lower()
-    if record.ended:
+    if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
+        state = "lost"
+    elif record.ended or (world is not None and world.ended):
         state = "left"
-    elif silent_s > SILENT_S:
-        state = "lost" if world is None or not world.ended else "left"
     ranks = None
     for member in world.nodes if world is not None else ():
         if member.id == record.node:
             ranks = range(member.first_rank, member.first_rank + member.local_world_size)
+    silent_s = max(0.0, (now_us - record.until_us) / 1e6)
     return NodeRow(record.node, ranks, state, silent_s, goodput(totals(record.spans)), record)
 
 

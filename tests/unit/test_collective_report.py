@@ -96,6 +96,12 @@ def test_an_ended_job_is_not_down_and_its_nodes_left() -> None:
     assert (summary.state, summary.nodes[0].state, summary.ledger.amounts[State.DOWN]) == ("failed", "left", 0)
 
 
+def test_a_node_that_was_lost_before_the_job_ended_stays_lost() -> None:
+    nodes = (life("a", 0, State.TRAIN), life("b", 0, *[State.TRAIN] * 3), life("c", 0, *[State.TRAIN] * 3, ended=True))
+    summary = summarize(JobRecord("j", world("b", "c", state=WorldState.DONE), nodes, ()), at(1000))
+    assert {row.node: row.state for row in summary.nodes} == {"a": "lost", "b": "left", "c": "left"}
+
+
 def test_without_any_step_goodput_is_unknown_and_not_zero() -> None:
     nodes = (life("a", 0, State.LOAD, step=-1),)
     told = as_dict(summarize(JobRecord("j", world("a"), nodes, ()), at(10)), 10)

@@ -83,7 +83,7 @@ class ElasticSampler(Sampler[list[int]]):
         self.length, self.seed, self.shuffle = length, seed, shuffle
         self.tail: Tail = tail
         self.epoch = self.consumed = 0
-        self._asked = global_batch
+        self.asked = global_batch
         self._sizes = [(0, global_batch)]  # from which position of this epoch on which global batch
         self._fixed_place = None if rank is None or world is None else (rank, world)
         self._place = self._fixed_place or (0, 1)
@@ -236,7 +236,7 @@ class ElasticSampler(Sampler[list[int]]):
                 "epoch": self.epoch,
                 "consumed": self.consumed,
                 "length": self.length,
-                "asked": self._asked,
+                "asked": self.asked,
                 "sizes": [list(one) for one in self._sizes],
                 "order_crc": self._order[2],
             }
@@ -263,9 +263,9 @@ class ElasticSampler(Sampler[list[int]]):
             self._sizes = [(int(at), int(size)) for at, size in state["sizes"]]
             self._pass += 1
             self._handed, self._passed = self.consumed, False
-            if state["asked"] != self._asked:
-                logger.info("global batch %s from here on, as asked for; it was %s", self._asked, self.global_batch)
-                self._sizes = [one for one in self._sizes if one[0] < self.consumed] + [(self.consumed, self._asked)]
+            if state["asked"] != self.asked:
+                logger.info("global batch %s from here on, as asked for; it was %s", self.asked, self.global_batch)
+                self._sizes = [one for one in self._sizes if one[0] < self.consumed] + [(self.consumed, self.asked)]
             self._indices()
             assert self._order is not None
             if self._order[2] != state["order_crc"]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +26,14 @@ from edl.collective.adjust import Policy, Scaling, needs_noise
 from edl.collective.goodput import AutoBatch
 from edl.collective.gradients import NoiseMeter, average_gradients, rate_times
 from edl.collective.noise import Noise
-from edl.collective.ranks import exchange, world_of
+from edl.collective.ranks import exchange
 from edl.collective.rows import count_rows, cut_rows
 from edl.collective.sampler import ElasticSampler
 from edl.collective.schedule import SampleSchedule
 from edl.collective.split import micro_sizes
-from edl.collective.tune import Tuner
-from edl.collective.wrapping import averages_itself, in_lockstep, without_averaging
+from edl.collective.step import How, Step, begin_counted, begin_sampled
+from edl.collective.tune import Now, Tuner
+from edl.collective.wrapping import averages_itself, in_lockstep, is_sharded, without_averaging
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
@@ -41,19 +41,6 @@ __all__ = ["ElasticTrainer"]
 B = TypeVar("B")
 
 _VERSION = 1
-
-
-@dataclass
-class _Step:
-    """A step under way: `samples` over all ranks, this rank's micro-batches, the rows of the one that is due."""
-
-    samples: int
-    world: int
-    sizes: list[int]
-    began_at: float
-    left: int
-    due: int | None = None
-    synchronized: bool = False
 
 
 class ElasticTrainer:
@@ -106,19 +93,23 @@ class ElasticTrainer:
             raise SettingsError("pass either sampler, which has a global batch, or global_batch")
         if auto is not None and policy is None:
             raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
-        asked = sampler.global_batch if sampler is not None else global_batch or 0
+        asked = sampler.asked if sampler is not None else global_batch or 0
         micro_sizes(1, max_micro_batch)  # refuses what cannot be
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
         self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
         self.noise = Noise()
         self._scaling = Scaling(policy, base_batch or asked, asked)
+        if auto is not None and sampler is not None and auto.most > sampler.length:
+            raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._scaler, self._group, self._asked = scaler, group, asked
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._meter: NoiseMeter | None = None
         if needs_noise(policy) or auto is not None:
+            if is_sharded(model):
+                raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
             self._meter = NoiseMeter(self._parameters, optimizer)
         self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
-        self._step: _Step | None = None
+        self._step: Step | None = None
 
     @property
     def samples(self) -> int:
@@ -159,7 +150,7 @@ class ElasticTrainer:
         if self._step is not None:
             raise SettingsError("the step before was not finished: call step(), or discard() after an error")
         given = count_rows(batch)
-        self._step = step = self._plan(given, given if rows is None else rows)
+        self._step = step = self._begin(given, given if rows is None else rows)
         begin = 0
         for number, size in enumerate(step.sizes, 1):
             with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
@@ -211,6 +202,7 @@ class ElasticTrainer:
         self.synchronize()
         step, self._step = self._step, None
         assert step is not None
+        batch = self.global_batch
         with rate_times(self.optimizer, self.rate_factor):
             updated = self._update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -220,7 +212,12 @@ class ElasticTrainer:
         if self.schedule is not None and updated:
             self.schedule.move_to(self.progress)
         if self._tuner is not None:
-            self._tune(self._tuner, step)
+            usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
+            seconds = time.perf_counter() - step.began_at if usual else None
+            now = Now(step.world, batch, self.max_micro_batch, self.noise)
+            wanted = self._tuner.stepped(now, seconds, self._group, self._device)
+            if wanted != batch:
+                self.resize(wanted)
 
     def discard(self) -> None:
         """Forget a step that was begun, after an error: its gradients are worth nothing, its samples not trained."""
@@ -286,40 +283,13 @@ class ElasticTrainer:
     def _device(self) -> torch.device:
         return self._parameters[0].device
 
-    def _plan(self, given: int, mine: int) -> _Step:
-        """How many samples the step has, and how this rank cuts its `mine` of `given` rows."""
-        began_at = time.perf_counter()
-        world = world_of(self._group)
-        if self.sampler is not None:
-            mine, samples = self.sampler.share_rows, self.sampler.batch_samples
-            if given != max(mine, 1) or not samples:
-                raise SettingsError(
-                    f"a batch of {given} rows, but sampler says {mine} of {samples}: use DataLoader(batch_sampler="
-                    "sampler), and let nobody but step() advance it"
-                )
-            self._scaling.resize(self.sampler.global_batch, self.noise)
-        elif not 0 <= mine <= given:
-            raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
-        # With one group of samples there is no telling the noise from the gradient.
-        parts = min(mine, 2) if self._meter is not None and world == 1 else 1
-        sizes = micro_sizes(mine, self.max_micro_batch, parts)
-        lockstep = in_lockstep(self.model)
-        if world == 1:
-            samples = mine
-        elif self.sampler is None or lockstep:
-            everyone = exchange([mine, len(sizes), given], self._group, self._device)
-            samples = sum(rows for rows, _, _ in everyone)
-            if lockstep:
-                sizes = micro_sizes(mine, self.max_micro_batch, max(count for _, count, _ in everyone))
-            if averages_itself(self.model) and not all(rows for _, _, rows in everyone):
-                raise SettingsError(
-                    "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
-                    "micro_batches(batch, rows=0), as ElasticSampler does"
-                )
-        if not samples:
-            raise SettingsError("no rank has a sample for this step")
-        sizes = sizes or [0] * min(given, 1)
-        return _Step(samples, world, sizes, began_at, left=len(sizes))
+    def _begin(self, given: int, mine: int) -> Step:
+        parts = 2 if self._meter is not None else 1
+        how = How(self.max_micro_batch, parts, averages_itself(self.model), in_lockstep(self.model))
+        if self.sampler is None:
+            return begin_counted(given, mine, how, self._group, self._device)
+        self._scaling.resize(self.sampler.global_batch, self.noise)
+        return begin_sampled(given, self.sampler, how, self._group, self._device)
 
     def _update(self) -> bool:
         """Step the optimizer; False if the scaler skipped it because of infinite gradients."""
@@ -330,20 +300,3 @@ class ElasticTrainer:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         return self._scaler.get_scale() >= before
-
-    def _tune(self, tuner: Tuner, step: _Step) -> None:
-        """Measure the step, and change the batch where it is time to think about it and another one is better."""
-        batch = self.global_batch
-        if step.samples == self._scaling.batch:  # the last one of an epoch takes another time
-            tuner.measure(step.world, batch, time.perf_counter() - step.began_at)
-        if not tuner.due():
-            return
-        mine = [tuner.typical_us(), self.max_micro_batch or 0]
-        everyone = exchange(mine, self._group, self._device)
-        slowest_s = max(micros for micros, _ in everyone) / 1e6
-        tightest = min((most for _, most in everyone if most), default=None)
-        decision = tuner.decide(step.world, batch, slowest_s, tightest, self.noise)
-        # Rounding may differ between kinds of machines: what the first rank decides holds for all.
-        (wanted,) = exchange([decision.batch], self._group, self._device)[0]
-        if wanted != batch:
-            self.resize(wanted)

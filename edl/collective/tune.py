@@ -5,17 +5,32 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from edl.collective.goodput import AutoBatch, Decision, choose, shape
 from edl.collective.noise import Noise
+from edl.collective.ranks import exchange
 from edl.collective.step_time import Measured
 
-__all__ = ["Tuner"]
+__all__ = ["Now", "Tuner"]
 
 logger = logging.getLogger("edl.collective")
 
 _KEPT = 32
+
+
+@dataclass(frozen=True)
+class Now:
+    """The run as it is: ranks, their global batch, what fits into this rank's memory, the gradients' noise."""
+
+    world: int
+    batch: int
+    max_micro_batch: int | None
+    noise: Noise
 
 
 class Tuner:
@@ -28,48 +43,49 @@ class Tuner:
         self._seconds: list[float] = []  # of this rank, since the last decision or change
         self._measured: dict[tuple[int, int, int], float] = {}
 
-    def measure(self, world: int, batch: int, seconds: float) -> None:
-        """A step of `batch` samples over `world` ranks took so long on this one."""
-        if self._setting != (world, batch):
-            self._setting = (world, batch)
-            self._seconds.clear()
-        self._seconds.append(seconds)
+    def stepped(self, now: Now, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device) -> int:
+        """One more step is finished; it took `seconds` on this rank, None if that is not to be counted.
 
-    def due(self) -> bool:
-        """One more step is finished. Whether it is time to decide, on all ranks alike."""
-        self._steps += 1
-        return self._steps % self.settings.every_steps == 0
+        Every rank must call it after every step. Now and then they tell each other what they measured.
 
-    def typical_us(self) -> int:
-        """Microseconds that a step takes on this rank, 0 if none was measured since the last decision or change."""
-        return max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
-
-    def decide(self, world: int, batch: int, seconds: float, max_micro_batch: int | None, noise: Noise) -> Decision:
-        """Choose the batch.
-
-        Args:
-            world, batch: of now.
-            seconds: `typical_us` of the slowest rank in seconds; 0 if no rank measured anything.
-            max_micro_batch: the smallest of all ranks'.
+        Returns:
+            The global batch from now on, the same on every rank.
         """
+        if self._setting != (now.world, now.batch):
+            self._setting = (now.world, now.batch)
+            self._seconds.clear()
+        if seconds is not None:
+            self._seconds.append(seconds)
+        self._steps += 1
+        if self._steps % self.settings.every_steps:
+            return now.batch
+        micros = max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
         self._seconds.clear()
+        everyone = exchange([micros, now.max_micro_batch or 0], group, device)
+        slowest_s = max(micros for micros, _ in everyone) / 1e6
+        tightest = min((most for _, most in everyone if most), default=None)
+        decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s)
+        logger.info("%s", decision.reason)
+        # Rounding may differ between kinds of machines: what the first rank decides holds for all.
+        (batch,) = exchange([decision.batch], group, device)[0]
+        return batch
+
+    def _decide(self, now: Now, seconds: float) -> Decision:
         if seconds > 0:
-            key = (world, *shape(batch, world, max_micro_batch))
-            self._measured.pop(key, None)
-            self._measured[key] = seconds
+            setting = (now.world, *shape(now.batch, now.world, now.max_micro_batch))
+            self._measured.pop(setting, None)  # the newest last
+            self._measured[setting] = seconds
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
-        decision = choose(
+        return choose(
             self.settings,
             [Measured(*setting, one) for setting, one in self._measured.items()],
-            noise.scale if noise.known else None,
-            batch=batch,
+            now.noise.scale if now.noise.known else None,
+            batch=now.batch,
             base_batch=self.base_batch,
-            world=world,
-            max_micro_batch=max_micro_batch,
+            world=now.world,
+            max_micro_batch=now.max_micro_batch,
         )
-        logger.info("%s", decision.reason)
-        return decision
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""

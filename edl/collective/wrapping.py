@@ -9,12 +9,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["averages_itself", "in_lockstep", "without_averaging"]
+__all__ = ["averages_itself", "in_lockstep", "is_sharded", "without_averaging"]
 
 
 def averages_itself(module: nn.Module) -> bool:
     """Whether the backward of `module` averages gradients over the ranks, so that every rank needs one."""
     return isinstance(module, (DistributedDataParallel, FSDPModule))
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parts of `module` live on other ranks."""
+    return any(isinstance(one, FSDPModule) for one in module.modules())
 
 
 def in_lockstep(module: nn.Module) -> bool:

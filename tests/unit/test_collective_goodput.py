@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.goodput import AutoBatch, choose, efficiency, shape
-from edl.collective.noise import Noise
-from edl.collective.step_time import Measured, StepTime, fit
-from edl.collective.tune import Tuner
-from edl.errors import SettingsError
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from edl.collective.goodput import AutoBatch, choose, efficiency, shape  # noqa: E402
+from edl.collective.noise import Noise  # noqa: E402
+from edl.collective.step_time import Measured, StepTime, fit  # noqa: E402
+from edl.collective.tune import Now, Tuner  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)
 SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
@@ -136,25 +138,25 @@ def test_bounds_that_cannot_be_are_refused(values: tuple[int, int]) -> None:
         AutoBatch(*values)
 
 
+CPU = torch.device("cpu")
+
+
 def test_the_tuner_remembers_through_its_state_and_logs_what_it_decides(caplog: pytest.LogCaptureFixture) -> None:
     bounds, noise = AutoBatch(32, 1024, every_steps=3), Noise(variance=5e5, square=1.0, steps=9.0)
     first, second = Tuner(bounds, 64), Tuner(bounds, 64)
+    decided = []
     with caplog.at_level("INFO", "edl.collective"):
         for batch, tuner in ((64, first), (128, second)):
-            for seconds in (9.0, 0.060, 0.061):
-                tuner.measure(2, batch, seconds)
-            assert [tuner.due() for _ in range(3)] == [False, False, True]
-            assert tuner.typical_us() == 61_000
-            decided = tuner.decide(2, batch, tuner.typical_us() / 1e6, None, noise)
+            now = Now(1, batch, None, noise)
+            decided += [tuner.stepped(now, seconds, None, CPU) for seconds in (9.0, 0.060, 0.061)]
             second.load_state_dict(first.state_dict())
-    assert decided.batch == 256
+    assert decided == [64, 64, 128, 128, 128, 256]
     assert [record.message.split(":")[0] for record in caplog.records] == ["batch 64 -> 128", "batch 128 -> 256"]
+    assert first.state_dict()["measured"] == [[1, 32, 2, 0.061]]
 
 
-def test_times_of_another_batch_or_world_are_not_mixed() -> None:
-    tuner = Tuner(AutoBatch(32, 1024), 64)
-    tuner.measure(2, 64, 1.0)
-    tuner.measure(3, 64, 5.0)
-    assert tuner.typical_us() == 5_000_000
-    tuner.decide(3, 64, 5.0, None, Noise())
-    assert tuner.typical_us() == 0
+def test_times_of_another_batch_and_of_no_usual_steps_are_left_out() -> None:
+    tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
+    for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
+        tuner.stepped(Now(1, batch, 16, Noise()), seconds, None, CPU)
+    assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5]]}

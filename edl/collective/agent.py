@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from edl.collective.checking import check_before_joining
 from edl.collective.chronicle import Chronicle
 from edl.collective.crew import HANGING, Crew
 from edl.collective.host import HostFolder
 from edl.collective.launch import Launch, meeting_place
 from edl.collective.ledger_node import Doing
 from edl.collective.membership import Membership, Records
+from edl.collective.nodecheck_run import CheckSettings
 from edl.collective.storing import Storing
 from edl.collective.workers import Exited, ZygoteLost
 from edl.collective.world import Moment, Node, State, World, failed, next_world
@@ -46,6 +48,8 @@ class Exit(IntEnum):
     """The script raised, or ended with another code than 0."""
     NO_QUORUM = 75
     """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later."""
+    FAULTY_NODE = 69
+    """This node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Agent:
 
     def __init__(self, told: Launch, store: Store, say: Callable[[str], None]) -> None:
         self._told = told
+        self._store = store
         self._say = say
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
@@ -101,6 +106,8 @@ class Agent:
         code: int | None = None
         try:
             code = self._too_late()
+            if code is None and self._told.check is not None:
+                code = self._check(self._told.check)
             if code is None:
                 complaint = self._crew.warm_up()
                 if complaint:
@@ -148,6 +155,19 @@ class Agent:
                 return Exit.FAILED
             else:
                 time.sleep(_TICK_S)
+
+    def _check(self, settings: CheckSettings) -> int | None:
+        """Test this node and others that wait. Returns the exit code of one that is faulty."""
+        node, told = self._membership.node, self._told
+        found = check_before_joining(
+            self._store, told.job, node.id, told.addr, max(1.0, told.rules.last_call_s), settings, self._say
+        )
+        for name, why in found.slow.items():
+            self._say(f"{'this node' if name == node.id else name} is slow: {why}")
+        if node.id in found.faulty:
+            self._say(f"this node is faulty: {found.faulty[node.id]}; it does not join, exit code {Exit.FAULTY_NODE:d}")
+            return Exit.FAULTY_NODE
+        return None
 
     def _turn(self) -> int | None:
         """Wait for something to happen, or a moment, and act on it."""

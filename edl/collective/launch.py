@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.host import HostFolder
+from edl.collective.nodecheck_run import CheckSettings
 from edl.collective.paddle_env import ReservedPorts, has_gpu_build, paddle_environment
 from edl.collective.watch import HangLimits
 from edl.collective.world import Member, Rules, World
@@ -40,6 +41,7 @@ class Launch:
         max_restarts: how often the job goes on after an error of the script's own.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
         hang: how long workers may go without a step before they are started anew.
+        check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
         framework: what the workers train with, `torch` or `paddle`.
@@ -57,6 +59,7 @@ class Launch:
     checkpoint_interval_s: float = 300.0
     role: str = "default"
     hang: HangLimits = field(default_factory=HangLimits)
+    check: CheckSettings | None = None
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
     framework: str = "torch"

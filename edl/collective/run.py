@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 import tempfile
 import uuid
@@ -16,14 +15,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
+from edl.collective.address import own_address
 from edl.collective.agent import Agent
 from edl.collective.launch import Launch
+from edl.collective.nodecheck_run import CheckSettings
 from edl.collective.paddle_env import has_gpu_build
 from edl.collective.watch import HangLimits
 from edl.collective.world import Rules
@@ -45,8 +45,8 @@ and `Checkpointer` a script goes on where it was.
   edl run --nnodes 1:4 --rdzv-id resnet \\
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
 
-Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 75 too few nodes came in
-time, 143 this node was asked to leave (SIGTERM) and did."""
+Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node is faulty,
+75 too few nodes came in time, 143 this node was asked to leave (SIGTERM) and did."""
 
 
 _STORE_TIMEOUT_S = 2.0
@@ -88,6 +88,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 300.0,
         "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
         "show their stacks and are started anew (default: 300)",
+    },
+    "--node-check": {
+        "action": "store_true",
+        "help": "before joining, compute and reduce with other waiting nodes, in pairs and twice, so that a faulty one "
+        "is found, and ends with exit code 69",
+    },
+    "--node-check-timeout": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 60.0,
+        "help": "for each of the two rounds of the node check (default: 60)",
     },
     "--framework": {
         "choices": ["torch", "paddle"],
@@ -146,7 +157,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         warm=_warm(options),
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
-        addr=options.local_addr or _address(url),
+        addr=options.local_addr or own_address(url),
         ttl_s=options.lease_ttl,
         join_timeout_s=_number(conf, "join_timeout", 600.0),
         max_restarts=options.max_restarts,
@@ -154,6 +165,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         checkpoint_interval_s=options.checkpoint_interval,
         role=options.role,
         hang=HangLimits(floor_s=options.hang_after),
+        check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
     )
@@ -218,19 +230,6 @@ def _number(conf: dict[str, str], name: str, default: float) -> float:
         return float(conf.get(name, default))
     except ValueError as exc:
         raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30") from exc
-
-
-def _address(url: str) -> str:
-    """Where other nodes reach this one: its own address on the way to the store."""
-    parts = urlsplit(url)
-    if not parts.hostname:
-        return "127.0.0.1"  # a store in a file: all nodes are on this machine
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((parts.hostname, parts.port or 1))  # of a datagram socket: sends nothing
-        except OSError as exc:
-            raise SettingsError(f"no way to the store's host {parts.hostname}: {exc}") from exc
-        return str(probe.getsockname()[0])
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,37 @@
+"""The node check as a step of `edl run`: who waits is tested together, and a faulty node does not join."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from edl.collective import checking
+from edl.collective.nodecheck import Verdict
+from edl.collective.nodecheck_run import CheckSettings
+from edl.discovery import open_store
+
+
+def test_nodes_that_wait_together_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def check(store: object, prefix: str, node: str, host: str, nodes: list[str], settings: CheckSettings) -> Verdict:
+        asked.append((prefix, node, tuple(nodes)))
+        return Verdict({}, {})
+
+    monkeypatch.setattr(checking, "check_nodes", check)
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+
+    def take_part(node: str) -> None:
+        with open_store(url) as store:
+            checking.check_before_joining(store, "job", node, "127.0.0.1", 0.5, CheckSettings(), lambda line: None)
+
+    nodes = [threading.Thread(target=take_part, args=(name,)) for name in "abc"]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join(30)
+    assert sorted(asked) == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]
+    take_part("late")
+    assert asked[-1] == ("jobs/job/check/runs/1", "late", ("late",))

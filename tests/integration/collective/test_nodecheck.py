@@ -76,6 +76,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Nodes]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a probe imports torch, in each round, on each node
 def test_good_nodes_are_all_fit(start: Callable[..., Nodes]) -> None:
     nodes = start("abc", timeout_s=60.0, factor=50.0)
     nodes.begin()
@@ -83,8 +84,9 @@ def test_good_nodes_are_all_fit(start: Callable[..., Nodes]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a probe imports torch, in each round, on each node
 def test_a_stopped_node_is_named_and_the_others_are_fit(start: Callable[..., Nodes]) -> None:
-    nodes = start("abc", timeout_s=10.0, factor=50.0)
+    nodes = start("abc", timeout_s=25.0, factor=50.0)
     nodes.processes["a"].send_signal(signal.SIGSTOP)  # the first of its group: nobody says where to meet
     nodes.begin()
     expected = {"faulty": {"a": "no answer"}, "slow": {}}
@@ -92,6 +94,7 @@ def test_a_stopped_node_is_named_and_the_others_are_fit(start: Callable[..., Nod
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a probe imports torch, in each round, on each node
 def test_a_slowed_node_is_named_slow(start: Callable[..., Nodes]) -> None:
     nodes = start("ab", timeout_s=60.0, factor=2.0)
     nodes.begin()

@@ -86,8 +86,9 @@ def verdict(
 ) -> Verdict:
     """What follows from all rounds.
 
-    A node is faulty if it passed in none of them, unless in each that failed a partner was silent, which explains
-    the failure. It is slow if even its best time is more than `factor` times the median of all nodes' best.
+    A node is faulty if it passed in none of them, unless in one that failed a partner was silent or could not compute,
+    which explains the failure. It is slow if even its best time is more than `factor` times the median of all nodes'
+    best.
 
     Args:
         rounds: the groups of each round, and the results by node; silent ones are missing.
@@ -107,8 +108,10 @@ def verdict(
 
 
 def _explained(node: str, partners: Sequence[str], results: Mapping[str, Result]) -> bool:
-    """Whether a node that could compute failed to reduce only because a partner gave no answer at all."""
-    return results[node].compute_s is not None and any(partner not in results for partner in partners)
+    """Whether a node that could compute failed to reduce because a partner gave no answer or could not compute."""
+    return results[node].compute_s is not None and any(
+        partner not in results or results[partner].compute_s is None for partner in partners
+    )
 
 
 def _slow(rounds: Sequence[Mapping[str, Result]], factor: float) -> dict[str, str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from edl.discovery import open_store
+
 NODE = """\
 import json, sys
 from dataclasses import asdict
@@ -95,30 +97,37 @@ def test_a_stopped_node_is_named_and_the_others_are_fit(start: Callable[..., Nod
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a probe imports torch, in each round, on each node
-def test_a_slowed_node_is_named_slow(start: Callable[..., Nodes]) -> None:
+def test_a_slowed_node_is_named_slow(start: Callable[..., Nodes], tmp_path: Path) -> None:
     nodes = start("ab", timeout_s=60.0, factor=2.0)
     nodes.begin()
     done = threading.Event()
-    brake = threading.Thread(target=_brake, args=(nodes.processes["b"].pid, done))
+    url = f"sqlite:///{tmp_path}/discovery.sqlite"
+    brake = threading.Thread(target=_brake, args=(nodes.processes["a"].pid, url, done))
     brake.start()
     try:
-        found = nodes.verdict("a")
+        found = nodes.verdict("b")
     finally:
         done.set()
         brake.join()
     assert found["faulty"] == {}
-    assert "compute on cpu took" in found["slow"]["b"]
-    assert "compute" not in found["slow"].get("a", "")
+    assert "compute on cpu took" in found["slow"]["a"]
+    assert "compute" not in found["slow"].get("b", "")
 
 
-def _brake(pid: int, done: threading.Event) -> None:
-    """Let the children of `pid` run a fifth of the time."""
-    while not done.wait(0.02):
+def _brake(pid: int, url: str, done: threading.Event) -> None:
+    """Let the children of `pid`, the node "a", run a fifth of the time, from when they have imported torch."""
+    with open_store(url) as store:
+        for number in (1, 2):
+            while not done.wait(0.01) and store.get(f"jobs/j/check/0/{number}/meet/a") is None:
+                pass
+            while not done.wait(0.02) and store.get(f"jobs/j/check/0/{number}/result/a") is None:
+                children = psutil.Process(pid).children()
+                _each(children, "suspend")
+                done.wait(0.08)
+                _each(children, "resume")
+
+
+def _each(processes: list[psutil.Process], what: str) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            children = psutil.Process(pid).children()
-            for child in children:
-                child.suspend()
-            done.wait(0.08)
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.resume()
+            getattr(process, what)()

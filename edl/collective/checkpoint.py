@@ -90,6 +90,7 @@ class Checkpointer:
         self._views: dict[int, tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
         self._last: tuple[int, float] | None = None
         self._ahead_of = NOTHING
+        self._training = False
         self._closed = False
         self._storage = storage or read("EDL_CHECKPOINT", str)
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
@@ -125,7 +126,8 @@ class Checkpointer:
         self._last = None
         self._ahead_of = reached
         step = NOTHING if restored is None else restored.step
-        self._board.enter(Phase.ROLLBACK if step < reached else Phase.TRAIN)
+        self._training = step >= reached
+        self._board.enter(Phase.TRAIN if self._training else Phase.ROLLBACK)
         if restored is not None:
             _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
             if restored.world != world_of(self._group):
@@ -145,7 +147,8 @@ class Checkpointer:
         self._check_open()
         self._finished(step)
         self._board.finish_step(step, samples)
-        if step >= self._ahead_of and self._board.read().phase is not Phase.TRAIN:
+        if not self._training and step >= self._ahead_of:
+            self._training = True
             self._board.enter(Phase.TRAIN)
         pausing = self._board.pause_wanted(step)
         due = self._pace.due(step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ from edl.collective.state import State
 from edl.errors import ProtocolError
 
 __all__ = ["Restored", "rank_of", "restore", "world_of"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +62,9 @@ def restore(state: State, slots: SlotPair, group: transfer.Group = None) -> Rest
         slots.keep_only(found)
         _load(state, found, local=choice.world == world_of(group) and found.label.rank == rank_of(group))
     else:
+        for found in mine:
+            if any(choice.matches(found.label, part) for part in range(choice.world)):
+                slots.keep_only(found)
         _put_together(state, choice, mine, group)
     return Restored(choice.step, choice.world)
 
@@ -79,15 +85,9 @@ def _found(found: list[Found], choice: Choice, part: int) -> Found:
 
 
 def _load(state: State, found: Found, local: bool) -> None:
-    data = found.meta()
-    if data is None:
-        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
-    meta = parse_meta(data)
+    meta = parse_meta(_unchanged(found.meta(), found))
     loading = state.begin_load(meta, local=local)
-    if found.data_nbytes:
-        memory = found.map()
-        view = torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
-        loading.fill_all(meta.entries, view)
+    loading.fill_all(meta.entries, _mapped(found))
     loading.finish()
 
 
@@ -95,28 +95,44 @@ def _hand_over(choice: Choice, mine: list[Found], slots: SlotPair, group: transf
     """Copy slots to those who lack them, one after the other in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
-    giving = [dst for dst, src in wanted if src == rank]
-    copies = {dst: _copy(_found(mine, choice, choice.parts[dst])) for dst in giving}  # before anything is overwritten
+    taking = choice.sources[rank] != rank
+    giving = {dst: _found(mine, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
+    # A rank that both gives and takes may overwrite what it has still to give.
+    kept = {found: _unchanged(found.copy(), found) for found in giving.values()} if taking else {}
     for dst, src in wanted:
         if src == rank:
-            transfer.send_slot(copies.pop(dst), transfer.global_rank(dst, group), group)
+            found = giving[dst]
+            meta = _unchanged(found.meta(), found) if found not in kept else kept[found].meta
+            data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
+            transfer.send_slot(found.label, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
             _log.info("taking the state after step %d from rank %d", choice.step, src)
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
-def _copy(found: Found) -> Copy:
-    copy = found.copy()
-    if copy is None:
+def _mapped(found: Found) -> torch.Tensor:
+    """A slot's data as uint8 [nbytes], where it is."""
+    if not found.data_nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(found.map(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
+
+
+def _bytes_of(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _unchanged(read: T | None, found: Found) -> T:
+    """What was read of a slot, which nobody but this process should write."""
+    if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
-    return copy
+    return read
 
 
 def _put_together(state: State, choice: Choice, mine: list[Found], group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
     loading, seen = None, set()
     for part, holder in enumerate(choice.holders):
-        copy = _copy(_found(mine, choice, part)) if holder == rank_of(group) else None
+        copy = _give(mine, choice, part) if holder == rank_of(group) else None
         src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
@@ -130,3 +146,8 @@ def _put_together(state: State, choice: Choice, mine: list[Found], group: transf
                 loading.fill_all([replace(entry, offset=0)], shown)
     assert loading is not None
     loading.finish()
+
+
+def _give(mine: list[Found], choice: Choice, part: int) -> Copy:
+    found = _found(mine, choice, part)
+    return _unchanged(found.copy(), found)

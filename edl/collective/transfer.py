@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from edl.collective.encoding import from_json, to_json
-from edl.collective.slots import HEADER_NBYTES, Copy, Label, SlotPair
+from edl.collective.slots import HEADER_NBYTES, Label, SlotPair
 from edl.collective.snapshot import parse_meta
 from edl.collective.state import State
 from edl.errors import ProtocolError
@@ -118,15 +118,17 @@ def global_rank(rank: int, group: Group = None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def send_slot(copy: Copy, dst: int, group: Group = None) -> None:
-    """Send a slot's contents to the global rank `dst`, which calls `receive_slot`."""
-    label = copy.label
-    head = to_json([label.generation, label.step, label.world, label.rank, label.sharded, len(copy.data)])
-    for part in (_tensor_of(head), _tensor_of(copy.meta)):
+def send_slot(label: Label, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
+    """Send a slot's contents to the global rank `dst`, which calls `receive_slot`.
+
+    Args:
+        data: uint8 [nbytes], on the CPU.
+    """
+    head = to_json([label.generation, label.step, label.world, label.rank, label.sharded, data.numel()])
+    for part in (_tensor_of(head), _tensor_of(meta)):
         dist.send(torch.tensor([part.numel()], device=_device(group)), dst, group)
         _send(part, dst, group)
-    if len(copy.data):
-        _send(torch.frombuffer(copy.data, dtype=torch.uint8), dst, group)
+    _send(data, dst, group)
 
 
 def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:

@@ -21,7 +21,7 @@ def test_everything_is_copied_bit_for_bit(copier: Copier) -> None:
     base = torch.randn(3000, 2000)
     sources = [
         base, base.t(), base[::2, 5], torch.tensor(3.5, dtype=torch.bfloat16), torch.empty(0, 4),
-        torch.randn(7, dtype=torch.complex64).conj(), torch.arange(5_000_001, dtype=torch.uint8), base[0, 0].expand(4, 4),
+        torch.randn(7, dtype=torch.complex64).conj(), torch.arange(5_000_001, dtype=torch.uint8), base[0, 0].expand(4),
     ]  # fmt: skip
     targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
     for _ in range(3):

@@ -52,9 +52,11 @@ def run(size: int, case: str, folder: Path, *, slots: list[str] | None = None, *
 
 
 def main(told: dict[str, Any]) -> int:
+    import torch
     import torch.distributed.checkpoint
-    import torch.distributed.fsdp  # noqa: F401 - imported once, before the forks
+    import torch.distributed.fsdp
 
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what the first optimizer needs
     children = []
     for rank in range(told["size"]):
         child = os.fork()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.collective.checkpoint_world import run
+from tests.integration.collective.checkpoint_world import ROOT, run
 
 SAME = ("model", "buffers", "optimizer", "rest")
 
@@ -74,3 +77,15 @@ def test_a_live_state_is_given_to_all(tmp_path: Path) -> None:
     assert said[0]["rest"][0] == 11
     for one in said[1:]:
         same(said[0], one)
+
+
+def test_killed_at_any_instant_a_job_goes_on_from_one_of_its_last_two_steps(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integration.collective.checkpoint_kills", str(tmp_path), "20"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(rounds) == 20
+    for finished, restored in rounds:
+        assert restored in (finished, finished + 1)

@@ -1,0 +1,110 @@
+"""When a `Checkpointer` saves, what it tells the agent, and how it pauses."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.collective.board import Board, Phase
+from edl.collective.checkpoint import Checkpointer
+from edl.collective.slots import SlotPair, find
+from edl.collective.state import State
+from edl.errors import ClosedError, SettingsError
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Board]:
+    board = Board.create(tmp_path / "board")
+    yield board
+    board.close()
+
+
+def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
+    board = Board.open(tmp_path / "board")
+    board.begin(1)
+    return Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), **settings)  # type: ignore[arg-type]
+
+
+def steps(tmp_path: Path) -> list[int]:
+    return [found.label.step for found in find(tmp_path / "slots")]
+
+
+def test_every_step_is_told_and_some_are_saved(tmp_path: Path, agent: Board) -> None:
+    state = State(epoch=0)
+    with worker(tmp_path, state, interval_steps=3) as checkpointer:
+        assert checkpointer.restore() == -1
+        saved = [step for step in range(8) if checkpointer.save(step, samples=4)]
+        assert saved == [0, 3, 6]
+        reading = agent.read()
+        assert (reading.step, reading.saved, reading.samples, reading.phase) == (7, 6, 32, Phase.TRAIN)
+        assert checkpointer.save(8, force=True)
+        assert steps(tmp_path) == [8, 6]
+
+
+def test_lost_steps_are_rolled_back_until_they_are_made_again(tmp_path: Path, agent: Board) -> None:
+    with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
+        for step in range(7):
+            checkpointer.save(step)
+    state = State(epoch=9)
+    with worker(tmp_path, state, interval_steps=4) as checkpointer:
+        assert checkpointer.restore() == 4
+        assert state.epoch == 0
+        phases = []
+        for step in (5, 6, 7):
+            phases.append(agent.read().phase)
+            checkpointer.save(step)
+        assert phases == [Phase.ROLLBACK, Phase.ROLLBACK, Phase.TRAIN]
+
+
+def test_a_pause_saves_and_waits_until_it_is_taken_back(tmp_path: Path, agent: Board) -> None:
+    agent.ask_pause(2)
+    with worker(tmp_path, State(epoch=0), interval_steps=100) as checkpointer:
+        checkpointer.save(1)
+        training = threading.Thread(target=checkpointer.save, args=(2,))
+        training.start()
+        deadline = time.monotonic() + 30
+        while agent.read().paused != 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert (steps(tmp_path)[0], agent.read().phase, training.is_alive()) == (2, Phase.PAUSE, True)
+        agent.ask_pause(None)
+        training.join(30)
+        assert not training.is_alive()
+        assert agent.read().phase is Phase.TRAIN
+
+
+def test_nobody_is_waited_for_for_ever(tmp_path: Path, agent: Board, caplog: pytest.LogCaptureFixture) -> None:
+    agent.ask_pause(0)
+    with worker(tmp_path, State(epoch=0), pause_s=0.01) as checkpointer:
+        checkpointer.save(0)
+    assert "nobody came" in caplog.text
+    assert agent.read().phase is Phase.TRAIN
+
+
+def test_another_world_saves_at_once(tmp_path: Path, agent: Board) -> None:
+    with worker(tmp_path, State(epoch=0), interval_steps=50) as checkpointer:
+        assert [step for step in range(3) if checkpointer.save(step)] == [0]
+        checkpointer.renew(7)
+        assert checkpointer.save(3)
+    assert find(tmp_path / "slots")[0].label.generation == 7
+
+
+def test_the_default_interval_keeps_saving_cheap(tmp_path: Path, agent: Board) -> None:
+    """Steps of no length: the wanted interval cannot be bounded by them, and nothing divides by zero."""
+    with worker(tmp_path, State(epoch=0)) as checkpointer:
+        saved = [step for step in range(500) if checkpointer.save(step)]
+    assert saved[:2] == [0, 1]
+
+
+def test_a_closed_or_contradictory_one_is_refused(tmp_path: Path, agent: Board) -> None:
+    with pytest.raises(SettingsError, match="exactly one"):
+        worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
+    checkpointer = worker(tmp_path, State())
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(ClosedError):
+        checkpointer.save(0)

@@ -7,6 +7,7 @@ The wire format is protobuf's (https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -24,13 +25,13 @@ __all__ = [
     "id_field",
     "join_request",
     "join_response",
+    "join_streamed_response",
     "parse_request",
     "parse_response",
     "split_request",
     "split_response",
     "split_streamed_request",
     "split_streamed_response",
-    "wrap_response",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -44,6 +45,7 @@ _LENGTH_DELIMITED = 2
 _MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
 
 
+@functools.lru_cache(maxsize=1024)  # lengths are the same request after request
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
@@ -119,15 +121,18 @@ def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, lis
 
 
 def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
-    if not raw:
-        return header
+    return b"".join(_parts(header, raw_field, raw)) if raw else header
+
+
+def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]:
+    """What to join; joining lets go of the GIL for parts of a megabyte and more."""
     tag = _varint(raw_field << 3 | _LENGTH_DELIMITED)
     parts: list[Buffer] = [header]
     for tensor in raw:
         view = memoryview(tensor)
         parts.append(tag + _varint(view.nbytes))
-        parts.append(view)
-    return b"".join(parts)  # lets go of the GIL for parts of a megabyte and more
+        parts.append(view.cast("B") if view.nbytes else b"")
+    return parts
 
 
 def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> bytes:
@@ -156,14 +161,15 @@ def id_field(request_id: str) -> bytes:
     return _varint(_ID << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data
 
 
-def wrap_response(response: bytes, id_bytes: bytes = b"") -> bytes:
-    """A `ModelStreamInferResponse` around the bytes of a `ModelInferResponse`.
+def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes = b"") -> bytes:
+    """A `ModelStreamInferResponse` around what `join_response` would give.
 
     Args:
         id_bytes: of `id_field`; empty to leave the response's own.
     """
-    length = _varint(len(id_bytes) + len(response))
-    return b"".join((_varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, response))
+    parts = _parts(header, _RAW_OUTPUT, raw)
+    length = _varint(len(id_bytes) + sum([len(part) for part in parts]))
+    return b"".join((_varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, *parts))
 
 
 def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:

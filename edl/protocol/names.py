@@ -11,6 +11,7 @@ __all__ = [
     "DTYPE",
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
+    "EXTENSION_NO_NAN",
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
     "RETRY_AFTER",
@@ -54,6 +55,8 @@ RETRY_AFTER = "edl_retry_after_ms"
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
+EXTENSION_NO_NAN = "edl_no_nan"
+"""Floating-point outputs have been looked through: a request whose answer would hold NaN gets an error in its place."""
 EXTENSION_STREAM = "edl_stream"
 """`ModelStreamInfer` knows `UNORDERED`, `TIMEOUT_MS`, `CANCEL`, `STATUS` and `RETRY_AFTER`."""
 

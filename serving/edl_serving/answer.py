@@ -18,13 +18,14 @@ __all__ = ["encode_answer"]
 _MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
 
 
-def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array]) -> bytes:
+def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array], id_bytes: bytes | None = None) -> bytes:
     """Apply the request's options, and put each output into the response or into shared memory.
 
     As with Triton, an output in shared memory has an empty entry in `raw_output_contents`: clients count on the index.
 
     Args:
         outputs: by the model's names, this request's rows only.
+        id_bytes: if the answer is one of a stream, the id that it carries there (`codec.id_field`).
 
     Raises:
         Refusal: an output does not fit the memory that the request gave for it.
@@ -39,7 +40,10 @@ def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array]) 
     for index, output in enumerate(plan.outputs):
         if output.place is not None:
             raw[index] = _put(request, output.name, output.place, raw[index])
-    return codec.join_response(_header(model, plan, arrays, raw), raw)
+    header = _header(model, plan, arrays, raw)
+    if id_bytes is None:
+        return codec.join_response(header, raw)
+    return codec.join_streamed_response(header, raw, id_bytes)
 
 
 def _put(request: Request, name: str, place: Place, data: Buffer) -> bytes:

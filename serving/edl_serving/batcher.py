@@ -64,20 +64,21 @@ class Batcher:
             worker.start()
         await asyncio.gather(*[worker.warm for worker in self._workers])
 
-    async def compute(self, request: Request, timeout_s: float | None) -> bytes:
+    async def compute(self, request: Request, timeout_s: float | None, id_bytes: bytes | None = None) -> bytes:
         """The response to a request.
 
         Cancelling takes the request out of the queue; one that is being computed is computed in vain.
 
         Args:
             timeout_s: after which nobody waits any more.
+            id_bytes: see `Job`.
 
         Raises:
             Refusal: the queue is full, the model failed, or time ran out.
         """
         now = time.monotonic()
         deadline = float("inf") if timeout_s is None else now + timeout_s
-        job = Job(request, request.plan.rows, request.plan.shapes, now, deadline)
+        job = Job(request, request.plan.rows, request.plan.shapes, now, deadline, id_bytes=id_bytes)
         if self._inline:
             self._compute_inline(job)
         else:

@@ -79,7 +79,7 @@ class Executor:
             at += rows
             try:
                 self._refuse_nan(job, part)
-                job.answer = encode_answer(self._model, job.request, part)
+                job.answer = encode_answer(self._model, job.request, part, job.id_bytes)
             except ModelFault as fault:
                 job.answer = self._blame(fault)
             except Refusal as refusal:
@@ -134,8 +134,9 @@ class Executor:
             return
         for name in {wanted.spec.name for wanted in job.request.plan.outputs}:
             array = outputs[name]
-            if array.dtype.kind == "f" and (bad := np.isnan(array)).any():
-                row = int(bad.reshape(len(array), -1).any(1).argmax())
+            # `min` hands NaN on, and is done in half the time of a look at each.
+            if array.dtype.kind == "f" and array.size and np.isnan(array.min()):
+                row = int(np.isnan(array).reshape(len(array), -1).any(1).argmax())
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
 
     def _blame(self, fault: ModelFault) -> Refusal:

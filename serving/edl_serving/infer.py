@@ -68,7 +68,9 @@ class Inference:
                 if refusal is not None:
                     raise refusal
                 request = await self._reader.read(header, raw, regions)
-                answer = await self._batcher.compute(request, _least(request.plan.timeout_s, context.time_remaining()))
+                timeout_s = _least(request.plan.timeout_s, context.time_remaining())
+                id_bytes = codec.id_field(request_id) if request_id else b""
+                answer = await self._batcher.compute(request, timeout_s, id_bytes)
             except Refusal as exc:
                 self._metrics.answered(exc.code.name.lower())
                 return refused(exc, self._model.name, request_id)
@@ -76,7 +78,7 @@ class Inference:
                 self._metrics.answered("cancelled")
                 raise
             self._metrics.answered("ok")
-            return codec.wrap_response(answer, codec.id_field(request_id) if request_id else b"")
+            return answer
 
         stream = Stream(compute, self._lifecycle, context)
         self._streams.add(stream)

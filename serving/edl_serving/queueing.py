@@ -23,6 +23,7 @@ class Job:
         deadline: after which nobody waits for the answer.
         reply: whatever the owner needs to hand the answer over.
         cancelled: nobody waits any more.
+        id_bytes: for an answer on a stream, the id that it carries (`codec.id_field`); None for a call of its own.
         answer: the response's bytes, or the error; None until computed.
     """
 
@@ -33,6 +34,7 @@ class Job:
     deadline: float
     reply: Any = None
     cancelled: bool = False
+    id_bytes: bytes | None = None
     answer: bytes | Exception | None = None
 
 

@@ -93,8 +93,8 @@ def test_a_streamed_response_gives_its_id_its_error_and_the_rest_as_it_was(
 ) -> None:
     plain = kserve.ModelInferResponse(model_name="m")
     plain.outputs.add(name="y", datatype="FP16", shape=[1])
-    inner = codec.join_response(plain.SerializeToString(), raw)
-    whole = kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner, codec.id_field(number)))
+    ours = codec.join_streamed_response(plain.SerializeToString(), raw, codec.id_field(number))
+    whole = kserve.ModelStreamInferResponse.FromString(ours)
     assert whole.infer_response.id == number
     assert list(whole.infer_response.raw_output_contents) == raw
     whole.error_message = error
@@ -131,9 +131,11 @@ def test_any_bytes_on_a_stream_are_read_or_refused(data: bytes) -> None:
 @given(st.text(max_size=50), st.text(max_size=20))
 def test_a_response_keeps_its_own_id_where_none_is_given(own: str, given_id: str) -> None:
     inner = kserve.ModelInferResponse(model_name="m", id=own).SerializeToString()
-    assert kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner)).infer_response.id == own
+    assert kserve.ModelStreamInferResponse.FromString(codec.join_streamed_response(inner, [])).infer_response.id == own
     expected = own or given_id  # the last one in the bytes counts, and an empty one is not written
-    found = kserve.ModelStreamInferResponse.FromString(codec.wrap_response(inner, codec.id_field(given_id)))
+    found = kserve.ModelStreamInferResponse.FromString(
+        codec.join_streamed_response(inner, [], codec.id_field(given_id))
+    )
     assert found.infer_response.id == expected
 
 

@@ -1,0 +1,105 @@
+"""What the diaries of a job's ranks say: when steps were finished, who still works, what was lost. Reads files only."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+__all__ = ["Diaries", "Finished", "longest_gap_s", "median_step_s"]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished step, at `at` (`time.monotonic()`), by a process of a world of `world` ranks."""
+
+    at: float
+    step: int
+    generation: int
+    world: int
+    pid: int
+
+
+class Diaries:
+    """All diaries in a folder, read as they grow. A place is a node's name, '-' and a local rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self.steps: dict[str, list[Finished]] = {}
+        self.saved: dict[str, list[int]] = {}
+
+    def look(self) -> None:
+        """Take in what was written since the last time. A line that is not complete yet is left for the next."""
+        for path in self._folder.glob("*.steps"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            text = text[: text.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(text)
+            steps, saved = self.steps.setdefault(path.stem, []), self.saved.setdefault(path.stem, [])
+            for line in text.decode().splitlines():
+                kind, *fields = line.split()
+                if kind == "saved":
+                    saved.append(int(fields[0]))
+                else:
+                    steps.append(Finished(float(fields[0]), *(int(field) for field in fields[1:])))
+
+    def last(self, place: str) -> Finished | None:
+        """The last step that a place has finished."""
+        steps = self.steps.get(place)
+        return steps[-1] if steps else None
+
+    def together(self, places: Collection[str], since: float, count: int) -> bool:
+        """Whether exactly `places` are one world, and each finished `count` steps in it after `since`."""
+        newest = [self.last(place) for place in places]
+        if None in newest or len({one.generation for one in newest if one}) != 1:
+            return False
+        for place in places:
+            recent = self.steps[place][-count:]
+            world = recent[-1].generation, len(places)
+            if (
+                len(recent) < count
+                or recent[0].at < since
+                or any((one.generation, one.world) != world for one in recent)
+            ):
+                return False
+        return True
+
+    def resumed(self, place: str) -> Finished:
+        """The first step that `place` finished in the generation that it belongs to now."""
+        steps = self.steps[place]
+        first = steps[-1]
+        for one in reversed(steps):
+            if one.generation != first.generation:
+                break
+            first = one
+        return first
+
+    def lost(self, places: Iterable[str]) -> int:
+        """How many steps that were finished before the present generation were done again in it."""
+        resumed, reached = [], [-1]
+        for place in places:
+            first = self.resumed(place)
+            resumed.append(first.step)
+            reached += [one.step for one in self.steps[place] if one.generation != first.generation][-1:]
+        return max(0, max(reached) - min(resumed) + 1)
+
+    def save_interval(self) -> int:
+        """The most steps between two snapshots of a place."""
+        gaps = [after - before for saved in self.saved.values() for before, after in pairwise(saved)]
+        return max(gaps, default=0)
+
+
+def longest_gap_s(steps: Sequence[Finished], begin: float, end: float) -> float:
+    """The longest time between two finished steps of one place that overlaps `begin` to `end`."""
+    pairs = pairwise(steps)
+    return max((after.at - before.at for before, after in pairs if after.at >= begin and before.at <= end), default=0.0)
+
+
+def median_step_s(steps: Sequence[Finished]) -> float:
+    """Of consecutive steps of one generation."""
+    pairs = pairwise(steps)
+    return statistics.median(b.at - a.at for a, b in pairs if a.generation == b.generation and b.step == a.step + 1)

@@ -1,0 +1,43 @@
+"""A script for `edl run`: snapshots in shared memory, from which new workers go on; or survivors stay as they are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks._elastic_task import Diary, Task, Training
+from edl.collective.checkpoint import Checkpointer
+from edl.collective.inprocess import Place, stay
+from edl.collective.state import State
+
+
+def main() -> None:
+    """Train until killed."""
+    task = Task.told()
+    if not task.stay:
+        dist.init_process_group("gloo")
+    training = Training(task)
+    state = State(model=training.model, optimizer=training.optimizer)
+    checkpointer = Checkpointer(state, interval_s=task.save_s if task.save_s else None)
+    diary = Diary(task, int(os.environ["LOCAL_RANK"]))
+
+    def train(place: Place) -> None:
+        model = DistributedDataParallel(training.model)
+        for step in itertools.count(place.step + 1):
+            training.step(model, training.optimizer, step)
+            diary.finished(step, place.generation, place.size)
+            if checkpointer.save(step):
+                diary.saved(step)
+
+    if task.stay:
+        stay(train, state=state, checkpointer=checkpointer)
+    else:
+        local_rank, generation = int(os.environ["LOCAL_RANK"]), int(os.environ["EDL_GENERATION"])
+        train(Place(dist.get_rank(), dist.get_world_size(), local_rank, generation, checkpointer.restore()))
+
+
+if __name__ == "__main__":
+    main()

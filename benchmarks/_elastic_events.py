@@ -1,0 +1,111 @@
+"""What happens to an elastic job, and how long it takes the others to get over it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks._elastic_diaries import longest_gap_s, median_step_s
+from benchmarks._elastic_job import Job
+
+__all__ = ["ADVERSARIES", "Event", "Outcome", "get_over", "join", "kill_rank"]
+
+_RECENT = 30
+_SECOND_KILL_S = 0.15
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something happened at `at`, the `survivors` should get over it, and then `after` are to train together."""
+
+    at: float
+    survivors: list[str]
+    after: list[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job got over an event.
+
+    Attributes:
+        seconds: from the event to the slowest survivor's first step in the next world.
+        pause_s: a survivor's longest time between two steps, less its usual one.
+        lost: steps that were finished before and done again.
+    """
+
+    seconds: float
+    pause_s: float
+    lost: int
+
+
+def get_over(job: Job, happen: Callable[[Job], Event], timeout_s: float) -> Outcome:
+    """Let something happen to a job, and wait until it trains again.
+
+    Raises:
+        Hang: it does not.
+    """
+    job.diaries.look()
+    usual = {place: median_step_s(steps[-_RECENT:]) for place, steps in job.diaries.steps.items() if len(steps) > 1}
+    event = happen(job)
+    job.together(event.after, count=2, timeout_s=timeout_s)
+    resumed = {place: job.diaries.resumed(place).at for place in event.survivors}
+    pauses = [
+        longest_gap_s(job.diaries.steps[place], event.at, resumed[place]) - usual[place] for place in event.survivors
+    ]
+    return Outcome(max(resumed.values()) - event.at, max(pauses), job.diaries.lost(event.survivors))
+
+
+def kill_rank(job: Job, victim: str) -> Event:
+    """SIGKILL to one rank, which the job replaces if ranks are its to start."""
+    rest = [place for place in job.places() if place != victim]
+    at = job.signal_rank(victim)
+    return Event(at, rest, job.places())
+
+
+def join(job: Job) -> Event:
+    """A node more."""
+    members = job.places()
+    at = job.start(max(job.nodes) + 1)
+    return Event(at, members, job.places())
+
+
+def _stop_rank(job: Job) -> Event:
+    at = job.signal_rank("1-0", signal.SIGSTOP)
+    return Event(at, ["0-0", "2-0"], job.places())
+
+
+def _kill_node(job: Job, number: int) -> Event:
+    at = job.kill_node(number)
+    return Event(at, job.places(), job.places())
+
+
+def _kill_two(job: Job) -> Event:
+    job.signal_rank("1-0")
+    at = job.signal_rank("2-0")
+    return Event(at, ["0-0"], job.places())
+
+
+def _kill_again(job: Job) -> Event:
+    job.signal_rank("1-0")
+    time.sleep(_SECOND_KILL_S)  # no wait for something: this is when the second one dies
+    at = job.kill_node(2)
+    return Event(at, ["0-0"], job.places())
+
+
+def _leave(job: Job) -> Event:
+    at = job.ask_to_leave(1)
+    return Event(at, job.places(), job.places())
+
+
+ADVERSARIES: dict[str, Callable[[Job], Event]] = {
+    "a worker: SIGKILL": lambda job: kill_rank(job, "1-0"),
+    "a worker: SIGSTOP": _stop_rank,
+    "a node with its agent: SIGKILL": lambda job: _kill_node(job, 1),
+    "the first node with its agent: SIGKILL": lambda job: _kill_node(job, 0),
+    "two workers at once: SIGKILL": _kill_two,
+    "a worker, and a node during the recovery: SIGKILL": _kill_again,
+    "a node leaves: SIGTERM": _leave,
+}
+"""For a job of three nodes with a rank each."""

@@ -1,0 +1,107 @@
+"""What every side of `recovery` and `churn` trains, and how it tells which steps it has finished.
+
+The model has two layers, 8.4 million parameters at a width of 2,048, and a few rows a step. Sleeping stands for what a
+GPU would compute, so that more processes than cores do not fight for them; backward, the all-reduce, the optimizer and
+the copies of the state are real. Needs torch alone, since torchft has an environment of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+__all__ = ["Diary", "Task", "Training"]
+
+_ROWS = 4
+_BATCHES = 16
+
+Reduce = Callable[[nn.Module], object]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a script is told.
+
+    Attributes:
+        folder: where diaries, and checkpoints of those that write them, lie.
+        name: of the node; it keeps it when it comes back.
+        width: of the layers; the model has 2 * width * (width + 1) parameters.
+        sleep_s: of a step, in place of a GPU's work.
+        save_s: seconds between two snapshots, 0 for as often as costs 1% of the time.
+        stay: survivors go on in the same process.
+    """
+
+    folder: Path
+    name: str
+    width: int
+    sleep_s: float
+    save_s: float = 0.0
+    stay: bool = False
+
+    @classmethod
+    def told(cls) -> Task:
+        """From the command line."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--folder", type=Path, required=True)
+        parser.add_argument("--name", required=True)
+        parser.add_argument("--width", type=int, required=True)
+        parser.add_argument("--sleep-s", type=float, required=True)
+        parser.add_argument("--save-s", type=float, default=0.0)
+        parser.add_argument("--stay", action="store_true")
+        return cls(**vars(parser.parse_args()))
+
+    def arguments(self) -> list[str]:
+        """The inverse of `told`."""
+        words = ["--folder", str(self.folder), "--name", self.name, "--width", str(self.width)]
+        words += ["--sleep-s", str(self.sleep_s), "--save-s", str(self.save_s)]
+        return [*words, "--stay"] if self.stay else words
+
+
+class Training:
+    """A model, its optimizer and fixed data, the same in every process."""
+
+    def __init__(self, task: Task) -> None:
+        torch.set_num_threads(1)
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        self._sleep_s = task.sleep_s
+        self.model = nn.Sequential(nn.Linear(task.width, task.width), nn.ReLU(), nn.Linear(task.width, task.width))
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self._inputs = torch.randn(_BATCHES, _ROWS, task.width, generator=generator)
+        self._targets = torch.randn(_BATCHES, _ROWS, task.width, generator=generator)
+
+    def step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, number: int, reduce: Reduce | None = None
+    ) -> None:
+        """One step with `model` and `optimizer`, wrapped or not; `reduce` averages gradients if `model` does not."""
+        optimizer.zero_grad()
+        batch = number % _BATCHES
+        loss = nn.functional.mse_loss(model(self._inputs[batch]), self._targets[batch])
+        time.sleep(self._sleep_s)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if reduce is not None:
+            reduce(model)
+        optimizer.step()
+
+
+class Diary:
+    """A file to which one rank's place on a node appends a line for each finished step, whoever has that place."""
+
+    def __init__(self, task: Task, local_rank: int = 0) -> None:
+        path = task.folder / f"{task.name}-{local_rank}.steps"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def finished(self, step: int, generation: int, world: int) -> None:
+        """Step `step`, counted from 0, is finished, by `world` ranks that form `generation`."""
+        os.write(self._file, f"step {time.monotonic():.6f} {step} {generation} {world} {os.getpid()}\n".encode())
+
+    def saved(self, step: int) -> None:
+        """The state after that step is safe."""
+        os.write(self._file, f"saved {step}\n".encode())

@@ -1,0 +1,61 @@
+"""A script for torchft: each process is a replica group of its own, as its README has it. Runs in .tools/torchft.
+
+torchft 0.2.0's `DistributedDataParallel` ends with an AssertionError when a peer is lost over gloo, so that gradients
+are reduced here by the manager itself, which is what that class does.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from torch import nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
+
+from benchmarks._elastic_task import Diary, Task, Training
+
+
+def main() -> None:
+    """Train until killed."""
+    task = Task.told()
+    training = Training(task)
+
+    def save() -> dict[str, object]:
+        return {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+
+    def load(state: dict[str, dict[str, object]]) -> None:
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        min_replica_size=1,
+        load_state_dict=load,
+        state_dict=save,
+        replica_id=f"replica_{task.name}",
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=os.environ["TORCHFT_LIGHTHOUSE"],
+        init_sync=False,
+    )
+
+    def reduce(model: nn.Module) -> None:
+        works = [manager.allreduce(one.grad) for one in model.parameters() if one.grad is not None]
+        for work in works:
+            work.wait()
+
+    optimizer = Optimizer(manager, training.optimizer)
+    diary = Diary(task)
+    while True:
+        step = manager.current_step()
+        training.step(training.model, optimizer, step, reduce)
+        if manager.current_step() > step:  # else the step was given up, and is tried again by those who are left
+            diary.finished(manager.current_step() - 1, manager._quorum_id, manager.num_participants())
+
+
+if __name__ == "__main__":
+    main()

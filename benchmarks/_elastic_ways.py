@@ -1,0 +1,89 @@
+"""The ways to start an elastic job that are compared: `edl run`, torchrun and torchft."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks._child import ROOT
+from benchmarks._elastic_job import Job, Launch
+from benchmarks._elastic_task import Task
+
+__all__ = ["TORCHFT", "edl_nodes", "edl_workers", "torchft", "torchrun_nodes", "torchrun_workers"]
+
+TORCHFT = ROOT / ".tools/torchft/bin/python"
+_EDL = (sys.executable, "-m", "edl", "run")
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""As torchrun comes, it does not recover from a worker's death: the ranks of the next world find old addresses."""
+
+
+def _script(name: str, task: Task, node: int) -> list[str]:
+    return [str(ROOT / "benchmarks" / name), *replace(task, name=str(node)).arguments()]
+
+
+def edl_workers(task: Task, workers: int) -> Job:
+    """One node of ours with `workers` ranks."""
+    return _edl(task, ["--nnodes", "1", "--nproc-per-node", str(workers)], workers)
+
+
+def edl_nodes(task: Task, most: int) -> Job:
+    """Up to `most` nodes of ours with a rank each, which meet in a SQLite file."""
+    return _edl(task, ["--nnodes", f"1:{most}", "--nproc-per-node", "1"], 1)
+
+
+def _edl(task: Task, options: list[str], workers: int) -> Job:
+    name = f"bench-{uuid.uuid4().hex[:12]}"
+    command = [*_EDL, *options, "--rdzv-id", name, "--store", f"sqlite:///{task.folder}/store.sqlite"]
+    memory = Path(f"/dev/shm/edl-{os.getuid()}") / hashlib.sha256(name.encode()).hexdigest()[:16]
+    return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_edl.py", task, node)]), workers, memory)
+
+
+def torchrun_workers(task: Task, workers: int) -> Job:
+    """One node of torchrun's with `workers` ranks."""
+    options = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", "1000"]
+    command = [*_TORCHRUN, *options]
+    return Job(
+        task.folder, lambda node: Launch([*command, *_script("_elastic_torchrun.py", task, node)], _OWN_STORE), workers
+    )
+
+
+def torchrun_nodes(task: Task, most: int) -> Job:
+    """Up to `most` nodes of torchrun's with a rank each; the first one hosts the rendezvous."""
+    options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-id", "bench"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{_free_port()}"]
+    options += ["--rdzv-conf", "last_call_timeout=2"]
+    command = [*_TORCHRUN, *options]
+    return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_torchrun.py", task, node)], _OWN_STORE))
+
+
+def torchft(task: Task, join_timeout_s: float, stack: ExitStack) -> Job:
+    """Replica groups of one rank each, and a lighthouse that the `stack` ends.
+
+    Args:
+        join_timeout_s: how long the lighthouse waits for replicas that still seem to live; its own default is 60 s.
+    """
+    port = _free_port()
+    options = ["--min_replicas", "1", "--bind", f"127.0.0.1:{port}"]
+    options += ["--join_timeout_ms", str(round(join_timeout_s * 1000))]
+    lighthouse = subprocess.Popen(
+        [str(TORCHFT.with_name("torchft_lighthouse")), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    stack.callback(lighthouse.wait, 10)
+    stack.callback(lighthouse.kill)
+    environ = {"TORCHFT_LIGHTHOUSE": f"http://localhost:{port}"}
+    python = str(TORCHFT)
+    return Job(task.folder, lambda node: Launch([python, *_script("_elastic_torchft.py", task, node)], environ))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

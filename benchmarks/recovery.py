@@ -1,0 +1,258 @@
+"""One of three ranks dies by SIGKILL: how long until the others have finished another step, and what they lost.
+
+Five ways to train the same model (8.4 million parameters, gloo; of a step 60 ms are slept in place of a GPU's work):
+`edl run` as it comes, where new workers are forked and go on from snapshots in memory; `edl run` with `stay`, where
+survivors go on in process; torchrun with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` (as it comes it does not recover) and
+`torch.save` every 20 steps; torchft with a join timeout of 1 s, and with the one that it comes with. `edl run` and
+torchrun run three workers on one node, torchft three replica groups.
+
+- `sooner`: torchrun's seconds by those of `edl run`; `vs_torchft`: torchft's (1 s) by those of `stay`, both in process.
+- `steps_lost`: steps done again, in intervals between snapshots; `steps_lost_in_process`: in steps.
+- `join`: the longest pause of two nodes' ranks when a third node joins, torchrun's by that of `edl run`;
+  `join_in_process`: by that of `stay`.
+- `p50_s`, `p99_s`, `hangs`: of `--kills N` kills, one after the other at any moment of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from benchmarks import _elastic_ways as ways
+from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_rank
+from benchmarks._elastic_job import Hang, Job
+from benchmarks._elastic_task import Task
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+
+GOALS = [
+    Goal("sooner", 8),
+    Goal("vs_torchft", 2),
+    Goal("steps_lost", 1, "at most"),
+    Goal("steps_lost_in_process", 0, "at most"),
+    Goal("join", 10),
+    Goal("p50_s", 0.5, "at most"),
+    Goal("p99_s", 1.0, "at most"),
+    Goal("hangs", 0, "at most"),
+    Goal("in_process_p50_s", 0.5, "at most"),
+    Goal("in_process_p99_s", 1.0, "at most"),
+    Goal("in_process_hangs", 0, "at most"),
+]
+_WIDTH = 2048
+_SLEEP_S = 0.06
+_RANKS = 3
+_TIMEOUT_S = 60.0
+_SETTLE_STEPS = 8
+_DEFAULT_KILLS = 30
+_TORCHFT = "torchft, join timeout 1 s"
+
+Start = Callable[[Task, ExitStack], Job]
+
+
+def _forked(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.edl_workers(task, _RANKS))
+
+
+def _torchrun(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchrun_workers(task, _RANKS))
+
+
+def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchft(task, join_timeout_s, stack))
+
+
+def _task(stack: ExitStack, stay: bool = False) -> Task:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+    return Task(folder, "0", _WIDTH, _SLEEP_S, stay=stay)
+
+
+class Kills:
+    """One way to train, and what its ranks' deaths cost so far."""
+
+    def __init__(self, name: str, start: Start, *, stay: bool = False, nodes: int = 1, saves: bool = False) -> None:
+        self.name = name
+        self._start = start
+        self._stay = stay
+        self._nodes = nodes
+        self._saves = saves
+        self._random = random.Random(0)
+        self._next = 0
+        self.outcomes: list[Outcome] = []
+        self.interval = 1
+        self.hangs = 0
+
+    def seconds(self, kills: int) -> float:
+        """Start a job and kill so many ranks. Returns the median of the recoveries; of one that hung, its deadline."""
+        found = self.run(kills)
+        self.outcomes += found
+        return statistics.median(one.seconds for one in found)
+
+    def run(self, kills: int) -> list[Outcome]:
+        """What became of each kill. After one that hung another job is started."""
+        found: list[Outcome] = []
+        while len(found) < kills:
+            with ExitStack() as stack:
+                job = self._start(_task(stack, self._stay), stack)
+                for number in range(self._nodes):
+                    job.start(number)
+                try:
+                    job.together(count=_SETTLE_STEPS)
+                    if self._saves:
+                        job.saved(3)
+                    while len(found) < kills:
+                        found.append(get_over(job, self._kill, _TIMEOUT_S))
+                        self._settle(job)
+                except Hang as hang:
+                    self.hangs += 1
+                    note(f"**{self.name}: kill {len(found) + 1} hung.** {hang}\n")
+                    found.append(Outcome(_TIMEOUT_S, _TIMEOUT_S, 0))
+                self.interval = max(self.interval, job.diaries.save_interval())
+        return found
+
+    def _kill(self, job: Job) -> Event:
+        places = job.places()
+        self._next += 1
+        return kill_rank(job, places[self._next % len(places)])
+
+    def _settle(self, job: Job) -> None:
+        """Start what the job does not start by itself, and let it train until some moment of a step."""
+        for number in range(self._nodes):
+            if number not in job.nodes:
+                job.start(number)
+        job.together(count=_SETTLE_STEPS)
+        time.sleep(self._random.uniform(0, 0.3))
+
+
+def _join_s(start: Start, stay: bool = False) -> float:
+    """The pause of two nodes' ranks when a third one joins; the deadline if it never trains with them."""
+    with ExitStack() as stack:
+        job = start(_task(stack, stay), stack)
+        for number in range(_RANKS - 1):
+            job.start(number)
+        job.together(count=3 * _SETTLE_STEPS)
+        try:
+            return get_over(job, join, _TIMEOUT_S).pause_s
+        except Hang as hang:
+            note(f"**A join hung.** {hang}\n")
+            return _TIMEOUT_S
+
+
+def _nodes(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.edl_nodes(task, _RANKS))
+
+
+def _torchrun_nodes(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchrun_nodes(task, _RANKS))
+
+
+def _sides(quick: bool) -> dict[str, Kills]:
+    sides = {
+        "edl run": Kills("edl run", _forked, saves=True),
+        "edl run, in process": Kills("edl run, in process", _forked, stay=True),
+        "torchrun": Kills("torchrun", _torchrun),
+    }
+    if ways.TORCHFT.exists():
+        sides[_TORCHFT] = Kills(_TORCHFT, partial(_torchft, 1.0), nodes=_RANKS)
+        if not quick:
+            sides["torchft as it comes"] = Kills("torchft as it comes", partial(_torchft, 60.0), nodes=_RANKS)
+    else:
+        note("torchft is not installed (tools/torchft.sh): not compared.\n")
+    return sides
+
+
+def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[float]]:
+    """The figures of every round, and of `kills` kills one after the other."""
+    sides = _sides(options.quick)
+    each = 1 if options.quick else 3
+    rounds = take_turns({name: partial(side.seconds, each) for name, side in sides.items()}, options.repeats)
+    forked, in_process = sides["edl run"], sides["edl run, in process"]
+    figures = {"sooner": divide(rounds["torchrun"], rounds["edl run"])}
+    figures["sooner_in_process"] = divide(rounds["torchrun"], rounds["edl run, in process"])
+    if _TORCHFT in rounds:
+        figures["vs_torchft"] = divide(rounds[_TORCHFT], rounds["edl run, in process"])
+    figures["steps_lost"] = [one.lost / forked.interval for one in forked.outcomes]
+    figures["steps_lost_in_process"] = [float(one.lost) for one in in_process.outcomes]
+    _tell(sides)
+    if not options.quick:
+        figures |= _joins(max(1, options.repeats // 2))
+        figures |= _many(forked, kills, "") | _many(in_process, kills, "in_process_")
+        _adversaries(stay=False)
+        _adversaries(stay=True)
+    return figures
+
+
+def _tell(sides: dict[str, Kills]) -> None:
+    lines = ["| way | seconds to the slowest survivor's next step | steps lost | hung |", "| --- | --- | --- | --- |"]
+    for side in sides.values():
+        seconds, lost = (
+            Spread.of([float(value) for value in values])
+            for values in ([one.seconds for one in side.outcomes], [one.lost for one in side.outcomes])
+        )
+        lines.append(f"| {side.name} | {seconds} | {lost} | {side.hangs} of {len(side.outcomes)} |")
+    note("\n".join(lines) + "\n")
+    note(f"Snapshots of `edl run` were at most {sides['edl run'].interval} steps apart.\n")
+
+
+def _joins(repeats: int) -> dict[str, list[float]]:
+    starts = {
+        "edl run": partial(_join_s, _nodes),
+        "edl run, in process": partial(_join_s, _nodes, stay=True),
+        "torchrun": partial(_join_s, _torchrun_nodes),
+    }
+    pauses = take_turns(starts, repeats)
+    for name, seconds in pauses.items():
+        note(f"Pause when a node joins, {name}: {Spread.of(seconds)} s.")
+    return {
+        "join": divide(pauses["torchrun"], pauses["edl run"]),
+        "join_in_process": divide(pauses["torchrun"], pauses["edl run, in process"]),
+    }
+
+
+def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:
+    """The distribution over many kills."""
+    if not kills:
+        return {}
+    side.hangs = 0
+    seconds = sorted(one.seconds for one in side.run(kills))
+    p99 = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
+    note(f"{side.name}, {kills} kills: {Spread.of(seconds)} s, p99 {p99:.3g} s, {side.hangs} hung.\n")
+    figures = {"p50_s": statistics.median(seconds), "p99_s": p99, "max_s": seconds[-1], "hangs": float(side.hangs)}
+    return {prefix + key: [value] for key, value in figures.items()}
+
+
+def _adversaries(stay: bool) -> None:
+    """A table of what else can happen to three nodes of ours."""
+    lines = [
+        f"\nThree nodes with a rank each{', in process' if stay else ''}:\n",
+        "| what happens | seconds to the slowest survivor's next step | pause | steps lost |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    pending = dict(ADVERSARIES)
+    while pending:
+        with ExitStack() as stack:
+            job = _nodes(_task(stack, stay), stack)
+            try:
+                for name in list(pending):
+                    for number in range(_RANKS):
+                        if number not in job.nodes:
+                            job.start(number)
+                    job.together(count=_SETTLE_STEPS)
+                    one = get_over(job, pending.pop(name), _TIMEOUT_S)
+                    lines.append(f"| {name} | {one.seconds:.2f} | {one.pause_s:.2f} | {one.lost} |")
+            except Hang as hang:
+                lines.append(f"| {name} | **hung** | | |")
+                note(f"**{name}: hung.** {hang}\n")
+    note("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--kills", type=int, default=_DEFAULT_KILLS)
+    given, rest = own.parse_known_args()
+    main("recovery", partial(measure, kills=given.kills), GOALS, __doc__, rest)

@@ -40,8 +40,14 @@ Then, in the student's program:
                                         inputs=["image", None], outputs=["logits"]):
       ...
 
+Students that are elastic themselves:
+  edl run --nnodes 1:4 --nproc-per-node 2 --rdzv-id my-job train.py
+      torchrun's options; workers and nodes may come, go or die, and training goes on
+  edl status my-job
+      who takes part, and where the time goes
+
 Across machines, give every command and program the same registry:
-  --discovery consul://HOST:8500, or EDL_DISCOVERY in the environment"""
+  --discovery consul://HOST:8500 (edl run: --store), or EDL_DISCOVERY in the environment"""
 
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 

@@ -25,7 +25,7 @@ __all__ = ["Command", "explain_missing", "find", "nearest"]
 GROUP = "edl.commands"
 
 # The order in which somebody new meets them; others follow by name.
-_ORDER = ("demo", "serve", "register", "teachers", "label", "bench")
+_ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "bench")
 
 # Which extra brings a module that a command may miss.
 _EXTRAS = {

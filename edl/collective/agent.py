@@ -240,6 +240,8 @@ class Agent:
             self._chronicle.tell("hang", world.message, world.generation - 1)
         if position == 0:
             self._meeting, self._spare = self._spare, meeting_place(self._told)
+        if self._crew.running:
+            self._chronicle.observe(Doing.RENDEZVOUS, self._crew)  # what follows is no training of the old workers
         self._crew.begin(world, position)
 
     def _wait(self, records: Records) -> int | None:

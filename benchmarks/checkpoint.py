@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -36,6 +37,7 @@ _FEATURES = {False: 2048, True: 256}
 _LAYERS = 10
 _SAVES = 3
 _RATE = 100e6
+_STARTS_WITHIN_S = 60.0
 
 
 class Throttled(LocalFileSystem):  # type: ignore[misc]
@@ -93,8 +95,8 @@ def measure(options: Options) -> dict[str, list[float]]:
         }
         rounds = take_turns(sides, options.repeats)
         storage = {
-            protocol: stack.enter_context(_storing(state, f"{protocol}://{folder}/{protocol}", kind))
-            for protocol, kind in (("fast", Unthrottled), ("slow", Throttled))
+            kind.protocol: stack.enter_context(_storing(state, folder / kind.protocol, kind))
+            for kind in (Unthrottled, Throttled)
         }
         stored = take_turns(storage, options.repeats)
     megabytes = state.capture().data_nbytes / 1e6
@@ -159,17 +161,29 @@ def _dcp(state: State, folder: Path) -> Iterator[Callable[[], float]]:
 
 
 @contextlib.contextmanager
-def _storing(state: State, url: str, kind: type[Throttled]) -> Iterator[Callable[[], float]]:
+def _storing(state: State, folder: Path, kind: type[Throttled]) -> Iterator[Callable[[], float]]:
     """Saves while an earlier one is being stored."""
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
     def save() -> float:
+        url = f"{kind.protocol}://{folder}"
         with Checkpointer(state, interval_steps=1, storage=url, keep=1) as checkpointer:
             checkpointer.save(0)
-            checkpointer.save(1, force=True)  # what is stored while the next ones are saved
-            return statistics.median(_timed(partial(checkpointer.save, 2 + number)) for number in range(_SAVES))
+            checkpointer.save(1, force=True)
+            _wait_for(folder / f"step-1.g-{checkpointer.generation}/__0_0.distcp")  # stored while the next are saved
+            seconds = [_timed(partial(checkpointer.save, 2 + number)) for number in range(_SAVES)]
+        shutil.rmtree(folder)
+        return statistics.median(seconds)
 
     yield save
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + _STARTS_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{path.name} was not begun within {_STARTS_WITHIN_S:.0f} s")
+        time.sleep(0.001)
 
 
 if __name__ == "__main__":

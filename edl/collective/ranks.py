@@ -21,7 +21,7 @@ def exchange(numbers: Sequence[int], group: dist.ProcessGroup | None, device: to
     if world == 1:
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    everyone = torch.empty(world * len(numbers), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    found: list[list[int]] = everyone.view(world, len(numbers)).tolist()
+    everyone = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(everyone, mine, group=group)
+    found: list[list[int]] = torch.stack(everyone).tolist()
     return found

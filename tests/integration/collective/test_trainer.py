@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from tests.integration.collective.ranks_pool import RanksPool  # noqa: E402
-from tests.integration.collective.trainer_runs import Run, alone, elastic  # noqa: E402
+from tests.integration.collective.trainer_runs import Run, alone, automatic, elastic, noise, sharded  # noqa: E402
 
 BATCHES = st.integers(1, 24)
 RUNS = st.builds(
@@ -82,3 +82,31 @@ def test_a_rank_without_a_row_is_an_error_on_all_ranks_if_the_module_needs_one(r
 def test_a_gradient_scaler_changes_nothing(ranks: RanksPool, wrapped: bool) -> None:
     run = Run(clip_norm=0.3, scaled=True, wrapped=wrapped, most=(2, 3, None, None, None))
     assert_same(ranks.run(3, elastic, run), alone(run))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_noise_is_the_same_in_every_world(ranks: RanksPool, world: int) -> None:
+    found = ranks.run(world, noise, (4, None, 2, None, 1))
+    assert len(set(found)) == 1
+    variance, square = found[0]
+    assert variance == pytest.approx(10.0, rel=0.15)
+    assert square == pytest.approx(5.0, rel=0.15)
+
+
+def test_ranks_agree_on_an_automatic_batch_however_far_each_has_read_ahead(ranks: RanksPool) -> None:
+    found = ranks.run(3, automatic)
+    (last,) = {last for _, _, last in found}
+    assert 8 < last <= 40
+    steps = list(zip(*[sizes for sizes, _, _ in found], strict=True))
+    assert sum(steps[0]) == 8
+    assert {max(step) - min(step) for step in steps} <= {0, 1}
+    assert sorted(index for _, indices, _ in found for index in indices) == list(range(1200))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_sharded_module_gets_as_many_micro_batches_on_every_rank(ranks: RanksPool, world: int) -> None:
+    run = Run(length=20, batch=7, steps=4, most=(1, 3, None, None, None))
+    wanted = alone(run)
+    for found in ranks.run(world, sharded, run):
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,350 @@
+"""The trainer in one process: its rules, rates, scaler, noise against a known truth, state, the automatic batch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from edl.collective.adjust import AdaScale, Linear, SquareRoot  # noqa: E402
+from edl.collective.goodput import AutoBatch  # noqa: E402
+from edl.collective.rows import count_rows, cut_rows  # noqa: E402
+from edl.collective.sampler import ElasticSampler  # noqa: E402
+from edl.collective.schedule import SampleSchedule  # noqa: E402
+from edl.collective.trainer import ElasticTrainer  # noqa: E402
+from edl.errors import ProtocolError, SettingsError  # noqa: E402
+
+Setup = tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]
+
+
+def setup(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Setup:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 1).double()
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    if not {"sampler", "global_batch"} & options.keys():
+        options["global_batch"] = 8
+    return ElasticTrainer(model, optimizer, **options), model, optimizer
+
+
+def rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(count, 1, generator=generator, dtype=torch.float64)
+
+
+def train(setup: Setup, steps: int = 1, count: int = 8, seed: int = 0) -> None:
+    trainer, model, _ = setup
+    for step in range(steps):
+        for inputs, targets in trainer.micro_batches(rows(count, seed + step)):
+            trainer.backward(nn.functional.mse_loss(model(inputs), targets))
+        trainer.step()
+
+
+# --- Batches. ---
+
+
+class Named(NamedTuple):
+    inputs: Tensor
+    names: list[str]
+    number: int
+
+
+def test_nests_of_tensors_arrays_and_lists_are_cut_by_rows() -> None:
+    batch = [
+        {"ids": torch.arange(5)},
+        (np.arange(10).reshape(5, 2), None),
+        Named(torch.arange(5), list("abcde"), 7),
+        torch.tensor(0.5),
+    ]
+    assert count_rows(batch) == 5
+    ids, (pairs, nothing), named, scalar = cut_rows(batch, 1, 3)
+    assert ids["ids"].tolist() == [1, 2]
+    assert pairs.tolist() == [[2, 3], [4, 5]]
+    assert (nothing, named.names, named.number, type(named), float(scalar)) == (None, ["b", "c"], 7, Named, 0.5)
+
+
+@pytest.mark.parametrize("batch", [7, (torch.zeros(3), torch.zeros(4)), torch.zeros(())])
+def test_a_batch_without_rows_is_refused(batch: object) -> None:
+    with pytest.raises(SettingsError, match="rows"):
+        count_rows(batch)
+
+
+# --- The order of calls. ---
+
+
+def test_micro_batches_are_as_the_memory_asks() -> None:
+    trainer, model, _ = setup(max_micro_batch=3)
+    sizes = []
+    for inputs, targets in trainer.micro_batches(rows(8)):
+        sizes.append(len(inputs))
+        trainer.backward(nn.functional.mse_loss(model(inputs), targets))
+    trainer.step()
+    assert sizes == [3, 3, 2]
+    assert trainer.samples == 8
+
+
+def test_calls_out_of_order_say_what_is_missing() -> None:
+    trainer, model, _ = setup(max_micro_batch=4)
+    inputs, targets = rows(8)
+    with pytest.raises(SettingsError, match="no micro-batches"):
+        trainer.step()
+    with pytest.raises(SettingsError, match="loop over micro_batches"):
+        trainer.backward(model(inputs).mean())
+    micros = trainer.micro_batches((inputs, targets))
+    next(micros)
+    with pytest.raises(SettingsError, match=r"backward\(\) was not called"):
+        next(micros)
+    with pytest.raises(SettingsError, match="2 of 2 micro-batches"):
+        trainer.step()
+    with pytest.raises(SettingsError, match=r"discard\(\)"):
+        next(trainer.micro_batches((inputs, targets)))
+    trainer.discard()
+    train((trainer, model, trainer.optimizer))
+    assert trainer.samples == 8
+
+
+def test_an_error_in_the_users_code_leaves_nothing_behind_once_discarded() -> None:
+    clean, broken = setup(max_micro_batch=2), setup(max_micro_batch=2)
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_second_micro_batch(broken)
+    broken[0].discard()
+    for one in (clean, broken):
+        train(one, 3)
+    assert all(torch.equal(a, b) for a, b in zip(clean[1].parameters(), broken[1].parameters(), strict=True))
+
+
+def fail_in_the_second_micro_batch(setup: Setup) -> None:
+    trainer, model, _ = setup
+    for number, (inputs, _) in enumerate(trainer.micro_batches(rows(8, seed=9))):
+        trainer.backward(model(inputs).mean() * (1 / (1 - number)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": ElasticSampler(8, global_batch=4), "global_batch": 4}, "either sampler"),
+        ({"max_micro_batch": 0}, "max_micro_batch=0"),
+        ({"auto": AutoBatch(1, 8)}, "policy"),
+        ({"base_batch": -1}, "base_batch=-1"),
+        ({"sampler": ElasticSampler(8, global_batch=4), "auto": AutoBatch(1, 9), "policy": AdaScale()}, "epoch has 8"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        setup(**options)
+
+
+def test_a_batch_that_is_not_the_samplers_is_refused() -> None:
+    trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
+    with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
+        next(trainer.micro_batches(rows(7)))
+
+
+# --- Rates. ---
+
+
+def test_a_policy_changes_the_step_and_neither_the_rate_nor_the_moments_that_are_saved() -> None:
+    plain = setup(torch.optim.Adam, global_batch=32, base_batch=32)
+    scaled = setup(torch.optim.Adam, global_batch=32, base_batch=8, policy=SquareRoot())
+    before = [one.detach().clone() for one in plain[1].parameters()]
+    for one in (plain, scaled):
+        train(one, count=32)
+    for start, small, large in zip(before, plain[1].parameters(), scaled[1].parameters(), strict=True):
+        torch.testing.assert_close(large - start, 2 * (small - start))
+    assert scaled[2].param_groups[0]["lr"] == 0.1
+    for small, large in zip(plain[2].state.values(), scaled[2].state.values(), strict=True):
+        assert torch.equal(small["exp_avg"], large["exp_avg"])
+        assert torch.equal(small["exp_avg_sq"], large["exp_avg_sq"])
+
+
+def test_moments_survive_a_change_of_the_batch() -> None:
+    trainer, _, optimizer = one = setup(torch.optim.Adam, policy=AdaScale())
+    train(one, 3)
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    trainer.resize(32)
+    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(optimizer.state.values(), moments, strict=True))
+    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+    train(one, count=32)
+    assert trainer.rate_factor > 1.0
+
+
+def test_schedules_move_with_the_samples() -> None:
+    trainer, model, optimizer = setup(global_batch=8, policy=Linear(0))
+    halves = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    trainer.schedule = SampleSchedule(halves, samples_per_step=16)
+    train((trainer, model, optimizer), 2)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    trainer.resize(32)
+    train((trainer, model, optimizer), 1, count=32)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
+    assert (trainer.samples, trainer.progress) == (48, 48.0)
+
+
+def test_a_step_skipped_by_the_scaler_counts_its_samples_and_moves_no_schedule() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    trainer, model, optimizer = one = setup(scaler=scaler)
+    trainer.schedule = SampleSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), samples_per_step=8)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for inputs, _ in trainer.micro_batches(rows(8)):
+        trainer.backward(model(inputs).mean() * float("inf"))
+    trainer.step()
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    assert (trainer.samples, optimizer.param_groups[0]["lr"], scaler.get_scale()) == (8, 0.1, 2.0)
+    train(one)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_gradients_can_be_looked_at_before_the_step() -> None:
+    trainer, model, _ = setup(max_micro_batch=2, clip_norm=0.01)
+    for inputs, targets in trainer.micro_batches(rows(8)):
+        trainer.backward(nn.functional.mse_loss(model(inputs), targets))
+    trainer.synchronize()
+    norm = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)
+    trainer.step()
+
+
+# --- Noise. ---
+
+TRUTH = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
+SPREADS = torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)
+
+
+class Quadratic(nn.Module):
+    """|x - target|²/2 for targets around `TRUTH`: at x = 0 a sample's gradient is minus its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, targets: Tensor) -> Tensor:
+        return 0.5 * (self.x - targets).square().sum(1).mean()
+
+
+def measure(
+    optimizer_of: Callable[[Quadratic], torch.optim.Optimizer], scaler: torch.amp.GradScaler | None = None
+) -> ElasticTrainer:
+    generator = torch.Generator().manual_seed(1)
+    model = Quadratic()
+    trainer = ElasticTrainer(
+        model, optimizer_of(model), global_batch=12, max_micro_batch=5, policy=AdaScale(), scaler=scaler
+    )
+    for _ in range(300):
+        targets = TRUTH + SPREADS * torch.randn(12, 3, generator=generator, dtype=torch.float64)
+        for some in trainer.micro_batches(targets):
+            trainer.backward(model(some))
+        trainer.step()
+    return trainer
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_measured_noise_is_that_of_the_problem(scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6) if scaled else None
+    noise = measure(lambda model: torch.optim.SGD(model.parameters(), lr=0.0), scaler).noise
+    assert noise.variance == pytest.approx(float(SPREADS.square().sum()), rel=0.15)
+    assert noise.square == pytest.approx(float(TRUTH.square().sum()), rel=0.15)
+
+
+def test_adams_noise_is_that_of_gradients_divided_by_its_own_scale() -> None:
+    noise = measure(lambda model: torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.99))).noise
+    # Adam divides by the root of E[g²] of a mean over 12 samples.
+    second = TRUTH.square() + SPREADS.square() / 12
+    assert noise.variance == pytest.approx(float((SPREADS.square() / second).sum()), rel=0.2)
+    assert noise.square == pytest.approx(float((TRUTH.square() / second).sum()), rel=0.2)
+
+
+def test_an_optimizer_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    one = setup(torch.optim.Adamax, policy=AdaScale())
+    with caplog.at_level(logging.WARNING, "edl.collective"):
+        train(one, 3)
+    assert [record.message.split(", which")[0] for record in caplog.records] == [
+        "gradient noise is measured without Adamax's own scaling"
+    ]
+
+
+# --- State. ---
+
+
+def test_a_saved_run_goes_on_bit_for_bit() -> None:
+    def fresh() -> Setup:
+        one = setup(torch.optim.Adam, policy=AdaScale(), base_batch=4, max_micro_batch=3)
+        one[0].schedule = SampleSchedule(torch.optim.lr_scheduler.ExponentialLR(one[2], 0.9), samples_per_step=5)
+        return one
+
+    whole, first, second = fresh(), fresh(), fresh()
+    train(whole, 6)
+    train(first, 3)
+    second[1].load_state_dict(first[1].state_dict())
+    second[2].load_state_dict(first[2].state_dict())
+    second[0].load_state_dict(json.loads(json.dumps(first[0].state_dict())))
+    train(second, 3, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True))
+    assert second[0].state_dict() == whole[0].state_dict()
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    trainer, _, _ = setup()
+    with pytest.raises(ProtocolError, match="version 0"):
+        trainer.load_state_dict(trainer.state_dict() | {"version": 0})
+
+
+def test_a_batch_that_auto_changed_survives_and_the_users_new_one_wins() -> None:
+    first, _, _ = setup(global_batch=8, policy=SquareRoot())
+    first.resize(32)
+    same, other = setup(global_batch=8, policy=SquareRoot())[0], setup(global_batch=16, policy=SquareRoot())[0]
+    for one in (same, other):
+        one.load_state_dict(first.state_dict())
+    assert (same.global_batch, same.rate_factor) == (32, 2.0)
+    assert (other.global_batch, other.rate_factor) == (16, 1.0)
+
+
+# --- The automatic batch. ---
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_auto_grows_the_batch_of_noisy_gradients_in_the_middle_of_an_epoch(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    targets = TRUTH * 0.01 + SPREADS * torch.randn(2000, 3, generator=generator, dtype=torch.float64)
+    model = Quadratic()
+    sampler = ElasticSampler(len(targets), global_batch=8)
+    trainer = ElasticTrainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        sampler=sampler,
+        policy=AdaScale(),
+        auto=AutoBatch(8, 64, every_steps=10),
+    )
+    seen: list[Tensor] = []
+    sizes = []
+    with caplog.at_level(logging.INFO, "edl.collective"):
+        for (batch,) in DataLoader(TensorDataset(targets), batch_sampler=sampler, num_workers=workers):
+            for some in trainer.micro_batches(batch):
+                trainer.backward(model(some))
+            trainer.step()
+            seen.append(batch)
+            sizes.append(len(batch))
+    assert sizes[0] == 8
+    assert max(sizes) == 64
+    assert sorted(torch.cat(seen)[:, 0].tolist()) == sorted(targets[:, 0].tolist())
+    decisions = [record.message for record in caplog.records if record.message.startswith("batch ")]
+    assert decisions[0].startswith("batch 8 -> 16: to measure a second size")
+    assert len(decisions) == len(sizes) // 10
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -156,7 +156,7 @@ class Checkpointer:
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 save_s = self._save(step, wanted)
-                if due and not pausing:
+                if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                     self._plan_next(step, save_s)
         if pausing:
             self._pause(step)

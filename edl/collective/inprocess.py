@@ -21,13 +21,10 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from typing import Final
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from edl.collective import regroup, transfer
@@ -37,19 +34,15 @@ from edl.collective.checkpoint import Checkpointer
 from edl.collective.control import Control
 from edl.collective.encoding import from_json, to_json
 from edl.collective.failures import Kind, kind_of
-from edl.collective.sockets import GroupSockets
+from edl.collective.process_group import LEFT, BreakableGroup, doubt
 from edl.collective.state import State, WorldChange
 from edl.collective.state_fields import unwrapped
-from edl.errors import EDLError, SettingsError
+from edl.errors import SettingsError
 from edl.settings import read
 
 __all__ = ["Place", "stay"]
 
 _log = logging.getLogger(__name__)
-
-_TESTED: Final = ((2, 13), (3, 0))
-"""Versions of torch, from the first until before the second, whose broken groups were seen to let go."""
-_POLL_S: Final = 0.005
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def stay(
         train: the training loop.
         state: what the job is, with bare modules; every rank's is the same save for `local` fields.
         checkpointer: of `state`. If no survivor has a whole state, `restore` brings back what was saved.
-        backend: gloo; others are accepted, see `docs/recovery.md`.
+        backend: gloo, or nccl, which is untested; with others workers are forked anew as without `stay`.
         timeout_s: of collectives. A rank that keeps others waiting for longer counts as lost.
         patience_s: how long to wait, after contact was lost, for the agent to tell of the next generation.
         meeting_s: how long to wait for all ranks to come to a new generation, and at the end of the last.
@@ -132,17 +125,17 @@ class _Stay:
         self._board = Board.from_env()
         self._boundary = Boundary(state)
         self._report = regroup.Report()
-        self._sockets: GroupSockets | None = None
-        self._store: Store | None = None
-        self._control = Control.from_env(self._wake)
+        self._group: BreakableGroup | None = None
+        self._control = Control.from_env(self._shatter)
 
     def run(self) -> None:
-        untested = _untested(self._settings.backend)
+        """Train until the end."""
+        mistrust = doubt(self._settings.backend)
         self._checkpointer.attend(self._finished, self._interrupt)
         try:
             with self._control:
-                if untested:
-                    _log.warning("%s: workers will be forked anew instead of going on in process", untested)
+                if mistrust:
+                    _log.warning("%s: workers are forked anew instead of going on in process", mistrust)
                 elif self._control.path is not None:
                     self._board.stay()
                 while (lost := self._generation()) is not None:
@@ -153,74 +146,78 @@ class _Stay:
 
     def _generation(self) -> BaseException | None:
         """Train in the present generation. Returns None when it is done, else what it was that ended it."""
+        group = BreakableGroup(
+            read("RANK", int) or 0, read("WORLD_SIZE", int) or 1, self._settings.backend, self._settings.timeout_s
+        )
         try:
-            place = self._form()
-            self._train(place)
-            self._part(place)
+            self._train(self._form(group))
+            if self._control.path is not None:
+                # Should one be lost now, the last steps are not trained again.
+                self._board.enter(Phase.EXIT)
+                group.meet("done", self._settings.meeting_s, self._interrupt)
         except (Exception, _Regroup) as exc:
-            self._break()  # others may wait for this rank in a collective
+            group.shatter()  # others may wait for this rank
             if not self._recoverable(exc):
                 raise
             return exc
-        dist.destroy_process_group()
+        group.drop()
         return None
 
     def _next(self, lost: BaseException) -> None:
         """Leave the last generation behind, and wait for the next one.
 
         Raises:
-            BaseException: `lost`, if there is no next one.
+            Exception: `lost`, or one in its place, if there is no next one.
         """
         began = time.monotonic()
         self._board.enter(Phase.PAUSE)
         if not isinstance(lost, _Regroup):
-            _log.info("rank %s lost contact: %s", os.environ.get("RANK"), str(lost).split("\n", 1)[0])
+            _log.info("lost contact with another rank (%s)", type(lost).__name__)
+            _log.debug("what was raised", exc_info=lost)
         _forget_frames(lost)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        self._store = None
+        if self._group is not None:
+            self._group.drop()
+        self._group = None
         gc.collect()  # a DistributedDataParallel lies in cycles, and as long as it lives it hooks into backward
         left = time.monotonic()
         environ = self._control.take(self._settings.patience_s)
-        if environ is None:
-            raise lost
+        kept = any(type(one) is DistributedDataParallel for one in gc.get_objects())
+        if environ is None or kept:
+            what = f"no next generation within {self._settings.patience_s:g} s"
+            if kept:
+                what = "a DistributedDataParallel of the last generation is still there: keep it in train() only"
+                _log.warning("%s; this worker makes way for a new one", what)
+            raise ConnectionError(f"{LEFT}: {what}") if isinstance(lost, _Regroup) else lost
         os.environ.update(environ)
-        told = time.monotonic()
-        _log.info(
-            "generation %s: left in %.3f s, told after %.3f s", environ["EDL_GENERATION"], left - began, told - left
-        )
+        _log.info("left in %.3f s, told of the next generation %.3f s later", left - began, time.monotonic() - left)
         if not self._boundary.undo():
             self._report = regroup.Report()
 
-    # --- Forming a generation. ---
-
-    def _form(self) -> Place:
-        rank, size = read("RANK", int) or 0, read("WORLD_SIZE", int) or 1
-        generation = read("EDL_GENERATION", int) or 0
-        timeout = timedelta(seconds=self._settings.timeout_s)
-        self._sockets = GroupSockets()
-        self._interrupt()  # after the sockets can be reached: see Control
+    def _form(self, group: BreakableGroup) -> Place:
+        """Be a member of the present generation, with the state that all agree on."""
         began = time.monotonic()
+        generation = read("EDL_GENERATION", int) or 0
         if self._control.path is not None:
-            self._store = _agents_store(timeout)
+            group.connect()
+            # New workers still start; that must not count against those who have come.
             self._board.form(generation)
-            self._meet("came", rank, size)
+            group.meet("came", self._settings.meeting_s, self._interrupt)
         met = time.monotonic()
-        _make_group(self._settings.backend, self._store, rank, size, timeout)
-        self._sockets.done()
+        group.prepare()
+        self._group = group
+        self._interrupt()  # now that the other thread can reach the group: see Control
+        group.make()
         made = time.monotonic()
-        step = self._agree(generation, rank, size)
-        agreed = time.monotonic()
-        _log.info("all came in %.3f s, group %.3f s, state %.3f s", met - began, made - met, agreed - made)
-        return Place(rank, size, read("LOCAL_RANK", int) or 0, generation, step)
+        step = self._agree(generation, group)
+        _log.info("met in %.3f s, group %.3f s, state %.3f s", met - began, made - met, time.monotonic() - made)
+        return Place(group.rank, group.size, read("LOCAL_RANK", int) or 0, generation, step)
 
-    def _agree(self, generation: int, rank: int, size: int) -> int:
+    def _agree(self, generation: int, group: BreakableGroup) -> int:
         """Have one state on all ranks. Returns the last finished step."""
         self._checkpointer.renew(generation)
         said = [from_json(data) for data in transfer.gather_bytes(to_json(asdict(self._report)))]
-        reports = [regroup.Report(**report) for report in said]
-        plan = regroup.plan(reports)
-        if plan is None or rank in plan.behind:  # should it fail half-way, what is here will be good for nothing
+        plan = regroup.plan([regroup.Report(**report) for report in said])
+        if plan is None or group.rank in plan.behind:  # should it fail half-way, what is here will be good for nothing
             self._boundary.forget()
             self._report = regroup.Report()
         if plan is None:
@@ -230,55 +227,31 @@ class _Stay:
             if plan.behind:
                 self._board.enter(Phase.LOAD)
                 transfer.broadcast_state(self._state, plan.source)
-            if plan.size != size:
-                self._state.adjust(WorldChange(plan.size, size, step))
+            if plan.size != group.size:
+                self._state.adjust(WorldChange(plan.size, group.size, step))
             self._board.enter(Phase.TRAIN)
         self._boundary.note()
-        self._report = regroup.Report(step, generation, size, live=True)
+        self._report = regroup.Report(step, generation, group.size, live=True)
         return step
-
-    def _meet(self, where: str, rank: int, size: int) -> None:
-        """Wait until all ranks are here.
-
-        Raises:
-            EDLError: some did not come in time.
-        """
-        assert self._store is not None
-        self._store.set(f"{where}/{rank}", "")
-        keys = [f"{where}/{each}" for each in range(size)]
-        deadline = time.monotonic() + self._settings.meeting_s
-        while not self._store.check(keys):
-            self._interrupt()
-            if time.monotonic() > deadline:
-                lacking = [each for each in range(size) if not self._store.check([f"{where}/{each}"])]
-                raise EDLError(f"ranks {lacking} have not come within {self._settings.meeting_s:g} s")
-            time.sleep(_POLL_S)
-
-    def _part(self, place: Place) -> None:
-        """Wait for the others to finish as well: should one be lost now, the last steps are not trained again."""
-        if self._control.path is not None:
-            self._meet("done", place.rank, place.size)
-
-    # --- What happens while it trains. ---
 
     def _finished(self, step: int) -> None:
         """The checkpointer was told of a finished step."""
+        if self._group is not None:
+            self._group.settle()
+            if not self._group.trusted:
+                raise _Regroup
         self._boundary.note()
-        self._report = regroup.Report(step, self._report.generation, self._report.size, live=True)
+        self._report = replace(self._report, step=step)
 
     def _interrupt(self) -> None:
         """Leave, if the next generation is known."""
         if self._control.coming:
             raise _Regroup
 
-    def _wake(self) -> None:
+    def _shatter(self) -> None:
         """From the thread that listens to the agent: whoever waits in a collective shall wait no more."""
-        self._break()
-
-    def _break(self) -> None:
-        sockets = self._sockets
-        if sockets is not None:
-            sockets.shut_down()
+        if self._group is not None:
+            self._group.shatter()
 
     def _recoverable(self, exc: BaseException) -> bool:
         """Whether another generation may follow."""
@@ -287,25 +260,6 @@ class _Stay:
         if isinstance(exc, _Regroup) or self._control.coming:
             return True
         return any(kind_of(1, f"{one}\n{type(one).__name__}: {one}") is Kind.CONTACT for one in _chain(exc))
-
-
-def _make_group(backend: str, store: Store | None, rank: int, size: int, timeout: timedelta) -> None:
-    if store is not None:
-        store = PrefixStore("group", store)
-    elif read("RANK", int) is None:  # plain `python train.py`
-        store = HashStore()
-    if store is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def _agents_store(timeout: timedelta) -> Store:
-    """The store that the agent of the first node holds for this generation alone."""
-    address, port = read("MASTER_ADDR", str), read("MASTER_PORT", int)
-    if address is None or port is None:
-        raise SettingsError("MASTER_ADDR and MASTER_PORT are not set: start this program with `edl run`")
-    return TCPStore(address, port, is_master=False, timeout=timeout)
 
 
 def _check_state(state: State) -> None:
@@ -323,15 +277,6 @@ def _check_state(state: State) -> None:
                     f"field {name} of the State is sharded: no survivor has all of it, so it cannot go on in process. "
                     "Call init_process_group() and train without stay(): workers are then forked anew"
                 )
-
-
-def _untested(backend: str) -> str:
-    """Why this torch or backend is not trusted to let go of a broken group; empty if it is."""
-    first, end = _TESTED
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if not first <= version < end:
-        return f"torch {torch.__version__} is not among the versions {first[0]}.{first[1]} to <{end[0]}.{end[1]}"
-    return "" if backend == "gloo" else f"backend {backend} is not gloo"
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:

@@ -42,26 +42,26 @@ def shut_down(inodes: Collection[int]) -> int:
 
 
 class GroupSockets:
-    """The connections of one process group: between `begin` and `done` all that appear, afterwards the same ones.
+    """The connections of a process group: those that appear while it is made, from now until `done`.
 
     Args:
+        until_done: others that who makes the group may wait on, but nobody afterwards.
         look: the inodes of all connections of this process now, as keys.
         shut: shuts those of the given inodes down.
-
-    Attributes:
-        shut: whether `shut_down` was called. Whatever the group raises afterwards is no wonder.
     """
 
     def __init__(
         self,
+        until_done: Collection[int] = (),
+        *,
         look: Callable[[], Mapping[int, int]] = connections,
         shut: Callable[[Collection[int]], int] = shut_down,
     ) -> None:
         self._look = look
         self._shut = shut
+        self._until_done = frozenset(until_done)
         self._before = frozenset(look())
         self._own: frozenset[int] | None = None
-        self.shut = False
 
     def done(self) -> None:
         """The group is made: what connects from now on is somebody else's."""
@@ -69,8 +69,8 @@ class GroupSockets:
 
     def shut_down(self) -> int:
         """Break the group's connections. From any thread, also while the group is being made; returns how many."""
-        self.shut = True
-        return self._shut(frozenset(self._look()) - self._before if self._own is None else self._own)
+        making = frozenset(self._look()) - self._before | self._until_done
+        return self._shut(making if self._own is None else self._own)
 
 
 def _with_socket(number: int, inode: int, act: Callable[[socket.socket], bool]) -> bool:

@@ -1,0 +1,184 @@
+"""Going on in process: whose state, back to which step, and what the agent says."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from edl.collective.boundary import Boundary
+from edl.collective.control import Control
+from edl.collective.regroup import Plan, Report, plan
+from edl.collective.state import State
+
+
+def live(step: int, generation: int = 0, size: int = 3) -> Report:
+    return Report(step, generation, size, live=True)
+
+
+def test_the_one_that_got_furthest_gives_its_state_to_the_others() -> None:
+    assert plan([live(7), live(8), Report(), live(8)]) == Plan(8, 3, source=1, behind=frozenset({0, 2}))
+
+
+def test_nobody_is_behind_where_all_have_the_same() -> None:
+    assert plan([live(7), live(7)]) == Plan(7, 3, source=0, behind=frozenset())
+
+
+def test_a_state_that_was_adjusted_to_a_later_world_counts_before_one_of_the_same_step_that_was_not() -> None:
+    assert plan([live(7, 4, 3), live(7, 5, 2)]) == Plan(7, 2, source=1, behind=frozenset({0}))
+
+
+def test_without_a_live_state_there_is_no_plan() -> None:
+    assert plan([Report(), Report(9, 1, 3, live=False)]) is None
+
+
+REPORTS = st.builds(Report, st.integers(-1, 5), st.integers(0, 2), st.integers(1, 2), st.booleans())
+
+
+@given(st.lists(REPORTS, min_size=1, max_size=6))
+def test_everybody_ends_with_the_newest_live_state(reports: list[Report]) -> None:
+    found = plan(reports)
+    if found is None:
+        assert not any(report.live for report in reports)
+        return
+    source = reports[found.source]
+    assert source.live
+    assert all(source.step >= report.step for report in reports if report.live)
+    assert all(report == source for rank, report in enumerate(reports) if rank not in found.behind)
+    assert found.source not in found.behind
+
+
+class Job:
+    """A small training job with everything that a step changes."""
+
+    def __init__(self, optimizer: bool = True) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.1)
+        fields = {"optimizer": self.optimizer} if optimizer else {}
+        self.state = State(model=self.model, seen=[], **fields)
+
+    def forward_and_backward(self) -> None:
+        self.model(torch.randn(8, 4)).square().sum().backward()
+        self.state.seen.append(random.random())
+        self.optimizer.param_groups[0]["lr"] *= 0.9
+
+    def all(self) -> list[object]:
+        parts = [one.clone() for one in self.model.state_dict().values()]
+        rate = self.optimizer.param_groups[0]["lr"]
+        return [
+            *(part.tolist() for part in parts),
+            list(self.state.seen),
+            rate,
+            torch.rand(3).tolist(),
+            random.random(),
+        ]
+
+
+def test_a_step_that_failed_before_the_update_is_undone() -> None:
+    job = Job()
+    job.forward_and_backward()
+    job.optimizer.step()
+    boundary = Boundary(job.state)
+    boundary.note()
+    wanted = job.all()
+    job.forward_and_backward()
+    assert boundary.undo()
+    assert job.all() == wanted
+    assert all(one.grad is None for one in job.model.parameters())
+    assert boundary.undo()  # as often as steps fail
+    assert job.all() == wanted
+
+
+def test_a_step_that_failed_after_the_update_cannot_be_undone() -> None:
+    job = Job()
+    boundary = Boundary(job.state)
+    boundary.note()
+    job.forward_and_backward()
+    job.optimizer.step()
+    assert not boundary.undo()
+    boundary.note()
+    assert boundary.undo()
+
+
+def test_without_an_optimizer_in_the_state_parameters_are_copied_as_well() -> None:
+    job = Job(optimizer=False)
+    boundary = Boundary(job.state)
+    boundary.note()
+    before = job.model.state_dict()["0.weight"].clone()
+    job.forward_and_backward()
+    job.optimizer.step()
+    assert boundary.undo()
+    assert torch.equal(job.model.state_dict()["0.weight"], before)
+
+
+def test_there_is_no_way_back_before_a_step_was_noted_or_after_it_was_forgotten() -> None:
+    boundary = Boundary(Job().state)
+    assert not boundary.undo()
+    boundary.note()
+    boundary.forget()
+    assert not boundary.undo()
+
+
+def test_closing_leaves_the_optimizer_as_it_was() -> None:
+    job = Job()
+    boundary = Boundary(job.state)
+    boundary.note()
+    boundary.close()
+    job.forward_and_backward()
+    job.optimizer.step()
+    assert boundary.undo()  # it no longer knows
+
+
+def say(path: Path, text: str) -> None:
+    pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    os.write(pipe, text.encode())
+    os.close(pipe)
+
+
+def line(generation: int) -> str:
+    return json.dumps({"EDL_GENERATION": str(generation), "RANK": "0"}) + "\n"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "control")
+    return tmp_path / "control"
+
+
+def test_the_newest_generation_is_taken_and_older_ones_are_not(pipe: Path) -> None:
+    woken: list[bool] = []
+    with Control(pipe, 3, lambda: woken.append(control.coming)) as control:
+        say(pipe, line(2) + line(3))
+        assert control.take(0.1) is None
+        say(pipe, line(4))
+        said = control.take(10)
+        assert said is not None
+        assert said["EDL_GENERATION"] == "4"
+        assert woken == [True]  # before it could be taken
+        assert not control.coming
+        say(pipe, line(5)[:9])  # a line may come in pieces
+        say(pipe, line(5)[9:])
+        assert control.take(10) == json.loads(line(5))
+
+
+def test_without_an_agent_nothing_is_said_and_nothing_waits() -> None:
+    with Control(None, 0, lambda: None) as control:
+        assert control.take(0.0) is None
+        assert not control.coming
+
+
+def test_listening_ends_with_the_context(pipe: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with Control(pipe, 0, lambda: None):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    with pytest.raises(OSError):
+        say(pipe, line(1))  # the agent sees that nobody listens

@@ -58,7 +58,7 @@ class Crew:
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
-        self._regrouping_since: float | None = None
+        self._told_at: dict[int, float] = {}
         self._restarts = self._fruitless = 0
         self._best_step = -1
         self._began_at = 0.0
@@ -85,6 +85,7 @@ class Crew:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
         member = world.nodes[position]
         staying = self._staying()
+        told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
         self.halt(but=staying)
         self.generation, self.first_rank = world.generation, member.first_rank
         jobs, logs = forks(self._told, world, member, self._host)
@@ -92,10 +93,8 @@ class Crew:
         self._workers.keep(world.generation)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
         self._workers.stop(but=staying)
-        if not staying:
-            self._regrouping_since = None
-        elif self._regrouping_since is None:  # whoever is still on the way from an earlier generation has had its time
-            self._regrouping_since = time.monotonic()
+        # Whoever is still on the way from an earlier generation gets no more time.
+        self._told_at = {rank: told_at.get(rank, time.monotonic()) for rank in staying}
         missing = {rank: job for rank, job in jobs.items() if rank not in staying}
         try:
             self._workers.start(world.generation, missing)
@@ -263,15 +262,16 @@ class Crew:
 
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""
-        if self._regrouping_since is None:
-            return
-        late = [rank for rank, reading in self.readings().items() if reading.generation != self.generation]
-        if not late:
-            self._regrouping_since = None
-        elif time.monotonic() - self._regrouping_since > _REGROUP_S and not self._failures:
-            for rank in late:
+        now = time.monotonic()
+        self._told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
+        for rank, at in self._told_at.items():
+            if now - at > _REGROUP_S and not self._failures:
                 what = f"worker {rank} took more than {_REGROUP_S:g} s to go on in process"
                 self._fail(Failure(self.first_rank + rank, -signal.SIGKILL, "", what))
+
+    def _came(self, local_rank: int) -> bool:
+        """Whether a worker that stayed is in the present generation."""
+        return self._boards[local_rank].read().generation == self.generation
 
 
 def _send(control: Path, environ: Mapping[str, str]) -> bool:

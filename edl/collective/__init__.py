@@ -1,7 +1,8 @@
 """Elastic training from checkpoints: workers come and go, and the result does not depend on who was present.
 
 In a training script: `State` and `Checkpointer` keep what must survive, `ElasticSampler` orders the data,
-`ElasticTrainer` makes the update. Each works without the others, and without `edl run`. Inside:
+`ElasticTrainer` makes the update; each works without the others, and without `edl run`. With `stay` a script goes on in
+the same process when others are lost. Inside:
 
 - `run` is `edl run`; `agent` is one node's part of it: it follows the job's record (`membership`, `world`) and runs a
   `crew` of workers, forked from a `zygote`; `board` is what a worker and its agent tell each other;
@@ -20,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edl.collective.checkpoint import Checkpointer
+    from edl.collective.inprocess import stay
     from edl.collective.sampler import ElasticSampler
     from edl.collective.state import State
     from edl.collective.trainer import ElasticTrainer
 
-__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State"]
+__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"]
 
 _HOMES = {
     "Checkpointer": "checkpoint",
     "ElasticSampler": "sampler",
     "ElasticTrainer": "trainer",
     "State": "state",
+    "stay": "inprocess",
 }
 
 

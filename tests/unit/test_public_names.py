@@ -13,7 +13,7 @@ import edl
 PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
-    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State"],
+    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": ["DistillReader", "Options", "ReaderStats", "Teachers"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],

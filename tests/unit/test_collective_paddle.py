@@ -195,6 +195,20 @@ def test_what_is_restored_is_not_the_slots_memory(slots: Any) -> None:
     assert (bits_of(again.model.state_dict()), bits_of(again.optimizer.state_dict())) == before
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:paddle")
+def test_state_comes_back_from_storage_when_memory_is_lost(slots: Any, tmp_path: Path) -> None:
+    job = Job()
+    job.train(3)
+    with Checkpointer(job.state, slots=slots(), storage=f"{tmp_path}/stored") as checkpointer:
+        checkpointer.save(2, force=True)
+    wanted = job.train(2)
+    again = Job()
+    with Checkpointer(again.state, slots=SlotPair(tmp_path / "new"), storage=f"{tmp_path}/stored") as checkpointer:
+        assert checkpointer.restore() == 2
+    assert again.train(2) == wanted
+    assert bits_of(again.optimizer.state_dict()) == bits_of(job.optimizer.state_dict())
+
+
 DTYPES = ["float64", "float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int8", "int16", "int32", "int64"]
 
 

@@ -8,17 +8,30 @@ an optimizer in the state, nobody can tell when parameters change, and they are 
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from edl.collective.snapshot import Entry, parse_meta
+from edl.collective import state_rng
 from edl.collective.state import State
 from edl.collective.state_fields import kind_of, unwrapped
 
 __all__ = ["Boundary"]
+
+
+@dataclass
+class _Noted:
+    """Copies: of tensors by field and name, of what the other fields hold, of random number generators."""
+
+    tensors: dict[str, torch.Tensor]
+    fields: dict[str, Any]
+    rng: dict[str, Any]
 
 
 class Boundary:
@@ -26,16 +39,24 @@ class Boundary:
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._noted: _Noted | None = None
         self._updated = False
-        self._noted: tuple[bytes, tuple[Entry, ...], list[torch.Tensor]] | None = None
-        self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
 
     def note(self) -> None:
         """A step is finished: this is where `undo` goes back to."""
         self._hook()
-        captured = self._small().capture()
-        self._noted = captured.meta, captured.entries, [tensor.clone() for tensor in captured.tensors]
+        live = dict(self._tensors())
+        old = self._noted.tensors if self._noted is not None else {}
+        if all(name in old and old[name].shape == tensor.shape for name, tensor in live.items()):
+            copies = {name: old[name] for name in live}
+            if copies:
+                torch._foreach_copy_(list(copies.values()), list(live.values()))
+        else:
+            copies = {name: tensor.clone() for name, tensor in live.items()}
+        fields = {name: copy.deepcopy(_held(field)) for name, field in self._others()}
+        self._noted = _Noted(copies, fields, state_rng.take())
         self._updated = False
 
     def undo(self) -> bool:
@@ -44,19 +65,17 @@ class Boundary:
         Returns:
             False if that is not possible: no step was noted, or an optimizer has changed parameters since.
         """
-        for module in self._modules():
-            module.zero_grad(set_to_none=True)
+        for _, field in self._fields():
+            if isinstance(field, nn.Module):
+                field.zero_grad(set_to_none=True)
         if self._noted is None or self._updated:
             return False
-        meta, entries, tensors = self._noted
-        small = self._small()
-        loading = small.begin_load(parse_meta(meta))
-        for entry, tensor in zip(entries, tensors, strict=True):
-            loading.fill(entry, tensor)
-        loading.finish()
-        for name in small:
-            if name in self._state and kind_of(getattr(self._state, name)) == "value":
-                setattr(self._state, name, getattr(small, name))
+        for name, tensor in self._tensors():
+            tensor.copy_(self._noted.tensors[name])
+        for name, field in self._others():
+            if name in self._noted.fields:
+                self._put_back(name, field, copy.deepcopy(self._noted.fields[name]))
+        state_rng.restore(self._noted.rng)
         return True
 
     def forget(self) -> None:
@@ -69,59 +88,46 @@ class Boundary:
             hook.remove()
 
     def _hook(self) -> None:
-        for name in self._state:
-            value = getattr(self._state, name)
-            if isinstance(value, torch.optim.Optimizer) and value not in self._hooked:
-                self._hooked.add(value)
-                self._hooks.append(value.register_step_pre_hook(self._update))
+        for _, field in self._fields():
+            if isinstance(field, Optimizer) and field not in self._hooked:
+                self._hooked.add(field)
+                self._hooks.append(field.register_step_pre_hook(self._update))
 
     def _update(self, *_: object) -> None:
         self._updated = True
 
-    def _modules(self) -> list[nn.Module]:
-        fields = [getattr(self._state, name) for name in self._state]
-        return [unwrapped(field) for field in fields if isinstance(field, nn.Module)]
+    def _fields(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self._state, name)) for name in self._state]
 
-    def _small(self) -> State:
-        """What a step may change before an optimizer does."""
-        fields = {name: getattr(self._state, name) for name in self._state}
-        by_optimizer = any(isinstance(field, torch.optim.Optimizer) for field in fields.values())
-        small = State()
-        for name, field in fields.items():
-            if isinstance(field, torch.optim.Optimizer):
-                setattr(small, name, _Groups(field))
-            elif isinstance(field, nn.Module) and by_optimizer:
-                setattr(small, name, _Buffers(unwrapped(field)))
-            else:
-                setattr(small, name, field)
-        return small
+    def _others(self) -> list[tuple[str, Any]]:
+        """All fields but modules and tensors."""
+        return [(name, field) for name, field in self._fields() if not isinstance(field, (nn.Module, torch.Tensor))]
 
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a step may change of modules, and of fields that are tensors, before an optimizer does."""
+        fields = self._fields()
+        by_optimizer = any(isinstance(field, Optimizer) for _, field in fields)
+        for name, field in fields:
+            if isinstance(field, torch.Tensor):
+                yield name, field.detach()
+            elif isinstance(field, nn.Module):
+                for key, buffer in unwrapped(field).named_buffers():
+                    yield f"{name}.{key}", buffer.detach()
+                for key, parameter in () if by_optimizer else unwrapped(field).named_parameters():
+                    yield f"{name}.{key}", parameter.detach()
 
-class _Buffers:
-    """A module without its parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(self._module.named_buffers())
-
-    @torch.no_grad()
-    def load_state_dict(self, form: dict[str, torch.Tensor]) -> None:
-        for name, buffer in self._module.named_buffers():
-            buffer.copy_(form[name])
+    def _put_back(self, name: str, field: Any, held: Any) -> None:
+        if isinstance(field, Optimizer):
+            for group, noted in zip(field.param_groups, held, strict=True):
+                group.update(noted)
+        elif kind_of(field) == "object":
+            field.load_state_dict(held)
+        else:
+            setattr(self._state, name, held)
 
 
-class _Groups:
-    """An optimizer without its parameters: learning rates and the like."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = self._optimizer.param_groups
-        return {"groups": [{key: one for key, one in group.items() if key != "params"} for group in groups]}
-
-    def load_state_dict(self, form: dict[str, Any]) -> None:
-        for group, noted in zip(self._optimizer.param_groups, form["groups"], strict=True):
-            group.update(noted)
+def _held(field: Any) -> Any:
+    """What a field that is no module holds; of an optimizer its settings only, such as learning rates."""
+    if isinstance(field, Optimizer):
+        return [{key: one for key, one in group.items() if key != "params"} for group in field.param_groups]
+    return field.state_dict() if kind_of(field) == "object" else field

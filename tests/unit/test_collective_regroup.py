@@ -127,6 +127,21 @@ def test_there_is_no_way_back_before_a_step_was_noted_or_after_it_was_forgotten(
     assert not boundary.undo()
 
 
+def test_tensors_are_put_back_where_they_are() -> None:
+    mean = torch.zeros(3)
+    state = State(mean=mean, notes={"best": torch.ones(2)})
+    boundary = Boundary(state)
+    for value in (1.0, 2.0):  # the second time the first one's memory is used again
+        mean.fill_(value)
+        boundary.note()
+        mean.add_(5)
+        state.notes["best"].add_(1)
+        assert boundary.undo()
+        assert state.mean is mean
+        assert mean.tolist() == [value] * 3
+        assert state.notes["best"].tolist() == [1.0, 1.0]
+
+
 def test_closing_leaves_the_optimizer_as_it_was() -> None:
     job = Job()
     boundary = Boundary(job.state)

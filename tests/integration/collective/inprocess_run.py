@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,21 +49,25 @@ class Job:
         for agent in self.agents:
             agent.kill()
             agent.wait()
+        # What killed agents leave in memory for the next one of their job, which never comes.
+        digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        shutil.rmtree(f"/dev/shm/edl-{os.getuid()}/{digest}", ignore_errors=True)
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start an agent, and return at once."""
+    @property
+    def name(self) -> str:
+        return str(self.folder).strip("/").replace("/", "-")
+
+    def start(self, workers: int, nodes: str = "1:4") -> subprocess.Popen[bytes]:
+        """Start an agent, and return at once. All of them meet in a store in the folder."""
+        store = ["--store", f"sqlite:///{self.folder}/store.sqlite", "--rdzv-id", self.name]
         script = [str(JOB), str(self.folder), *self.arguments]
-        command = [sys.executable, "-m", "edl", "run", *options, *script]
+        options = ["--nnodes", nodes, "--nproc-per-node", str(workers), *store]
         with (self.folder / "output").open("ab") as output:
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-m", "edl", "run", *options, *script]
             agent = subprocess.Popen(command, stdout=output, stderr=output, env=environ)
         self.agents.append(agent)
         return agent
-
-    def join(self, nodes: str = "1:4", ttl_s: float = 1.5) -> subprocess.Popen[bytes]:
-        """Start an agent with one worker that meets the others in a store in the folder."""
-        where = ["--store", f"sqlite:///{self.folder}/store.sqlite", "--rdzv-id", str(self.folder).strip("/").replace("/", "-")]
-        return self.start("--nnodes", nodes, "--nproc-per-node", "1", "--lease-ttl", str(ttl_s), *where)
 
     @property
     def output(self) -> str:

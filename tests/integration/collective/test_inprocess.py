@@ -12,8 +12,6 @@ import pytest
 
 from tests.integration.collective.inprocess_run import JOB, Job, check_steps, kill, until
 
-STANDALONE = ("--standalone", "--nproc-per-node", "3")
-
 
 def final_hash(job: Job, step: int) -> str:
     return next(row["hash"] for rows in job.rows().values() for row in rows if row["step"] == step)
@@ -25,11 +23,11 @@ def test_ten_kills_lose_and_repeat_no_step_and_leave_the_survivors_as_they_are(t
     (tmp_path / "calm").mkdir()
     (tmp_path / "churn").mkdir()
     with Job(tmp_path / "calm", [str(steps), "0"]) as calm:
-        calm.start(*STANDALONE)
+        calm.start(3, "1")
         assert calm.end() == [0], calm.output
     chance = random.Random(3)
     with Job(tmp_path / "churn", [str(steps), "0.02"]) as job:
-        job.start(*STANDALONE)
+        job.start(3, "1")
         generation, took = -1, []
         for _ in range(10):
             world = job.world(3, after=generation)
@@ -47,7 +45,7 @@ def test_ten_kills_lose_and_repeat_no_step_and_leave_the_survivors_as_they_are(t
 @pytest.mark.slow
 def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, ["5000", "0.005"]) as job:
-        job.start("--standalone", "--nproc-per-node", "2")
+        job.start(2, "1")
         world = job.world(2)
         survivor = min(world)
         for _ in range(21):
@@ -66,12 +64,12 @@ def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
 
 def test_nodes_join_and_leave_and_die_without_a_step_lost(tmp_path: Path) -> None:
     with Job(tmp_path, ["100000", "0.02"]) as job:
-        job.join("1:3")
+        job.start(1, "1:3")
         first = job.world(1)
-        job.join("1:3")
+        job.start(1, "1:3")
         second = job.world(2, after=next(iter(first.values()))["generation"])
         assert set(first) < set(second)  # the first one's process went on
-        third = job.join("1:3")
+        third = job.start(1, "1:3")
         world = job.world(3, after=next(iter(second.values()))["generation"])
         assert set(second) < set(world)
         newest = next(pid for pid in world if pid not in second)
@@ -93,7 +91,7 @@ def test_nodes_join_and_leave_and_die_without_a_step_lost(tmp_path: Path) -> Non
 
 def test_a_stopped_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
     with Job(tmp_path, ["100000", "0.02"]) as job:
-        job.start(*STANDALONE)
+        job.start(3, "1")
         world = job.world(3)
         victim = next(pid for pid, row in world.items() if row["rank"] == 1)
         kill(victim, signal.SIGSTOP)
@@ -104,7 +102,7 @@ def test_a_stopped_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> No
 
 def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
     with Job(tmp_path, ["100000", "0.02"]) as job:
-        job.start(*STANDALONE)
+        job.start(3, "1")
         world = job.world(3)
         survivor, *victims = sorted(world)
         for victim in victims:
@@ -123,7 +121,7 @@ def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
     with Job(tmp_path, ["100000", "0.02", "clings"]) as job:
-        job.start(*STANDALONE)
+        job.start(3, "1")
         world = job.world(3)
         victim, _, good = sorted(world, key=lambda pid: world[pid]["rank"])
         kill(victim)
@@ -135,7 +133,7 @@ def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
 
 def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
     with Job(tmp_path, ["100", "0.02", "wrong"]) as job:
-        job.start("--standalone", "--nproc-per-node", "2")
+        job.start(2, "1")
         assert job.end() == [1]
         assert "ValueError: this batch is no good" in job.output
         assert max(row["step"] for rows in job.rows().values() for row in rows) <= 5
@@ -143,7 +141,7 @@ def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) 
 
 def test_a_step_that_changed_parameters_and_failed_is_restored_from_memory(tmp_path: Path) -> None:
     with Job(tmp_path, ["100000", "0.05", "late"]) as job:
-        job.start(*STANDALONE)
+        job.start(3, "1")
         world = job.world(3)
         for _ in range(3):
             victim = max(world)

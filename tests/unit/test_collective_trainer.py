@@ -20,6 +20,8 @@ from edl.collective.goodput import AutoBatch  # noqa: E402
 from edl.collective.rows import count_rows, cut_rows  # noqa: E402
 from edl.collective.sampler import ElasticSampler  # noqa: E402
 from edl.collective.schedule import SampleSchedule  # noqa: E402
+from edl.collective.snapshot import parse_meta  # noqa: E402
+from edl.collective.state import State  # noqa: E402
 from edl.collective.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
 
@@ -289,6 +291,30 @@ def test_a_saved_run_goes_on_bit_for_bit() -> None:
     train(second, 3, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True))
     assert second[0].state_dict() == whole[0].state_dict()
+
+
+def test_it_goes_through_a_checkpoint_with_everything_beside_it() -> None:
+    def fresh() -> tuple[Setup, State]:
+        sampler = ElasticSampler(50, global_batch=8)
+        one = setup(torch.optim.Adam, sampler=sampler, policy=AdaScale(), scaler=torch.amp.GradScaler("cpu"))
+        trainer, model, optimizer = one
+        trainer.schedule = SampleSchedule(torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]), samples_per_step=8)
+        return one, State(model=model, optimizer=optimizer, sampler=sampler, trainer=trainer)
+
+    (whole, _), (first, saved), (second, restored) = fresh(), fresh(), fresh()
+    train(whole, 6)
+    train(first, 3)
+    captured = saved.capture()
+    meta = parse_meta(captured.meta)
+    loading = restored.begin_load(meta)
+    for entry, tensor in zip(meta.entries, captured.tensors, strict=True):
+        loading.fill(entry, tensor.detach().clone())
+    loading.finish()
+    train(second, 3, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True))
+    assert second[0].state_dict() == whole[0].state_dict()
+    assert second[0].sampler is not None
+    assert second[0].sampler.consumed == 48
 
 
 def test_a_state_of_another_version_is_refused() -> None:

@@ -1,0 +1,70 @@
+"""The benchmark of accuracies: its churn traces, its figures, and how it reads pictures."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed")
+Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+from benchmarks._cifar import find_pictures, load_pictures  # noqa: E402
+from benchmarks.accuracy_parity import Size, compared, trace  # noqa: E402
+
+SIZE = Size(train=1000, test=100, epochs=3, batch=32, changes=6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_trace_changes_the_world_each_time_and_trains_every_sample(seed: int) -> None:
+    stays = trace(seed, SIZE)
+    assert trace(seed, SIZE) == stays
+    assert {stay.world for stay in stays} <= {1, 2, 3, 4}
+    assert all(one.world != other.world for one, other in itertools.pairwise(stays))
+    ends = [stay.until for stay in stays]
+    assert ends == sorted(set(ends))
+    assert (ends[-1], stays[-1].killed) == (3000, False)
+    assert sum(stay.killed for stay in stays) == 2
+
+
+def test_distances_are_in_spreads_of_the_seeds_or_of_the_test_set() -> None:
+    figures = compared({"static": [0.4, 0.5, 0.6], "elastic": [0.5, 0.6], "ignoring": [0.2, 0.25]}, tested=10_000)
+    assert figures["elastic_off"] == pytest.approx([0.0, 1.0])
+    assert figures["ignoring_off"] == pytest.approx([3.0, 2.5])
+    assert figures["ignoring"] == pytest.approx([0.4, 0.5])
+    one = compared({"static": [0.5], "elastic": [0.55], "ignoring": [0.4]}, tested=100)
+    assert one["elastic_off"] == pytest.approx([1.0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pictures_come_from_a_folder_or_an_archive(tmp_path: Path, packed: bool) -> None:
+    for part, count in (("train", 2), ("test", 1)):
+        for label in range(10):
+            folder = tmp_path / "pictures" / part / f"kind{label}"
+            folder.mkdir(parents=True)
+            for place in range(count):
+                buffer = io.BytesIO()
+                Image.new("RGB", (32, 32), (label, place, 7)).save(buffer, "PNG")
+                (folder / f"{place:04}.png").write_bytes(buffer.getvalue())
+    path = tmp_path / "pictures"
+    if packed:
+        path = tmp_path / "pictures.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            archive.add(tmp_path / "pictures", "pictures")
+    train, test = load_pictures(path, 20, 10)
+    assert train.images.shape == (20, 3, 32, 32)
+    assert (train.images[:, 0, 0, 0] == train.labels).all()
+    assert (train.images[:, 2] == 7).all()
+    assert test.labels.tolist() == list(range(10))
+    assert np.bincount(train.labels).tolist() == [2] * 10
+    with pytest.raises(SystemExit, match="fewer than 30"):
+        load_pictures(path, 30, 10)
+
+
+def test_missing_pictures_are_told_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="pass --data"):
+        find_pictures(tmp_path / "nothing")

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from edl.collective import rendezvous_state
+from edl.collective.address import own_address
 from edl.collective.rendezvous import StoreBackend, create_handler, handler_creator
 from edl.collective.rendezvous_store import SharedStore
 from edl.discovery import Store, open_store
@@ -232,6 +233,13 @@ def closing(handler: DynamicRendezvousHandler) -> Iterator[None]:
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(SettingsError, match=r"localhost:29400.*wants a store's URL"):
         create_handler(parameters("localhost:29400"))
+
+
+def test_a_nodes_own_address_is_the_one_on_the_way_to_the_store(url: str) -> None:
+    assert own_address(url) == "127.0.0.1"
+    assert own_address("consul://127.0.0.1:8500") == "127.0.0.1"
+    with pytest.raises(SettingsError, match="no way to the store's host ::1"):
+        own_address("consul://[::1]:8500")
 
 
 def test_the_store_can_be_named_by_the_configuration(url: str) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from edl.distill.actions import Failure, FailureKind
 from edl.distill.arena import Region
 from edl.distill.compress import TopK, top_k
-from edl.distill.dispatch import Failure, FailureKind
 from edl.distill.failure import RequestFailed, failure_of
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
 from edl.distill.stream import Answer, InferStream

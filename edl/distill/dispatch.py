@@ -6,104 +6,23 @@
 
 from __future__ import annotations
 
-import enum
 import heapq
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
+from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.teacher_state import TeacherState
 from edl.distill.window import Window
 
-__all__ = ["Action", "Answer", "Dispatcher", "Failure", "FailureKind", "GiveUp", "Policy", "Send", "TeacherState"]
+__all__ = ["Dispatcher"]
 
 
 _STARVING_S = 1.0
 _MOST_TOKENS = 4.0
 _EARNED = 0.9
 """Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
-
-
-class FailureKind(enum.Enum):
-    """What went wrong with one request."""
-
-    LOST = "lost"  # the connection broke: nothing is said about the request
-    OVERLOADED = "overloaded"  # the teacher's queue is full
-    TIMEOUT = "timeout"  # no answer within the request's deadline
-    ERROR = "error"  # the teacher failed to compute it
-    REJECTED = "rejected"  # the teacher says that the request is invalid
-    BAD_OUTPUT = "bad output"  # an answer that cannot be used
-
-
-@dataclass(frozen=True)
-class Failure:
-    """One failed request. `retry_after_s` is the teacher's own hint, 0 without one."""
-
-    kind: FailureKind
-    message: str
-    retry_after_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What the dispatcher may do. Durations in seconds.
-
-    Attributes:
-        window: most requests in flight at one teacher.
-        hedge_after: a request older than this many median latencies of its teacher is sent elsewhere too.
-        hedge_budget: extra requests by hedging, as a share of all; 0 turns hedging off. Only a request that the
-            training loop stands still for, and that is late for a second and more, goes beyond it.
-        hedge_min_s: no request younger than this is hedged.
-        request_timeout_s: a request without an answer after this is sent elsewhere.
-        failures_to_open: so many failures in a row take a teacher out for a while.
-        open_min_s, open_max_s: for how long; doubled with each time until an answer is good.
-        aside_s: how long a teacher with unusable outputs is left out.
-        task_failures: a task that failed at so many teachers is given up.
-        task_losses: so is one whose teacher was lost more often than this: it may be what kills them.
-    """
-
-    window: int = 32
-    hedge_after: float = 2.0
-    hedge_budget: float = 0.05
-    hedge_min_s: float = 0.02
-    request_timeout_s: float = 60.0
-    failures_to_open: int = 3
-    open_min_s: float = 0.5
-    open_max_s: float = 30.0
-    aside_s: float = 30.0
-    task_failures: int = 3
-    task_losses: int = 20
-
-
-@dataclass(frozen=True)
-class Send:
-    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends."""
-
-    attempt: int
-    task: int
-    teacher: str
-    timeout_s: float
-    extra: bool  # a hedge
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Action: fail task `task`; `failures` are (teacher, failure) in order."""
-
-    task: int
-    failures: tuple[tuple[str, Failure], ...]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Action: the attempt's answer is the one to deliver for `task`."""
-
-    task: int
-    teacher: str
-
-
-Action: TypeAlias = Send | GiveUp | Answer
 
 
 @dataclass
@@ -123,49 +42,6 @@ class _Task:
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
-
-
-@dataclass
-class TeacherState:
-    """What the dispatcher knows of one teacher; read it, do not write it.
-
-    Attributes:
-        live: connected, and known to serve the right model.
-        draining: takes no new requests.
-        closed_until: no requests before this time; `why` says why.
-        moved_at: when it last answered, or began with something to do.
-    """
-
-    window: Window
-    live: bool = True
-    draining: bool = False
-    closed_until: float = 0.0
-    why: str = ""
-    in_flight: set[int] = field(default_factory=set)
-    moved_at: float = 0.0
-    failures: int = 0
-    opened: int = 0
-    half_open: bool = False
-
-    def usable(self, now: float) -> bool:
-        return self.live and not self.draining and now >= self.closed_until
-
-    def free(self, now: float) -> bool:
-        allowed = 1 if self.half_open else self.window.allowed
-        return self.usable(now) and len(self.in_flight) < allowed
-
-    def expected_s(self, now: float) -> float:
-        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.
-
-        One that has been silent for longer than its answers usually take is held up, for as long again as far as
-        anyone can tell: what is sent there meanwhile would have to be hedged, too.
-        """
-        if self.window.median_s is None:
-            return 0.0
-        expected = max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
-        silent_s = now - self.moved_at if self.in_flight else 0.0
-        usual_s = self.window.usual_s or self.window.median_s
-        return expected + silent_s if silent_s > 1.1 * usual_s else expected
 
 
 class Dispatcher:

@@ -13,61 +13,28 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
+from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
 from edl.distill.arena import Arena
 from edl.distill.client import RequestFailed
 from edl.distill.compress import TopK
-from edl.distill.dispatch import Action, Answer, Dispatcher, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch import Dispatcher
+from edl.distill.job import Job, error_of
 from edl.distill.link import Link
 from edl.distill.loop import LoopThread
-from edl.distill.request import Ask, ModelSpec, Outputs, Payload
-from edl.distill.stats import ReaderStats, TeacherStats
-from edl.errors import BadOutputError, EDLError, NoTeacherError, PermanentError, RejectedError
+from edl.distill.request import Ask, ModelSpec, Outputs
+from edl.distill.stats import ReaderStats
+from edl.distill.tally import Tally
+from edl.errors import EDLError, NoTeacherError
 
-__all__ = ["Engine", "Job"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger("edl.distill")
 
 _REMIND_S = 10.0
 _LOOK_EVERY_S = 0.002
-
-
-@dataclass(eq=False)
-class Job:
-    """One request's worth of rows.
-
-    Attributes:
-        done: called on the loop, once, with outputs or an error, and the model's version.
-        started: called on the loop when the job is sent for the first time.
-    """
-
-    number: int
-    payload: Payload
-    done: Callable[[Outputs | EDLError, str], None]
-    started: Callable[[], None]
-    running: int = 0
-    sent: bool = False
-    finished: bool = False
-
-
-@dataclass
-class _Counts:
-    rows: int = 0
-    requests: int = 0
-    failures: int = 0
-
-
-@dataclass
-class _Totals:
-    asked: int = 0
-    received: int = 0
-    resent: int = 0
-    hedged: int = 0
-    counts: dict[str, _Counts] = field(default_factory=dict)
-    endpoints: dict[str, str] = field(default_factory=dict)
 
 
 class Engine:
@@ -102,7 +69,7 @@ class Engine:
         self._nobody_since: float | None = None
         self._progress_at = 0.0
         self._reminded_at = 0.0
-        self._totals = _Totals()
+        self._tally = Tally()
         self._closed = False
         self.room = 0
         """Requests that all live teachers together want in flight, as of some milliseconds ago."""
@@ -139,30 +106,7 @@ class Engine:
 
     def stats(self) -> ReaderStats:
         """Counters and gauges of this service."""
-        teachers = {}
-        for name, counts in list(self._totals.counts.items()):
-            link, state = self._links.get(name), self._dispatcher.teachers.get(name)
-            status, why = self._state(link) if link is not None else ("gone", "")
-            teachers[name] = TeacherStats(
-                endpoint=self._totals.endpoints.get(name, ""),
-                state=status,
-                why=why,
-                rows=counts.rows,
-                requests=counts.requests,
-                failures=counts.failures,
-                in_flight=len(state.in_flight) if state else 0,
-                window=state.window.size if state else 0,
-                median_s=(state.window.median_s or 0.0) if state else 0.0,
-            )
-        return ReaderStats(
-            rows_asked=self._totals.asked,
-            rows_received=self._totals.received,
-            rows_resent=self._totals.resent,
-            rows_hedged=self._totals.hedged,
-            teachers_live=self._dispatcher.live(time.monotonic()),
-            teachers=teachers,
-            discovery=self.stale,
-        )
+        return self._tally.stats(self._dispatcher, self._state_of, self.stale)
 
     # On the loop
 
@@ -198,7 +142,7 @@ class Engine:
         if not self._jobs:
             self._progress_at, self._nobody_since = self._now(), None
         self._jobs[job.number] = job
-        self._totals.asked += job.payload.rows
+        self._tally.asked += job.payload.rows
         self._apply(self._dispatcher.add(job.number, self._now()))
 
     def wanted(self, number: int) -> None:
@@ -247,8 +191,7 @@ class Engine:
             self._drop_link(name)
         if name in self._links:
             return
-        self._totals.counts.setdefault(name, _Counts())
-        self._totals.endpoints[name] = instance.endpoint
+        self._tally.begin(name, instance.endpoint)
         self._links[name] = Link(
             instance,
             self.ask,
@@ -312,6 +255,10 @@ class Engine:
         self._dispatcher.teacher_down(link.instance.id)
         self._set_timer()
 
+    def _state_of(self, name: str) -> tuple[str, str]:
+        link = self._links.get(name)
+        return self._state(link) if link is not None else ("gone", "")
+
     def _state(self, link: Link) -> tuple[str, str]:
         state = self._dispatcher.teachers.get(link.instance.id)
         if link.instance.id in self._leaving:
@@ -334,10 +281,10 @@ class Engine:
                     job.started()
                 job.running += 1
                 if action.extra:
-                    self._totals.hedged += job.payload.rows
+                    self._tally.hedged += job.payload.rows
                 self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
-                self._finish(self._jobs.pop(action.task), _error_of(action), "")
+                self._finish(self._jobs.pop(action.task), error_of(action), "")
         self._set_timer()
 
     def _start(self, send: Send, job: Job) -> Callable[[], object]:
@@ -392,10 +339,10 @@ class Engine:
             self._take_in()
 
     def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
-        self._totals.counts[send.teacher].failures += 1
+        self._tally.counts[send.teacher].failures += 1
         resent = self._dispatcher.resent
         actions = self._dispatcher.failed(send.attempt, failure, self._now())
-        self._totals.resent += (self._dispatcher.resent - resent) * job.payload.rows
+        self._tally.resent += (self._dispatcher.resent - resent) * job.payload.rows
         if failure.kind is FailureKind.BAD_OUTPUT:
             logger.warning("teacher %s of %s is set aside: %s", send.teacher, self.name, failure.message)
         elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
@@ -403,13 +350,13 @@ class Engine:
         return actions
 
     def _answered(self, send: Send, job: Job, outputs: Outputs, version: str) -> list[Action]:
-        counts = self._totals.counts[send.teacher]
+        counts = self._tally.counts[send.teacher]
         counts.requests += 1
         actions = self._dispatcher.answered(send.attempt, self._now())
         if any(isinstance(action, Answer) for action in actions) and not self._closed:
             self._progress_at = self._now()
             counts.rows += job.payload.rows
-            self._totals.received += job.payload.rows
+            self._tally.received += job.payload.rows
             del self._jobs[job.number]
             self._finish(job, outputs, version)
         return actions
@@ -510,11 +457,3 @@ class Engine:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug in the engine of %s", self.name, exc_info=task.exception())
-
-
-def _error_of(action: GiveUp) -> PermanentError:
-    words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
-    kinds = {failure.kind for _, failure in action.failures}
-    if FailureKind.REJECTED in kinds:
-        return RejectedError(f"teachers refuse a request: {words}")
-    return BadOutputError(f"no teacher could label a request: {words}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edl.distill.dispatch import Failure, FailureKind
+from edl.distill.actions import Failure, FailureKind
 from edl.protocol.transport import grpc
 
 __all__ = ["RequestFailed", "failure_of"]

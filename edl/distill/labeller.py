@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edl.discovery.registry import Snapshot
+from edl.distill.actions import Policy
 from edl.distill.arena import Arena
 from edl.distill.caching import Caching, Keeper, Missing, key_of, look_up_offline, offline_view
-from edl.distill.dispatch import Policy
-from edl.distill.engine import Engine, Job
+from edl.distill.engine import Engine
 from edl.distill.epoch import Epoch
+from edl.distill.job import Job
 from edl.distill.loop import LoopThread
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, select_inputs
 from edl.distill.source import Chunk, Cutter

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from edl.discovery.registry import Instance
+from edl.distill.actions import Failure, FailureKind
 from edl.distill.client import RequestFailed, TeacherClient
-from edl.distill.dispatch import Failure, FailureKind
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload
 
 __all__ = ["Link"]

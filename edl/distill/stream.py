@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from edl.distill.dispatch import Failure, FailureKind
+from edl.distill.actions import Failure, FailureKind
 from edl.distill.failure import RequestFailed, failure_of
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names

@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edl.distill.dispatch import Action, Answer, Dispatcher, Failure, FailureKind, GiveUp, Send
+from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch import Dispatcher
 
 
 @dataclass

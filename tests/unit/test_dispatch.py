@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch import Answer, Dispatcher, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.actions import Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch import Dispatcher
 from tests.unit.simulation import SimTeacher, Simulation, stragglers
 
 

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from edl.distill.actions import FailureKind
 from edl.distill.client import RequestFailed, TeacherClient
-from edl.distill.dispatch import FailureKind
 from edl.distill.loop import LoopThread
 from edl.distill.request import Ask, Payload
 from edl.testing import LocalTeacher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +29,8 @@ class Kind(Enum):
     KILLED = "killed"
     """By a signal: out of memory, preempted, a crash in native code."""
     CONTACT = "contact"
-    """It lost contact with another rank; the cause is elsewhere."""
+    """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
+    NCCL's watchdog do, the process ends by SIGABRT."""
     ERROR = "error"
     """The script raised, or ended with an exit code that is not 0."""
 
@@ -67,6 +69,8 @@ def kind_of(status: int, text: str) -> Kind:
         status: its exit code, negative for a signal.
         text: the exception's type and message, best with its traceback; empty if unknown.
     """
+    if status == -signal.SIGABRT:
+        return Kind.CONTACT
     if status < 0:
         return Kind.KILLED
     last = text.strip().rsplit("\n", 1)[-1]
@@ -92,7 +96,8 @@ def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contac
         text = errors[0].text or errors[0].what
         return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= echo_s else None
     if failures and waited_s >= contact_s:
-        return Verdict(restart=f"rank {failures[0].rank} lost contact with another one")
+        first = failures[0]
+        return Verdict(restart=first.what if first.status < 0 else f"rank {first.rank} lost contact with another one")
     return None
 
 

@@ -1,7 +1,8 @@
 """The script of the tests' Paddle jobs: a small net, trained on data that depend on the step and the rank only.
 
-The environment says when a trainer kills itself: `KILLS` is JSON, a list of `[generation, rank, step, where]`. With
-`END` given, the script ends when that file is there, else after `STEPS` steps.
+The environment says when a trainer kills itself: `KILLS` is JSON, a list of `[generation, rank, step, where]`; and in
+which step, `RAISES`, the second trainer raises. With `END` given, the script ends when that file is there, else after
+`STEPS` steps.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from edl.collective.paddle import Checkpointer, PaddleState, init_parallel_env
 GENERATION = int(os.environ["EDL_GENERATION"])
 KILLS = [tuple(kill) for kill in json.loads(os.environ.get("KILLS", "[]"))]
 STEPS = int(os.environ.get("STEPS", "0"))
+RAISES = int(os.environ.get("RAISES", "-1"))
 END = Path(os.environ.get("END", "nowhere"))
 
 
@@ -71,6 +73,8 @@ def main() -> None:
             data = np.random.default_rng([step, rank])
             inputs = paddle.to_tensor(data.standard_normal((6, 8), dtype=np.float32))
             loss = paddle.nn.functional.cross_entropy(network(inputs), paddle.to_tensor(data.integers(0, 4, 6)))
+            if step == RAISES and rank == 1:
+                raise LookupError("the user's own mistake")
             loss.backward()
             die(step, "before the update")
             optimizer.step()

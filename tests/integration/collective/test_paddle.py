@@ -64,6 +64,15 @@ def test_killed_trainers_end_with_the_parameters_of_an_uninterrupted_run(tmp_pat
     assert finals(calm)[0][1] != finals(calm)[1][1]  # each has data of its own
 
 
+def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    """Though the other trainer, whose peer is gone, ends by a signal: Paddle's gloo aborts it."""
+    with job(tmp_path, "--nproc-per-node", "2", STEPS=STEPS, RAISES=3) as wrong:
+        code, output = wrong.run()
+        assert code == 1, output
+        assert "LookupError: the user's own mistake" in output
+        assert {line["generation"] for line in said(wrong, "restored")} == {0}
+
+
 def test_a_node_joins_and_leaves_and_is_given_the_state(tmp_path: Path) -> None:
     with job(tmp_path, "--nnodes", "1:2", END=tmp_path / "end") as both:
         both.start()

@@ -47,6 +47,11 @@ class Diaries:
                 else:
                     steps.append(Finished(float(fields[0]), *(int(field) for field in fields[1:])))
 
+    def since(self, begin: float) -> dict[str, list[Finished]]:
+        """The steps that were finished after `begin`, of those places that finished any."""
+        recent = {place: [one for one in steps if one.at >= begin] for place, steps in self.steps.items()}
+        return {place: steps for place, steps in recent.items() if steps}
+
     def last(self, place: str) -> Finished | None:
         """The last step that a place has finished."""
         steps = self.steps.get(place)

@@ -52,6 +52,8 @@ class Job:
         self._launch = launch
         self._workers = workers
         self._leftover = leftover
+        self.next_number = 0
+        """That no node has had yet."""
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._ended: list[subprocess.Popen[bytes]] = []
 
@@ -62,6 +64,7 @@ class Job:
 
     def start(self, number: int) -> float:
         """Start a node. Returns when (`time.monotonic()`)."""
+        self.next_number = max(self.next_number, number + 1)
         launch = self._launch(number)
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **launch.environ}
         begin = time.monotonic()

@@ -34,7 +34,7 @@ class Task:
         name: of the node; it keeps it when it comes back.
         width: of the layers; the model has 2 * width * (width + 1) parameters.
         sleep_s: of a step, in place of a GPU's work.
-        save_s: seconds between two snapshots, 0 for as often as costs 1% of the time.
+        save_s: seconds between two snapshots, 0 for as often as costs 1% of the time, infinite for none.
         stay: survivors go on in the same process.
     """
 

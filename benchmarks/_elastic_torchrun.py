@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 
 import torch
@@ -33,7 +34,7 @@ def main() -> None:
     for step in itertools.count(begin):
         training.step(model, training.optimizer, step)
         diary.finished(step, restarts, world)
-        if step % SAVE_EVERY == 0 and dist.get_rank() == 0:
+        if step % SAVE_EVERY == 0 and dist.get_rank() == 0 and task.save_s < math.inf:
             state = {"step": step, "model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
             torch.save(state, path.with_suffix(".part"))
             path.with_suffix(".part").replace(path)

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import uuid
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,16 @@ from benchmarks._child import ROOT
 from benchmarks._elastic_job import Job, Launch
 from benchmarks._elastic_task import Task
 
-__all__ = ["TORCHFT", "edl_nodes", "edl_workers", "torchft", "torchrun_nodes", "torchrun_workers"]
+__all__ = [
+    "TORCHFT",
+    "edl_nodes",
+    "edl_workers",
+    "job_name",
+    "store_url",
+    "torchft",
+    "torchrun_nodes",
+    "torchrun_workers",
+]
 
 TORCHFT = ROOT / ".tools/torchft/bin/python"
 _EDL = (sys.executable, "-m", "edl", "run")
@@ -39,9 +47,19 @@ def edl_nodes(task: Task, most: int) -> Job:
     return _edl(task, ["--nnodes", f"1:{most}", "--nproc-per-node", "1"], 1)
 
 
+def job_name(task: Task) -> str:
+    """What a job of ours is called in its store."""
+    return f"bench-{task.folder.name}"
+
+
+def store_url(task: Task) -> str:
+    """Where the nodes of a job of ours meet."""
+    return f"sqlite:///{task.folder}/store.sqlite"
+
+
 def _edl(task: Task, options: list[str], workers: int) -> Job:
-    name = f"bench-{uuid.uuid4().hex[:12]}"
-    command = [*_EDL, *options, "--rdzv-id", name, "--store", f"sqlite:///{task.folder}/store.sqlite"]
+    name = job_name(task)
+    command = [*_EDL, *options, "--rdzv-id", name, "--store", store_url(task)]
     memory = Path(f"/dev/shm/edl-{os.getuid()}") / hashlib.sha256(name.encode()).hexdigest()[:16]
     return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_edl.py", task, node)]), workers, memory)
 

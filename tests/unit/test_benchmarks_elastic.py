@@ -1,0 +1,97 @@
+"""What the benchmarks of elastic training conclude from the diaries of ranks: traces, gaps, lost steps, goodput."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks._elastic_churn import Churn, goodput, trace
+from benchmarks._elastic_diaries import Diaries, Finished, longest_gap_s, median_step_s
+
+
+def diary(*steps: tuple[float, int, int, int]) -> list[Finished]:
+    """Of (at, step, generation, world)."""
+    return [Finished(at, step, generation, world, pid=1) for at, step, generation, world in steps]
+
+
+def write(folder: Path, place: str, text: str) -> None:
+    with (folder / f"{place}.steps").open("a") as file:
+        file.write(text)
+
+
+@given(seed=st.integers(0, 1000), events=st.integers(0, 40), first=st.integers(1, 3))
+def test_a_trace_stays_within_its_bounds_and_is_the_same_for_a_seed(seed: int, events: int, first: int) -> None:
+    plan = trace(seed, events, first, least=1, most=3)
+    assert len(plan) == events
+    assert plan == trace(seed, events, first, least=1, most=3)
+    nodes = first
+    for kind in plan:
+        nodes += {Churn.JOIN: 1, Churn.LEAVE: -1, Churn.KILL_NODE: -1, Churn.KILL_RANK: 0}[kind]
+        assert 1 <= nodes <= 3
+
+
+@given(seed=st.integers(0, 1000))
+def test_a_trace_of_ten_events_has_every_kind(seed: int) -> None:
+    assert set(trace(seed, 10, 2, least=1, most=3)) == set(Churn)
+
+
+def test_goodput_of_an_undisturbed_run_is_one() -> None:
+    steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
+    assert goodput([steps, steps], {2: 0.2}) == pytest.approx(1.0)
+
+
+def test_a_step_done_twice_counts_once_with_the_world_that_finished_it_for_good() -> None:
+    first = diary((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
+    again = diary((5.0, 2, 1, 1), (5.5, 3, 1, 1))
+    assert goodput([first, again], {1: 0.5, 2: 1.0}) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
+
+
+def test_the_longest_gap_is_one_that_overlaps_the_time_in_question() -> None:
+    steps = diary((0.0, 0, 0, 1), (9.0, 1, 0, 1), (9.5, 2, 0, 1), (12.0, 3, 1, 1), (12.5, 4, 1, 1))
+    assert longest_gap_s(steps, 10.0, 12.0) == 2.5
+    assert longest_gap_s(steps, 12.2, 12.3) == 0.5
+    assert longest_gap_s(steps, 20.0, 30.0) == 0.0
+
+
+def test_the_usual_step_leaves_out_what_lies_between_generations() -> None:
+    assert median_step_s(diary((0.0, 0, 0, 1), (1.0, 1, 0, 1), (9.0, 2, 1, 1), (10.0, 3, 1, 1))) == 1.0
+
+
+def test_a_line_that_is_still_being_written_is_taken_with_the_next_look(tmp_path: Path) -> None:
+    diaries = Diaries(tmp_path)
+    write(tmp_path, "0-0", "step 1.0 0 0 1 7\nstep 2.0 1 0")
+    diaries.look()
+    assert [one.step for one in diaries.steps["0-0"]] == [0]
+    write(tmp_path, "0-0", " 1 7\nsaved 1\n")
+    diaries.look()
+    assert diaries.steps["0-0"] == [Finished(1.0, 0, 0, 1, 7), Finished(2.0, 1, 0, 1, 7)]
+    assert diaries.saved == {"0-0": [1]}
+
+
+def test_ranks_are_together_once_all_have_finished_steps_in_a_world_of_just_them(tmp_path: Path) -> None:
+    diaries = Diaries(tmp_path)
+    for place in ("0-0", "0-1"):
+        write(tmp_path, place, "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\n")
+    diaries.look()
+    assert diaries.together(["0-0", "0-1"], since=0.5, count=2)
+    assert not diaries.together(["0-0", "0-1"], since=1.5, count=2)
+    assert not diaries.together(["0-0"], since=0.5, count=2)
+    assert not diaries.together(["0-0", "0-1", "0-2"], since=0.5, count=2)
+    write(tmp_path, "0-0", "step 3.0 1 1 2 8\nstep 4.0 2 1 2 8\n")
+    diaries.look()
+    assert not diaries.together(["0-0", "0-1"], since=0.5, count=2)
+
+
+@pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])
+def test_lost_steps_are_those_that_the_next_generation_did_again(tmp_path: Path, resumed: int, lost: int) -> None:
+    diaries = Diaries(tmp_path)
+    write(tmp_path, "0-0", "".join(f"step {number}.0 {number} 0 2 7\n" for number in range(3)))
+    write(tmp_path, "0-1", "".join(f"step {number}.0 {number} 0 2 8\n" for number in range(2)))
+    for place in ("0-0", "0-1"):
+        write(tmp_path, place, f"step 9.0 {resumed} 1 2 9\nstep 10.0 {resumed + 1} 1 2 9\n")
+    diaries.look()
+    assert diaries.resumed("0-0").at == 9.0
+    assert diaries.lost(["0-0", "0-1"]) == lost

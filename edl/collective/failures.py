@@ -12,14 +12,14 @@ from pathlib import Path
 
 __all__ = ["Failure", "Kind", "Verdict", "judge", "kind_of", "read_error"]
 
-# What torch raises in a rank whose peer is gone. The types are torch's; the words gloo's, NCCL's and its store's.
-_CONTACT_TYPES = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError", "ConnectionResetError")
-_CONTACT_WORDS = re.compile(
-    r"gloo/|Connection (closed|reset|refused|was)|Connection aborted|Broken pipe|Timed out (after|waiting)|"
-    r"NCCL (error|communicator|watchdog)|ncclRemoteError|ncclSystemError|Socket (closed|Timeout)|"
-    r"process group (is|was|has been) (aborted|shut ?down|destroyed)|recvValue failed|sendBytes failed|"
-    r"wait timeout after|Application timeout caused pair closure|EDL: left the process group",
-    re.IGNORECASE,
+# What torch raises in a rank whose peer is gone: its own types, and else words that only gloo, NCCL and torch say. Such
+# an error counts also where the script raised another one because of it. A script's own ConnectionError does not.
+_CONTACT = re.compile(
+    r"^(torch\.distributed\.)?Dist(Backend|Network|Store)Error\b|/gloo/transport/|NCCL (error|communicator|watchdog)|"
+    r"\bnccl(Remote|System)Error\b|ProcessGroup(Gloo|NCCL).*(aborted|terminat|tim(ed|e) ?out)|"
+    r"process group (is|was|has been) (aborted|shut ?down|destroyed)|Application timeout caused pair closure|"
+    r"EDL: left the process group|failed to pass monitoredBarrier",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 
@@ -73,11 +73,7 @@ def kind_of(status: int, text: str) -> Kind:
         return Kind.CONTACT
     if status < 0:
         return Kind.KILLED
-    last = text.strip().rsplit("\n", 1)[-1]
-    name = last.split(":", 1)[0].rsplit(".", 1)[-1]
-    if name in _CONTACT_TYPES or _CONTACT_WORDS.search(text):
-        return Kind.CONTACT
-    return Kind.ERROR
+    return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 
 
 def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float) -> Verdict | None:
@@ -88,8 +84,8 @@ def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contac
         echo_s: how long to wait before an exception is taken for the script's own fault.
         contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
     """
-    killed = [one for one in failures if one.kind is Kind.KILLED]
     errors = [one for one in failures if one.kind is Kind.ERROR]
+    killed = [one for one in failures if one.kind is Kind.KILLED]
     if killed:
         return Verdict(restart=killed[0].what)
     if errors:
@@ -107,8 +103,8 @@ def read_error(path: Path) -> str:
         message = json.loads(path.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-    if isinstance(message, str):
-        return message
+    if not isinstance(message, dict):
+        return str(message)
     details = message.get("extraInfo", {})
     callstack = details.get("py_callstack", "") if isinstance(details, dict) else ""
     return str(callstack or message.get("message", ""))

@@ -1,0 +1,142 @@
+"""What it means that workers ended. The texts are torch 2.13's own, except NCCL's, which are of its source."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from edl.collective.failures import Failure, Kind, judge, kind_of, read_error
+
+PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
+
+CONTACT = [
+    f"{PAIR} Connection closed by peer [127.0.0.1]:10126. This is typically caused by a remote worker crashing. Check"
+    " the logs of the remote worker before reporting an error. GLHF! 🏖️",
+    f"{PAIR} Read error [127.0.0.1]:53907: Connection reset by peer. This is typically caused by a remote worker"
+    " hanging or bugs in the application. Check the logs of the remote worker before reporting an error. GLHF! 🏖️",
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"
+    " 3000ms for recv operation to complete",
+    "torch.distributed.DistStoreError: Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
+    "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /default_pg/0//nokey",
+    "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
+    " server shutdown or crash?",
+    "torch.distributed.DistNetworkError: The client socket has timed out after 3000ms while trying to connect to"
+    " (127.0.0.1, 23461).",
+    "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote"
+    " process exited or there was a network error, NCCL version 2.19.3\nncclRemoteError: A call failed possibly due to"
+    " a network error or a remote process exiting prematurely.",
+    "RuntimeError: NCCL communicator was aborted on rank 1.",
+]
+
+ERROR = [
+    "",
+    "LookupError: the user's own mistake",
+    "ConnectionError: the user's data set server is away",
+    "ConnectionRefusedError: [Errno 111] Connection refused",
+    "TimeoutError: Timed out waiting for the tokenizer",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='hub', port=443): Max retries exceeded",
+    "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+    "ValueError: expected sequence of length 3 at dim 1 (got 2)",
+    "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed.",
+    "MyError: see DistStoreError in the docs",
+]
+
+
+def traceback_of(last: str) -> str:
+    return f'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    main()\n{last}\n'
+
+
+@pytest.mark.parametrize("text", CONTACT)
+def test_a_lost_peer_is_told_from_the_scripts_own_error(text: str) -> None:
+    assert kind_of(1, text) is Kind.CONTACT
+    assert kind_of(1, traceback_of(text)) is Kind.CONTACT
+    wrapped = traceback_of(text) + (
+        "\nThe above exception was the direct cause of the following exception:\n\n" + traceback_of("OSError: step 3")
+    )
+    assert kind_of(1, wrapped) is Kind.CONTACT
+
+
+@pytest.mark.parametrize("text", ERROR)
+def test_the_scripts_own_errors_are_its_own(text: str) -> None:
+    assert kind_of(1, text) is Kind.ERROR
+    assert kind_of(1, traceback_of(text)) is Kind.ERROR
+    assert kind_of(-9, text) is Kind.KILLED
+
+
+def failure(status: int, text: str = "", rank: int = 0) -> Failure:
+    return Failure(rank, status, text, f"worker {rank}")
+
+
+KILLED = failure(-signal.SIGKILL, rank=1)
+ABORTED = failure(-signal.SIGABRT, rank=2)
+LOST = failure(1, CONTACT[0], rank=3)
+WRONG = failure(1, ERROR[1], rank=4)
+
+
+@pytest.mark.parametrize(
+    ("failures", "waited_s", "outcome"),
+    [
+        ([], 9.0, None),
+        ([KILLED], 0.0, "restart"),
+        ([LOST, KILLED], 0.0, "restart"),
+        ([WRONG, KILLED], 9.0, "restart"),
+        ([ABORTED], 1.9, None),
+        ([ABORTED], 2.0, "restart"),
+        ([WRONG, ABORTED], 0.0, None),
+        ([WRONG, ABORTED], 1.0, "fatal"),
+        ([ABORTED, WRONG, KILLED], 0.0, "restart"),
+        ([WRONG], 0.4, None),
+        ([WRONG], 0.5, "fatal"),
+        ([LOST, WRONG], 0.5, "fatal"),
+        ([LOST], 1.9, None),
+        ([LOST], 2.0, "restart"),
+    ],
+)
+def test_what_follows(failures: list[Failure], waited_s: float, outcome: str | None) -> None:
+    verdict = judge(failures, waited_s, echo_s=0.5, contact_s=2.0)
+    if outcome is None:
+        assert verdict is None
+    else:
+        assert verdict is not None
+        assert bool(verdict.restart) == (outcome == "restart")
+        assert bool(verdict.fatal) == (outcome == "fatal")
+
+
+def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
+    verdict = judge([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
+    assert verdict is not None
+    assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
+
+
+def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    path = tmp_path / "error.json"
+    handler = ErrorHandler()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+        try:
+            raise LookupError("x")
+        except LookupError as exc:
+            handler.record_exception(exc)
+    assert "LookupError: x" in read_error(path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
+def test_an_error_file_that_is_none_says_nothing(content: str, tmp_path: Path) -> None:
+    assert read_error(tmp_path / "missing") == ""
+    (tmp_path / "file").write_text(content)
+    assert read_error(tmp_path / "file") == ""
+    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
+    assert read_error(tmp_path / "file") == ""
+
+
+def test_a_message_alone_is_the_text(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"message": "it broke"}')
+    assert read_error(tmp_path / "file") == "it broke"
+    (tmp_path / "file").write_text('{"message": 3}')
+    assert read_error(tmp_path / "file") == "3"

@@ -127,7 +127,7 @@ class Agent:
                 self._chronicle.close(self._crew)
             self._membership.close()
             # Whoever leaves last keeps the state in memory for a later start on this host.
-            self._host.close(keep=code not in (Exit.DONE, Exit.FAILED) and self._alone)
+            self._host.close(keep=code not in (Exit.DONE, Exit.FAILED) and self._alone and self._told.resumable)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

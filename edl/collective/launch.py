@@ -44,6 +44,7 @@ class Launch:
         check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
+        resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
         framework: what the workers train with, `torch` or `paddle`.
     """
 
@@ -63,6 +64,7 @@ class Launch:
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
     framework: str = "torch"
+    resumable: bool = True
 
 
 def meeting_place(launch: Launch) -> MeetingPlace:

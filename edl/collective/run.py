@@ -118,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     options = torchrun.get_args_parser()
     options.prog = "edl run"
     options.description = _DESCRIPTION
+    options.allow_abbrev = False  # they would be looked for among the script's arguments, too
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     ours = options.add_argument_group("EDL")
     for name, kwargs in _OPTIONS.items():
@@ -152,6 +153,8 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
+    # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return Launch(
         job=_job(options, maximum),
         warm=_warm(options),
@@ -168,6 +171,8 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
+        resumable=options.rdzv_id != "none" and not options.standalone,
+        environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
     )
 
 

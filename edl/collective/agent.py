@@ -38,6 +38,7 @@ _TICK_S = 0.1
 _PAUSING_TICK_S = 0.01
 _REREAD_S = 1.0
 _STORE_LAST_S = 30.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Exit(IntEnum):
@@ -102,7 +103,8 @@ class Agent:
 
         Call it from the main thread: signals are handled here, and workers die with the thread that started them.
         """
-        handlers = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
+        handlers = {number: signal.signal(number, self._signalled) for number in heeded}
         code: int | None = None
         try:
             code = self._too_late()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import random
 import statistics
 import sys
@@ -46,7 +45,7 @@ class Size:
     changes: int
 
 
-_FULL = Size(train=2500, test=4000, epochs=5, batch=32, changes=6)
+_FULL = Size(train=4000, test=4000, epochs=6, batch=32, changes=6)
 _QUICK = Size(train=500, test=500, epochs=2, batch=32, changes=2)
 
 
@@ -95,10 +94,9 @@ def train(folder: Path, stays: list[Stay], seed: int, size: Size, *, ignoring: b
 def _run(phase: Phase, number: int) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks._resnet", "torch._dynamo"])
-    threads = max((os.cpu_count() or 1) // phase.world, 1)
     for leftover in phase.folder.glob("store-*"):
         leftover.unlink()
-    ranks = [context.Process(target=train_phase, args=(rank, phase, threads)) for rank in range(phase.world)]
+    ranks = [context.Process(target=train_phase, args=(rank, phase)) for rank in range(phase.world)]
     try:
         for one in ranks:
             one.start()

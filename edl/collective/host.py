@@ -41,9 +41,12 @@ class HostFolder:
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
         for number in itertools.count():
             path = root / digest / str(number)
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if _locked(lock) and (path / "lock").exists():
+            try:
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                continue  # another agent is just removing it
+            if _locked(lock) and _is(path / "lock", lock):
                 break
             os.close(lock)
         self.path = path
@@ -77,8 +80,8 @@ class HostFolder:
         return path
 
     def close(self, keep: bool) -> None:
-        """Give the folder up; with `keep`, leave it to the next agent of this job."""
-        if not keep:
+        """Give the folder up; with `keep`, leave the state that is in it to the next agent of this job."""
+        if not (keep and any(self.path.glob("slots-*"))):
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
@@ -104,6 +107,14 @@ def _locked(file: int) -> bool:
     return True
 
 
+def _is(path: Path, file: int) -> bool:
+    """Whether the open `file` is still the one at `path`: who had the lock before may have removed it."""
+    try:
+        return path.samefile(f"/proc/self/fd/{file}")
+    except OSError:
+        return False
+
+
 def _sweep(root: Path) -> None:
     """Remove what agents left that died an hour ago, and whose job nobody took up."""
     for folder in root.glob("*/*"):
@@ -114,5 +125,6 @@ def _sweep(root: Path) -> None:
             try:
                 if _locked(lock):
                     shutil.rmtree(folder, ignore_errors=True)
+                    folder.parent.rmdir()
             finally:
                 os.close(lock)

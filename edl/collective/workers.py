@@ -14,13 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from edl.collective.prewarm import Imported
 from edl.collective.zygote import Fork, Warm
 from edl.errors import EDLError
 
 __all__ = ["Exited", "Workers", "ZygoteLost"]
 
 _MESSAGE_BYTES = 1 << 20
+_FORK_S = 10.0
+_ATTEMPTS = 4
+"""To import ahead of time; the last one imports nothing."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Workers:
         self._lock = threading.Condition()
         self._asked: collections.deque[tuple[int, int]] = collections.deque()
         self._running: dict[int, tuple[int, int]] = {}
-        self._ready = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: Imported | None = None
         self._gone = True
         self._closing = False
         self.complaint = ""
@@ -85,23 +91,31 @@ class Workers:
         Raises:
             EDLError: it died, or was not ready in time.
         """
-        self._start()
         deadline = time.monotonic() + timeout_s
+        unfit: dict[str, str] = {}
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._start()
+            ready = self._wait_until_ready(deadline, timeout_s)
+            unfit |= ready.unfit
+            if not ready.unfit:
+                break
+            # What was imported cannot be taken back: another process does without.
+            self.close()
+            self._closing = False
+            self._warm = replace(self._warm, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
+        complaints = [f"importing {name} {why}" for name, why in unfit.items()]
+        self.complaint = "; ".join([*complaints, *ready.failed])
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float) -> Imported:
         with self._lock:
-            while not self._ready and not self._gone:
+            while self._ready is None and not self._gone:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise EDLError(f"importing what {self._warm.target} imports took more than {timeout_s:g} s")
                 self._lock.wait(left)
-            if self._gone:
+            if self._ready is None:
                 raise EDLError("the process that forks workers died while it imported; its output above says why")
-        if "CUDA" in self.complaint and self._warm.prewarm:
-            self.close()
-            self._closing = False
-            self._warm = replace(self._warm, prewarm=False)
-            complaint = self.complaint
-            self.warm_up(timeout_s)
-            self.complaint = complaint
+            return self._ready
 
     def start(self, generation: int, forks: Mapping[int, Fork]) -> None:
         """Fork a worker for each local rank.
@@ -109,15 +123,19 @@ class Workers:
         Raises:
             EDLError: the zygote has died.
         """
+        deadline = time.monotonic() + _FORK_S
         with self._lock:
-            if self._gone:
-                raise EDLError("the process that forks workers has died")
             for local_rank, fork in forks.items():
                 self._asked.append((generation, local_rank))
-                try:
+                with contextlib.suppress(OSError):  # the reader of its answers finds out the same
                     self._socket.send(fork.encode())
-                except OSError as exc:
-                    raise EDLError("the process that forks workers has died") from exc
+            while self._asked and not self._gone:
+                self._lock.wait(0.05)
+                if time.monotonic() > deadline:
+                    self._give_up()
+            if self._gone:
+                self._asked.clear()
+                raise EDLError("the process that forks workers has died, or does not answer")
 
     def keep(self, generation: int) -> None:
         """The workers that run now belong to another generation."""
@@ -133,15 +151,16 @@ class Workers:
         Raises:
             EDLError: one does not die, as a process that hangs in the kernel does not.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, patience = time.monotonic() + timeout_s, time.monotonic() + timeout_s / 2
         with self._lock:
-            while self._asked or (going := [pid for pid, (_, rank) in self._running.items() if rank not in but]):
-                for pid in [] if self._asked else going:
-                    _kill(pid, signal.SIGKILL)
-                left = deadline - time.monotonic()
-                if left <= 0:
+            while going := [pid for pid, (_, rank) in self._running.items() if rank not in but]:
+                for pid in going:
+                    _kill(pid)
+                if time.monotonic() > deadline:
                     raise EDLError(f"workers {sorted(self._running)} do not die within {timeout_s:g} s of SIGKILL")
-                self._lock.wait(min(left, 0.05))
+                if time.monotonic() > patience:
+                    self._give_up()  # perhaps they are dead, and it does not say so
+                self._lock.wait(0.05)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, not to their children."""
@@ -153,24 +172,32 @@ class Workers:
         """Kill the workers and the zygote, and wait for them."""
         with self._lock:
             self._closing = True
-            if self._gone:
-                return
+        if self._process is None:
+            return
         with contextlib.suppress(EDLError):
             self.stop(timeout_s)
         self._process.kill()
         self._process.wait()
         self._reader.join()
         self._socket.close()
+        self._process = None
+
+    def _give_up(self) -> None:
+        """The zygote does not answer: it is killed, and whoever needs another worker makes another one."""
+        self._closing = True
+        if self._process is not None:
+            self._process.kill()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-u", "-m", "edl.collective.zygote", str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command, env=self._environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            # A pipe or file is the workers' to read, as under torchrun. A terminal would stop them: they are no part
+            # of its foreground.
+            stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
+            self._process = subprocess.Popen(command, env=self._environ, pass_fds=[theirs.fileno()], stdin=stdin)
         self._socket = ours
-        self._ready = self._gone = False
+        self._ready, self._gone = None, False
         self._reader = threading.Thread(target=self._read, name="edl-workers", daemon=True)
         self._reader.start()
         ours.send(self._warm.encode())
@@ -189,30 +216,31 @@ class Workers:
             if not message:
                 return
 
-    def _take(self, message: dict[str, object]) -> Exited | None:
+    def _take(self, message: dict[str, Any]) -> Exited | None:
         if "ready" in message:
-            self._ready, self.complaint = True, str(message["complaint"])
+            self._ready = Imported(dict(message["unfit"]), list(message["failed"]))
         elif "pid" in message:
-            self._running[int(str(message["pid"]))] = self._asked.popleft()
+            self._running[message["pid"]] = self._asked.popleft()
         elif "exited" in message:
-            pid = int(str(message["exited"]))
+            pid = message["exited"]
             generation, local_rank = self._running.pop(pid)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left behind
-            return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(int(str(message["status"]))))
+            _kill(pid)  # what it left behind
+            return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
         return None
 
     def _lose(self) -> ZygoteLost | None:
         self._gone = True
+        for pid in self._running:
+            _kill(pid)  # they die by themselves, but not their children
         self._running.clear()
         self._asked.clear()
         return None if self._closing else ZygoteLost()
 
 
-def _kill(pid: int, number: int) -> None:
-    """Signal a worker and its children; the worker alone where it has no process group of its own yet."""
+def _kill(pid: int) -> None:
+    """Kill a worker and its children; the worker alone where it has no process group of its own yet."""
     try:
-        os.killpg(pid, number)
+        os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGKILL)

@@ -2,19 +2,17 @@
 
 Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
 milliseconds. The agent starts `python -m edl.collective.zygote FD PID`, PID being its own, and both talk JSON over the
-Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers `{"ready": true}`,
-`{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait status}`. It must not start threads, run a
-backward pass or touch CUDA: a fork would inherit the wreck. A worker dies when the zygote does, and that when the agent
-does.
+Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers `{"ready": true}` with
+what went wrong, `{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait status}`. It must not start
+threads, run a backward pass or touch CUDA: a fork would inherit the wreck. A worker dies when the zygote does; when the
+agent dies the zygote kills the workers, with their children, and ends.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import ctypes
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -32,7 +30,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Fork", "Warm", "imports_of", "main"]
+from edl.collective.prewarm import Imported, import_ahead
+
+__all__ = ["Fork", "Warm", "main"]
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 20
@@ -47,6 +47,7 @@ class Warm:
         target: the file, module or program.
         prewarm: whether to import beforehand what the script imports.
         framework: what the workers train with, `torch` or `paddle`.
+        without: modules that workers must import by themselves (see `edl.collective.prewarm`).
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Warm:
     arguments: tuple[str, ...] = ()
     prewarm: bool = True
     framework: str = "torch"
+    without: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         return json.dumps({"warm": asdict(self)}).encode()
@@ -78,19 +80,6 @@ class Fork:
         return json.dumps({"fork": asdict(self)}).encode()
 
 
-def imports_of(source: str) -> Iterator[str]:
-    """The modules that a Python program imports at its top level, blocks of `if` and `try` included."""
-    pending: list[ast.stmt] = list(ast.parse(source).body)
-    while pending:
-        node = pending.pop(0)
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-        elif isinstance(node, (ast.If, ast.Try)):
-            pending += [*node.body, *node.orelse]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The process itself. Returns, in a worker, when the script has ended."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -101,44 +90,56 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "warm" not in request:
         return
     warm = Warm(**request["warm"])
-    complaint = _warm_up(warm)
+    done = _warm_up(warm)
     gc.collect()
     gc.freeze()  # what is here now will not be written to by a worker's collector, and so stays shared
-    agent.send(json.dumps({"ready": True, "complaint": complaint}).encode())
+    agent.send(json.dumps({"ready": True, "unfit": done.unfit, "failed": done.failed}).encode())
     zygote = os.getpid()
+    # From here on the end of `agent` tells of the agent's death, and the workers' children can still be killed then. A
+    # zygote that somebody stopped has to be woken for that.
+    _die_with(int(arguments[1]), signal.SIGCONT)
     fork = _serve(agent)
-    if fork is not None:
-        agent.close()
-        _die_with(zygote)
-        _become(warm, fork)
+    agent.close()
+    _die_with(zygote)
+    _become(warm, fork)
 
 
-def _serve(agent: socket.socket) -> Fork | None:
-    """Fork workers as they are asked for. Returns in a worker, with what was asked; None when the agent has gone."""
+def _serve(agent: socket.socket) -> Fork:
+    """Fork workers as they are asked for. Returns in a worker, with what was asked; ends the zygote with its agent."""
     wake, woken = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        readable, _, _ = select.select([agent.fileno(), wake], [], [])
-        if wake in readable:
-            with contextlib.suppress(BlockingIOError):
-                os.read(wake, 4096)
-            for pid, status in _reap():
-                agent.send(json.dumps({"exited": pid, "status": status}).encode())
-        if agent.fileno() in readable:
-            message = agent.recv(_MESSAGE_BYTES)
-            if not message:
-                return None
-            fork = Fork(**json.loads(message)["fork"])
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                os.close(wake)
-                os.close(woken)
-                return fork
-            agent.send(json.dumps({"pid": pid}).encode())
+    workers: set[int] = set()
+    try:
+        while True:
+            readable, _, _ = select.select([agent.fileno(), wake], [], [])
+            if wake in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 4096)
+                for pid, status in _reap():
+                    workers.discard(pid)
+                    agent.send(json.dumps({"exited": pid, "status": status}).encode())
+            if agent.fileno() in readable:
+                message = agent.recv(_MESSAGE_BYTES)
+                if not message:
+                    break
+                fork = Fork(**json.loads(message)["fork"])
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake)
+                    os.close(woken)
+                    return fork
+                workers.add(pid)
+                agent.send(json.dumps({"pid": pid}).encode())
+    except OSError:
+        pass  # the agent has gone while it was told something
+    for pid in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # one without a group of its own yet dies with this process
+    os._exit(0)
 
 
 def _reap() -> Iterator[tuple[int, int]]:
@@ -150,13 +151,14 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _warm_up(warm: Warm) -> str:
-    """Import what the workers will. Returns what went wrong, in words, or nothing."""
+def _warm_up(warm: Warm) -> Imported:
+    """Import what the workers will."""
     if warm.kind == "program":
-        return ""
-    sys.path[0] = str(Path(warm.target).resolve().parent) if warm.kind == "script" else str(Path.cwd())
+        return Imported()
+    folder = Path(warm.target).resolve().parent if warm.kind == "script" else Path.cwd()
+    sys.path[0] = str(folder)
     if not warm.prewarm:
-        return ""
+        return Imported()
     import torch
     import torch.distributed
 
@@ -166,27 +168,21 @@ def _warm_up(warm: Warm) -> str:
         import torch.nn.parallel
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
-    complaints = []
-    for name in _script_imports(warm):
-        try:
-            importlib.import_module(name)
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the worker will raise it again, and be heard
-            complaints.append(f"importing {name} ahead of time failed: {type(exc).__name__}: {exc}")
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            return f"importing {name} uses CUDA, which no fork survives"
-    return "; ".join(complaints)
+    program = _program(warm)
+    return import_ahead(program, folder, warm.without) if program is not None else Imported()
 
 
-def _script_imports(warm: Warm) -> list[str]:
+def _program(warm: Warm) -> Path | None:
+    """The Python file that workers run."""
+    if warm.kind == "script":
+        return Path(warm.target)
     try:
-        if warm.kind == "module":
-            spec = importlib.util.find_spec(warm.target)
-            origin = spec.origin if spec else None
-        else:
-            origin = warm.target
-        return list(dict.fromkeys(imports_of(Path(origin).read_text()))) if origin else []
-    except (OSError, SyntaxError, ValueError, ImportError):
-        return []  # the worker will say it
+        spec = importlib.util.find_spec(warm.target)
+        if spec is not None and spec.submodule_search_locations:
+            spec = importlib.util.find_spec(f"{warm.target}.__main__")
+    except (ImportError, ValueError):
+        return None  # the worker will say it
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _become(warm: Warm, fork: Fork) -> None:
@@ -257,9 +253,9 @@ def _fail(exc: BaseException) -> NoReturn:
     raise SystemExit(1)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the process `parent`, which started this one, dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Be killed, or signalled otherwise, when the process `parent`, which started this one, dies."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it had died before
         os._exit(1)
 

@@ -1,0 +1,254 @@
+"""A job of real `edl run` processes: nodes that are started, killed, stopped; and what their workers wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+EDL = str(Path(sys.executable).with_name("edl"))
+TRAIN = Path(__file__).with_name("train.py")
+MARK = "EDL_TEST_MARK"
+START_S = 60.0
+RECOVER_S = 30.0
+
+T = TypeVar("T")
+
+
+def wait_until(found: Callable[[], T], what: str, timeout_s: float = START_S) -> T:
+    """The first truthy answer of `found`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        answer = found()
+        if answer:
+            return answer
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {timeout_s:g} s in vain: {what}")
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that one rank finished, at `time` of `time.monotonic()`."""
+
+    generation: int
+    rank: int
+    world: int
+    step: int
+    pid: int
+    time: float
+    node: str = ""
+
+
+@dataclass
+class Node:
+    """One `edl run` process, in a session of its own."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text(errors="replace")
+
+    @property
+    def zygote(self) -> int:
+        return next(pid for pid in _children(self.pid) if b"edl.collective.zygote" in _read(pid, "cmdline"))
+
+    @property
+    def workers(self) -> list[int]:
+        return _children(self.zygote)
+
+    def everything(self) -> list[int]:
+        """The agent and all that descends from it, the agent first."""
+        found = [self.pid]
+        for pid in found:
+            found += _children(pid)
+        return found
+
+    def signal_all(self, number: int) -> None:
+        """As when the machine goes: the agent first, so that it cannot react."""
+        for pid in self.everything():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Signal the agent alone."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = START_S) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} does not end:\n{self.output}") from None
+
+
+@dataclass
+class Job:
+    """All nodes of one job.
+
+    Args:
+        folder: for the store, the workers' log and what they print.
+        options: of `edl run`, before the script.
+        command: the script and its arguments; without one, `train.py` here, which goes on until `end`.
+        store: URL; a SQLite file in `folder` if empty.
+    """
+
+    folder: Path
+    options: Sequence[str] = ("--nnodes", "1:4")
+    command: Sequence[str] = ()
+    store: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+    name: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
+    nodes: list[Node] = field(default_factory=list)
+    _steps: list[Step] = field(default_factory=list)
+    _read_bytes: int = 0
+
+    def __enter__(self) -> Job:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for node in self.nodes:
+            with contextlib.suppress(StopIteration):
+                node.signal_all(signal.SIGKILL)
+            node.process.wait()
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if kind is not None:
+            for node in self.nodes:
+                print(f"--- {node.name} (exit code {node.process.returncode})\n{node.output}")
+
+    def start(self, *options: str, command: Sequence[str] = (), stdin: Any = subprocess.DEVNULL) -> Node:
+        """One more node."""
+        name = f"node-{len(self.nodes)}"
+        path = self.folder / f"{name}.out"
+        line = [
+            EDL, "run", *self.options, "--rdzv-id", self.name,
+            "--store", self.store or f"sqlite:///{self.folder}/store.sqlite",
+            *options, *(command or self.command or [str(TRAIN), str(self.folder)]),
+        ]  # fmt: skip
+        environ = {**os.environ, MARK: self.name, "NODE": name, **self.environ}
+        with path.open("wb") as output:
+            process = subprocess.Popen(
+                line, stdin=stdin, stdout=output, stderr=output, env=environ, start_new_session=True, cwd=self.folder
+            )
+        self.nodes.append(Node(name, process, path))
+        return self.nodes[-1]
+
+    def run(self, *options: str, command: Sequence[str] = ()) -> tuple[int, str]:
+        """One node until it ends: its exit code, and what it and its workers printed."""
+        node = self.start(*options, command=command)
+        return node.wait(), node.output
+
+    # --- What the workers wrote. ---
+
+    def steps(self) -> list[Step]:
+        """All steps until now; a line that is being written is left out."""
+        path = self.folder / "steps.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._steps += [Step(**json.loads(line)) for line in whole.split(b"\n")]
+        return self._steps
+
+    def wait_for_world(self, size: int, after: float = 0.0, timeout_s: float = START_S) -> list[Step]:
+        """Wait for a step of every rank of one generation of this size; the first of each rank after `after`."""
+
+        def complete() -> list[Step]:
+            first: dict[tuple[int, int], Step] = {}
+            for one in self.steps():
+                if one.world == size and one.time > after:
+                    first.setdefault((one.generation, one.rank), one)
+            newest = max((generation for generation, _ in first), default=-1)
+            those = [one for (generation, _), one in first.items() if generation == newest]
+            return those if len(those) == size else []
+
+        return wait_until(complete, f"{size} ranks making steps", timeout_s)
+
+    def tell(self, rank: int, action: str) -> float:
+        """Have the worker of this rank do something at its next step. Returns when it was told."""
+        path = self.folder / f"do-{rank}"
+        path.with_suffix(".new").write_text(action)
+        at = time.monotonic()
+        path.with_suffix(".new").rename(path)
+        return at
+
+    def end(self) -> None:
+        """Let the script come to its end."""
+        (self.folder / "end").touch()
+
+    # --- What is left behind. ---
+
+    def processes(self) -> list[int]:
+        """All processes of this job, found by their environment, whoever their parent is."""
+        mark = f"{MARK}={self.name}".encode()
+        return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0")]
+
+    @property
+    def shared_memory(self) -> Path:
+        """Where the job's agents keep what is in memory."""
+        return Path(f"/dev/shm/edl-{os.getuid()}") / hashlib.sha256(self.name.encode()).hexdigest()[:16]
+
+    def nothing_is_left(self, *, state: bool = False) -> None:
+        """No process, no file in shared memory; with `state`, that stays for whoever continues the job."""
+        wait_until(lambda: not self.processes(), "the job's processes have ended", 10.0)
+        assert self.shared_memory.exists() is state
+
+
+def two_worlds(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """Pairs of steps in which an older generation went on after a newer one had begun.
+
+    The step that a rank was in when the newer generation began, and the next one, count as in flight.
+    """
+    began: dict[int, Step] = {}
+    for one in sorted(steps, key=lambda step: step.time):
+        began.setdefault(one.generation, one)
+    found = []
+    for newer, first in began.items():
+        late: dict[int, list[Step]] = {}
+        for one in steps:
+            if one.generation < newer and one.time > first.time:
+                late.setdefault(one.pid, []).append(one)
+        found += [(first, each[2]) for each in late.values() if len(each) > 2]
+    return found
+
+
+def _pids() -> Iterator[int]:
+    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for pid in _pids():
+        fields = _read(pid, "stat").rsplit(b")", 1)[-1].split()
+        if len(fields) > 1 and int(fields[1]) == parent and fields[0] != b"Z":
+            found.append(pid)
+    return sorted(found)

@@ -1,0 +1,156 @@
+"""A job of three nodes, and everything that can happen to workers, zygotes, agents and nodes, one after another.
+
+The nodes go on from test to test, since starting them is what takes the time; each test leaves a complete world behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.collective.job import RECOVER_S, Job, Node, two_worlds, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with Job(tmp_path_factory.mktemp("job"), options=("--nnodes", "1:3")) as job:
+        for _ in range(3):
+            job.start()
+        job.wait_for_world(3)
+        yield job
+
+
+def present(job: Job) -> list[Node]:
+    """The nodes that are there, in the order of their ranks."""
+    newest = generation(job)
+    last = {one.rank: one.node for one in job.steps() if one.generation == newest}
+    by_name = {node.name: node for node in job.nodes}
+    return [by_name[last[rank]] for rank in sorted(last)]
+
+
+def generation(job: Job) -> int:
+    return max(one.generation for one in job.steps())
+
+
+def went_on(job: Job, size: int, since: float, before: int) -> float:
+    """Seconds from `since` until the slowest rank of a newer generation finished a step."""
+
+    def next_steps() -> list[float]:
+        first: dict[int, float] = {}
+        newest = generation(job)
+        for one in job.steps():
+            if one.generation > before and one.world == size and one.generation == newest:
+                first.setdefault(one.rank, one.time)
+        return list(first.values()) if len(first) == size else []
+
+    return max(wait_until(next_steps, f"{size} ranks going on", RECOVER_S)) - since
+
+
+@pytest.mark.parametrize("action", ["kill", "segv", "stop", "exit 0"])
+def test_a_worker_that_ends_in_the_middle_is_replaced(job: Job, action: str) -> None:
+    before = generation(job)
+    first = present(job)
+    took = [went_on(job, 3, job.tell(1, action), before)]
+    assert [node.name for node in present(job)] == [node.name for node in first], "every node keeps its rank"
+    if action == "kill":
+        for _ in range(4):
+            before = generation(job)
+            took.append(went_on(job, 3, job.tell(2, action), before))
+    print(f"ADVERSARY worker {action}: {statistics.median(took):.2f} s")
+
+
+def kill_zygote(node: Node) -> None:
+    os.kill(node.zygote, signal.SIGKILL)
+
+
+def kill_agent(node: Node) -> None:
+    node.kill()
+
+
+def kill_node(node: Node) -> None:
+    node.signal_all(signal.SIGKILL)
+
+
+def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
+    before, node, at = generation(job), present(job)[1], time.monotonic()
+    kill_zygote(node)
+    print(f"ADVERSARY zygote killed: {went_on(job, 3, at, before):.2f} s")
+    assert node in present(job)
+
+
+@pytest.mark.parametrize(("rank", "kill"), [(0, kill_node), (2, kill_agent)])
+def test_a_node_that_is_gone_is_gone_on_without_and_another_joins(
+    job: Job, rank: int, kill: Callable[[Node], None]
+) -> None:
+    before, node, processes, at = generation(job), present(job)[rank], present(job)[rank].everything(), time.monotonic()
+    kill(node)
+    print(f"ADVERSARY {kill.__name__} of rank {rank}: {went_on(job, 2, at, before):.2f} s")
+    node.process.wait()
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "its workers die with it", 5.0)
+    before = generation(job)
+    job.start()
+    job.wait_for_world(3, after=time.monotonic())
+    print(f"ADVERSARY join: the others paused for {pause(job, before):.2f} s")
+
+
+def pause(job: Job, before: int) -> float:
+    """The longest time between two steps of the job around the first generation after `before`."""
+    times = sorted(one.time for one in job.steps() if one.generation >= before and one.rank == 0)
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def test_a_node_that_stopped_for_long_comes_back_by_itself(job: Job) -> None:
+    before, node, at = generation(job), present(job)[1], time.monotonic()
+    node.signal_all(signal.SIGSTOP)
+    print(f"ADVERSARY node stopped: {went_on(job, 2, at, before):.2f} s")
+    before, at = generation(job), time.monotonic()
+    node.signal_all(signal.SIGCONT)
+    print(f"ADVERSARY node continued: {went_on(job, 3, at, before):.2f} s")
+    assert node in present(job)
+
+
+def test_two_at_once_and_one_more_while_the_rest_recovers(job: Job) -> None:
+    before, at = generation(job), time.monotonic()
+    job.tell(0, "kill")
+    job.tell(2, "kill")
+    print(f"ADVERSARY two workers at once: {went_on(job, 3, at, before):.2f} s")
+    before, at = generation(job), job.tell(1, "kill")
+    node = present(job)[0]
+    wait_until(
+        lambda: "was killed by SIGKILL (rank 1)" in node.output.rsplit("generation", 1)[-1], "the next one began"
+    )
+    os.kill(wait_until(lambda: node.workers, "a worker")[0], signal.SIGKILL)
+    print(f"ADVERSARY one during a recovery: {went_on(job, 3, at, before + 1):.2f} s")
+
+
+def test_all_but_one_die_and_others_come(job: Job) -> None:
+    before, (_, *others), at = generation(job), present(job), time.monotonic()
+    for node in others:
+        node.signal_all(signal.SIGKILL)
+    print(f"ADVERSARY all but one node: {went_on(job, 1, at, before):.2f} s")
+    for _ in others:
+        job.start()
+    job.wait_for_world(3, after=time.monotonic())
+
+
+def test_a_node_leaves_on_sigterm_and_the_job_ends_for_the_rest(job: Job) -> None:
+    before, node, at = generation(job), present(job)[1], time.monotonic()
+    node.kill(signal.SIGTERM)
+    print(f"ADVERSARY a node leaves: {went_on(job, 2, at, before):.2f} s")
+    assert node.wait() == 143
+    rest = present(job)
+    job.end()
+    assert [one.wait() for one in rest] == [0, 0]
+    job.nothing_is_left()
+    assert two_worlds(job.steps()) == []
+    steps = sorted({one.step for one in job.steps()})
+    assert steps == list(range(len(steps))), "every step was made by some world"

@@ -1,0 +1,87 @@
+"""The folder in memory that an agent keeps: taken over from a dead one, swept, and never shared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.collective.host import HostFolder
+
+
+@pytest.fixture
+def job() -> Iterator[str]:
+    name = f"host-{uuid.uuid4().hex}"
+    probe = HostFolder(name, "probe")
+    folder = probe.path.parent
+    probe.close(keep=False)
+    assert not folder.exists()
+    yield name
+    assert not folder.exists(), "nothing is left behind"
+
+
+def test_agents_of_a_host_have_folders_of_their_own(job: str) -> None:
+    first, second = HostFolder(job, "a"), HostFolder(job, "b")
+    assert first.path != second.path
+    assert (first.heir_of, second.heir_of) == ("", "")
+    assert first.path.stat().st_mode & 0o077 == 0
+    first.close(keep=False)
+    second.close(keep=False)
+
+
+def test_the_state_of_one_that_left_is_taken_over(job: str) -> None:
+    first = HostFolder(job, "a")
+    Path(first.slots(0) + "-0").write_bytes(b"state")
+    first.close(keep=True)
+    second = HostFolder(job, "b")
+    assert (second.heir_of, second.path) == ("a", first.path)
+    assert Path(second.slots(0) + "-0").read_bytes() == b"state"
+    second.close(keep=False)
+
+
+def test_a_folder_without_state_is_not_kept(job: str) -> None:
+    first = HostFolder(job, "a")
+    first.board(0).write_bytes(b"x")
+    first.close(keep=True)
+    assert not first.path.exists()
+
+
+def test_the_folder_of_a_killed_agent_is_taken_over(job: str) -> None:
+    script = "import sys, time; from edl.collective.host import HostFolder; f = HostFolder(*sys.argv[1:]);"
+    script += "print(f.path, flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", script, job, "dead"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        path = Path(process.stdout.readline().strip())
+        other = HostFolder(job, "b")
+        assert other.path != path, "it lives"
+        process.kill()
+    heir = HostFolder(job, "c")
+    assert (heir.heir_of, heir.path) == ("dead", path)
+    heir.close(keep=False)
+    other.close(keep=False)
+
+
+def test_what_was_abandoned_long_ago_is_removed(job: str) -> None:
+    old, used = HostFolder(job, "a"), HostFolder(job, "b")
+    Path(old.slots(0)).write_bytes(b"state")
+    for folder in (old, used):
+        os.utime(folder.path / "node", (time.time() - 7200,) * 2)
+    old.close(keep=True)
+    assert old.path.exists()
+    HostFolder(job + "-other", "c").close(keep=False)
+    assert not old.path.exists()
+    assert used.path.exists(), "its agent lives"
+    used.close(keep=False)
+
+
+def test_the_control_pipe_is_made_once(job: str) -> None:
+    folder = HostFolder(job, "a")
+    assert folder.control(0) == folder.control(0)
+    assert folder.control(0).is_fifo()
+    folder.close(keep=False)

@@ -1,0 +1,290 @@
+"""What is imported ahead of time, and workers forked from a zygote that has imported nothing: starts are fast here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.collective.prewarm import import_ahead, imports_of
+from edl.collective.workers import Exited, Workers, ZygoteLost
+from edl.collective.zygote import Fork, Warm
+from edl.errors import EDLError
+
+# --- Imports. ---
+
+
+def test_imports_at_the_top_level_are_found_wherever_they_stand() -> None:
+    source = """
+        import a.b, c
+        from d.e import f
+        from . import not_this
+        from .g import nor_this
+        if True:
+            import h
+        else:
+            import i
+        try:
+            import j
+        except ImportError:
+            import not_k
+        else:
+            import l
+        finally:
+            import m
+        with x:
+            import n
+        if TYPE_CHECKING:
+            import not_o
+        else:
+            import p
+        if typing.TYPE_CHECKING:
+            import not_q
+        def main():
+            import not_r
+    """
+    found = dict(imports_of(textwrap.dedent(source)))
+    assert found == {
+        "a.b": True, "c": True, "d.e": True, "h": True, "i": True, "j": False, "l": False, "m": True, "n": True,
+        "p": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["def", "\0"])
+def test_no_program_is_told(source: str) -> None:
+    with pytest.raises((SyntaxError, ValueError)):
+        list(imports_of(source))
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder whose modules can be imported, and are forgotten afterwards."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder / "program.py"
+
+
+def test_modules_that_a_fork_would_break_are_found(modules: Path) -> None:
+    program = write(
+        modules,
+        program="import e_fine, e_thread, e_socket, e_rank, e_rank_needed, e_broken\ntry:\n import e_missing\nexcept:0",
+        e_fine="import os\nHOME = os.environ.get('HOME'); COPY = dict(os.environ); os.environ['E_SET'] = '1'",
+        e_thread="import threading, time\nstop = threading.Event()\nthreading.Thread(target=stop.wait).start()",
+        e_socket="import socket\nopened = socket.socket()",
+        e_rank="import os\nRANK = os.getenv('LOCAL_RANK', '0')",
+        e_rank_needed="import os\nRANK = os.environ['RANK']",
+        e_broken="raise ValueError('odd')",
+    )
+    try:
+        done = import_ahead(program, modules, without=())
+    finally:
+        sys.modules["e_thread"].stop.set()
+        sys.modules["e_socket"].opened.close()
+    assert done.unfit == {
+        "e_thread": "starts a thread",
+        "e_socket": "opens a connection",
+        "e_rank": "reads LOCAL_RANK",
+        "e_rank_needed": "reads RANK",
+    }
+    assert done.failed == ["importing e_broken ahead of time failed (ValueError: odd)"]
+    assert "e_fine" in sys.modules
+    assert os.environ.pop("E_SET") == "1"
+    assert type(os.environ).__name__ == "_Environ"
+
+
+def test_what_an_unfit_module_imports_is_imported_in_its_place(modules: Path) -> None:
+    program = write(modules, program="import f_own", f_own="import f_below, f_own\nraise SystemError", f_below="")
+    done = import_ahead(program, modules, without=("f_own",))
+    assert (done.unfit, done.failed) == ({}, [])
+    assert "f_below" in sys.modules
+    assert "f_own" not in sys.modules
+
+
+# --- Workers. ---
+
+
+class Heard:
+    """What `Workers` report."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[Exited | ZygoteLost] = queue.Queue()
+
+    def next(self) -> Exited | ZygoteLost:
+        return self.queue.get(timeout=20)
+
+
+@contextlib.contextmanager
+def workers_of(folder: Path, script: str, prewarm: bool = False) -> Iterator[tuple[Workers, Heard]]:
+    (folder / "script.py").write_text(textwrap.dedent(script))
+    heard = Heard()
+    workers = Workers(Warm("script", str(folder / "script.py"), ("x",), prewarm=prewarm), heard.queue.put)
+    try:
+        workers.warm_up()
+        yield workers, heard
+    finally:
+        workers.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for(condition: object, timeout_s: float = 20.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+SLEEPER = """
+    import os, subprocess, sys
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(os.environ["OUT"] + ".new", "w") as out:
+        out.write(f"{os.getpid()} {child.pid}")
+    os.rename(os.environ["OUT"] + ".new", os.environ["OUT"])
+    child.wait()
+"""
+
+
+def pids_in(path: Path) -> list[int]:
+    wait_for(path.exists)
+    return [int(one) for one in path.read_text().split()]
+
+
+def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
+    script = "import os, sys; exec(os.environ['DO'])"
+    with workers_of(tmp_path, script) as (workers, heard):
+        for do, status in [
+            ("", 0),
+            ("sys.exit(3)", 3),
+            ("os.kill(os.getpid(), 9)", -9),
+            ("1/0", 1),
+            ("os._exit(0)", 0),
+        ]:
+            workers.start(7, {2: Fork({"DO": do}, stderr=str(tmp_path / "err"))})
+            event = heard.next()
+            assert isinstance(event, Exited)
+            assert (event.generation, event.local_rank, event.status) == (7, 2, status)
+        assert workers.running == {}
+    text = (tmp_path / "err").read_text()
+    assert "ZeroDivisionError" in text
+    assert "zygote.py" not in text, "only frames of the script are shown"
+
+
+def test_stopping_kills_the_children_as_well_and_keeps_whom_it_should(tmp_path: Path) -> None:
+    with workers_of(tmp_path, SLEEPER) as (workers, heard):
+        workers.start(0, {rank: Fork({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
+        first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
+        assert workers.running == {0: first[0], 1: second[0]}
+        os.kill(first[0], signal.SIGSTOP)
+        workers.stop(but={1})
+        wait_for(lambda: all(gone(pid) for pid in first))
+        assert workers.running == {1: second[0]}
+        event = heard.next()
+        assert isinstance(event, Exited)
+        assert str(event) == "worker 0 was killed by SIGKILL"
+    wait_for(lambda: all(gone(pid) for pid in second))
+
+
+def test_a_killed_zygote_takes_everybody_along_and_is_told(tmp_path: Path) -> None:
+    with workers_of(tmp_path, SLEEPER) as (workers, heard):
+        workers.start(0, {0: Fork({"OUT": str(tmp_path / "out")})})
+        pids = pids_in(tmp_path / "out")
+        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(zygote, signal.SIGKILL)
+        assert isinstance(heard.next(), ZygoteLost)
+        wait_for(lambda: all(gone(pid) for pid in pids))
+        with pytest.raises(EDLError, match="died"):
+            workers.start(1, {0: Fork({"OUT": str(tmp_path / "out-2")})})
+
+
+def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    with workers_of(tmp_path, SLEEPER) as (workers, _):
+        workers.start(0, {0: Fork({"OUT": str(tmp_path / "out")})})
+        pids = pids_in(tmp_path / "out")
+        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        os.kill(zygote, signal.SIGSTOP)
+        workers.stop(timeout_s=1.0)
+        wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
+
+
+AGENT = """
+    import os, sys, time
+    from edl.collective.workers import Workers
+    from edl.collective.zygote import Fork, Warm
+    workers = Workers(Warm("script", sys.argv[1], prewarm=False), print)
+    workers.warm_up()
+    workers.start(0, {0: Fork({"OUT": sys.argv[2]})})
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_is_killed_takes_everybody_along(tmp_path: Path, stopped: bool) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SLEEPER))
+    (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT))
+    agent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "agent.py"), str(tmp_path / "script.py"), "out"], cwd=tmp_path
+    )
+    try:
+        pids = pids_in(tmp_path / "out")
+        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        if stopped:
+            os.kill(zygote, signal.SIGSTOP)
+    finally:
+        agent.kill()
+        agent.wait()
+    wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
+
+
+def test_a_script_that_cannot_be_read_fails_in_the_worker(tmp_path: Path) -> None:
+    with workers_of(tmp_path, "def") as (workers, heard):
+        workers.start(0, {0: Fork({}, stderr=str(tmp_path / "err"))})
+        event = heard.next()
+        assert isinstance(event, Exited)
+        assert event.status == 1
+    assert "SyntaxError" in (tmp_path / "err").read_text()
+
+
+def test_forks_have_random_numbers_of_their_own(tmp_path: Path) -> None:
+    script = "import random, os; open(os.environ['OUT'], 'w').write(str(random.random()))"
+    with workers_of(tmp_path, script) as (workers, heard):
+        workers.start(0, {rank: Fork({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
+        heard.next(), heard.next()
+    assert (tmp_path / "out-0").read_text() != (tmp_path / "out-1").read_text()
+
+
+def test_nothing_of_the_agents_is_open_in_a_worker(tmp_path: Path) -> None:
+    script = """
+        import os
+        files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+        names = [os.readlink(file) for file in files if os.path.exists(file)]
+        open(os.environ["OUT"], "w").write(repr([name for name in names if "socket" in name or "pipe" in name]))
+    """
+    with socket.socket() as ours, workers_of(tmp_path, script) as (workers, heard):
+        ours.bind(("127.0.0.1", 0))
+        workers.start(0, {0: Fork({"OUT": str(tmp_path / "out")})})
+        heard.next()
+    assert (tmp_path / "out").read_text() == "[]"

@@ -209,6 +209,7 @@ class _Stay:
         group.make()
         made = time.monotonic()
         step = self._agree(generation, group)
+        group.done()
         _log.info("met in %.3f s, group %.3f s, state %.3f s", met - began, made - met, time.monotonic() - made)
         return Place(group.rank, group.size, read("LOCAL_RANK", int) or 0, generation, step)
 

@@ -98,6 +98,9 @@ class BreakableGroup:
                 self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
         self._made = True
+
+    def done(self) -> None:
+        """The group was used: whatever connects from now on is somebody else's."""
         if self._sockets is not None:
             self._sockets.done()
 

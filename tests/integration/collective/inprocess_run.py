@@ -124,14 +124,18 @@ def kill(pid: int, number: int = signal.SIGKILL) -> float:
 
 def check_steps(job: Job, steps: int | None = None) -> None:
     """No process lost or repeated a step of the `steps` that there are, and all agree on the parameters after each."""
-    hashes: dict[int, set[str]] = defaultdict(set)
     for rows in job.rows().values():
         numbers = [row["step"] for row in rows]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), job.output
+        assert all(row["losses"] == row["step"] + 1 for row in rows)
+    check_parameters(job, steps)
+
+
+def check_parameters(job: Job, steps: int | None = None) -> None:
+    """No step is missing, and after each all ranks of all generations that made it have the same parameters."""
+    hashes: dict[int, set[str]] = defaultdict(set)
+    for rows in job.rows().values():
         for row in rows:
             hashes[row["step"]].add(row["hash"])
-            assert row["losses"] == row["step"] + 1
     assert set(hashes) == set(range(len(hashes) if steps is None else steps))
-    assert all(len(found) == 1 for found in hashes.values()), {
-        step: found for step, found in hashes.items() if len(found) > 1
-    }
+    assert not {step: found for step, found in hashes.items() if len(found) > 1}

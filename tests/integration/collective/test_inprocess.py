@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.collective.inprocess_run import JOB, Job, check_steps, kill, until
+from tests.integration.collective.inprocess_run import JOB, Job, check_parameters, check_steps, kill, until
 
 
 def final_hash(job: Job, step: int) -> str:
@@ -108,15 +108,16 @@ def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
         for victim in victims:
             kill(victim)
         after = job.world(3, after=world[survivor]["generation"])
-        assert survivor in after
+        assert survivor in after, job.output
+        check_steps(job)
         generation = after[survivor]["generation"]
         first, second = (pid for pid in after if pid != survivor)
         kill(first)
         until(lambda: f"generation {generation + 1}" in job.output, "the next generation")
         kill(second)
-        last = job.world(3, after=generation)
-        assert survivor in last
-        check_steps(job)
+        # Whoever waited to be connected by the second may be replaced as well: then a few steps are made again.
+        job.world(3, after=generation)
+        check_parameters(job)
 
 
 def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
@@ -147,11 +148,7 @@ def test_a_step_that_changed_parameters_and_failed_is_restored_from_memory(tmp_p
             victim = max(world)
             kill(victim)
             world = job.world(3, after=next(iter(world.values()))["generation"])
-        hashes: dict[int, set[str]] = {}
-        for rows in job.rows().values():
-            for row in rows:
-                hashes.setdefault(row["step"], set()).add(row["hash"])
-        assert all(len(found) == 1 for found in hashes.values())
+        check_parameters(job)
 
 
 @pytest.mark.parametrize("command", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])

@@ -87,7 +87,7 @@ def test_a_script_of_torchruns_finds_all_that_torchrun_gives(job: Job, tmp_path:
         cwd=tmp_path, check=True, capture_output=True, timeout=60, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     theirs = [given(tmp_path, rank) for rank in range(3)]
-    # Of this start and not of torchrun; and the signals, which torchrun's agent passes on to its workers and ours keeps.
+    # Of this one start; and the signals that torchrun's agent passes on to its workers, as ours does not.
     different = {"MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
     apart = {"LINES", "COLUMNS", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
     for mine, real in zip(ours, theirs, strict=True):

@@ -21,6 +21,11 @@ class Finished:
     world: int
     pid: int
 
+    @property
+    def life(self) -> tuple[int, int]:
+        """Changes with each new world: torchrun counts no restart when a node joins, others keep their processes."""
+        return self.generation, self.pid
+
 
 class Diaries:
     """All diaries in a folder, read as they grow. A place is a node's name, '-' and a local rank."""
@@ -74,23 +79,20 @@ class Diaries:
         return True
 
     def resumed(self, place: str) -> Finished:
-        """The first step that `place` finished in the generation that it belongs to now."""
-        steps = self.steps[place]
-        first = steps[-1]
-        for one in reversed(steps):
-            if one.generation != first.generation:
-                break
-            first = one
-        return first
+        """The first step that `place` finished in the world that it belongs to now."""
+        return self._lives(place)[1][0]
 
     def lost(self, places: Iterable[str]) -> int:
-        """How many steps that were finished before the present generation were done again in it."""
-        resumed, reached = [], [-1]
-        for place in places:
-            first = self.resumed(place)
-            resumed.append(first.step)
-            reached += [one.step for one in self.steps[place] if one.generation != first.generation][-1:]
-        return max(0, max(reached) - min(resumed) + 1)
+        """How many steps that were finished before the present world were done again in it."""
+        lives = [self._lives(place) for place in places]
+        reached = max((before[-1].step for before, _ in lives if before), default=-1)
+        return max(0, reached - min(now[0].step for _, now in lives) + 1)
+
+    def _lives(self, place: str) -> tuple[list[Finished], list[Finished]]:
+        """The steps before the present world, and those in it."""
+        steps = self.steps[place]
+        begin = next((number for number, one in enumerate(steps[::-1]) if one.life != steps[-1].life), len(steps))
+        return steps[: len(steps) - begin], steps[len(steps) - begin :]
 
     def save_interval(self) -> int:
         """The most steps between two snapshots of a place."""
@@ -107,4 +109,4 @@ def longest_gap_s(steps: Sequence[Finished], begin: float, end: float) -> float:
 def median_step_s(steps: Sequence[Finished]) -> float:
     """Of consecutive steps of one generation."""
     pairs = pairwise(steps)
-    return statistics.median(b.at - a.at for a, b in pairs if a.generation == b.generation and b.step == a.step + 1)
+    return statistics.median(b.at - a.at for a, b in pairs if a.life == b.life and b.step == a.step + 1)

@@ -95,3 +95,11 @@ def test_lost_steps_are_those_that_the_next_generation_did_again(tmp_path: Path,
     diaries.look()
     assert diaries.resumed("0-0").at == 9.0
     assert diaries.lost(["0-0", "0-1"]) == lost
+
+
+def test_a_new_process_is_a_new_world_also_where_no_restart_was_counted(tmp_path: Path) -> None:
+    diaries = Diaries(tmp_path)
+    write(tmp_path, "0-0", "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\nstep 8.0 1 0 3 9\nstep 9.0 2 0 3 9\n")
+    diaries.look()
+    assert diaries.resumed("0-0").at == 8.0
+    assert diaries.lost(["0-0"]) == 1

@@ -127,6 +127,9 @@ class BreakableGroup:
         self._store = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        # One that could not be made was counted all the same, and torch names groups, and their keys in the store, by
+        # the count: who failed once would never meet a new worker again.
+        distributed_c10d._world.group_count = 0
 
 
 def doubt(backend: str) -> str:

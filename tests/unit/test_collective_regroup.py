@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import TCPStore, distributed_c10d
 
 from edl.collective.boundary import Boundary
 from edl.collective.control import Control
+from edl.collective.process_group import BreakableGroup
 from edl.collective.regroup import Plan, Report, plan
 from edl.collective.state import State
 
@@ -150,6 +153,27 @@ def test_closing_leaves_the_optimizer_as_it_was() -> None:
     job.forward_and_backward()
     job.optimizer.step()
     assert boundary.undo()  # it no longer knows
+
+
+def test_a_group_that_could_not_be_made_does_not_change_the_name_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    names = []
+    for size in (1, 2, 1):
+        group = BreakableGroup(0, size, "gloo", timeout_s=0.3)
+        group.connect()
+        group.prepare()
+        with pytest.raises(RuntimeError) if size == 2 else nullcontext():  # nobody else comes
+            group.make()
+            names.append(distributed_c10d._get_default_group().group_name)
+        group.done()
+        group.shatter()
+        group.drop()
+        assert not distributed_c10d.is_initialized()
+    assert names[0] == names[1]
 
 
 def say(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ does not come back.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edl.collective.slots import Label
 
@@ -24,6 +24,7 @@ class Choice:
         sources: for each present rank, the one whose slot it takes its state from: its own if it has it. Empty if the
             parts must be put together anew, because the state is sharded and the world had another size.
         parts: for each present rank, of which rank of that world the slot is that it takes.
+        from_replicas: whether some part is in nobody's own slots any more, but in a replica, which may be an old one.
     """
 
     generation: int
@@ -32,6 +33,7 @@ class Choice:
     holders: tuple[int, ...]
     sources: tuple[int, ...]
     parts: tuple[int, ...]
+    from_replicas: bool = False
 
     def matches(self, label: Label, part: int) -> bool:
         """Whether a slot holds rank `part`'s share of this state."""
@@ -43,27 +45,38 @@ class Choice:
         )
 
 
-def choose(offers: Sequence[Sequence[Label]]) -> Choice | None:
+def choose(offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]] = ()) -> Choice | None:
     """The newest state of which every part that is needed is in somebody's memory.
 
     Args:
         offers: what is in the slots of each present rank.
+        replicas: of which lost ranks' slots each present rank finds a replica on its host. They count for sharded
+            states, where nobody has the part in slots of its own.
     """
-    held: dict[tuple[int, int, int], dict[int, list[int]]] = {}
-    sharded: set[tuple[int, int, int]] = set()
-    for rank, labels in enumerate(offers):
-        for label in labels:
-            state = (label.generation, label.step, label.world)
-            held.setdefault(state, {}).setdefault(label.rank, []).append(rank)
-            if label.sharded:
-                sharded.add(state)
-    for state in sorted(held, reverse=True):
-        parts, world = held[state], state[2]
+    held = _by_state(offers)
+    copied = _by_state([[one for one in labels if one.sharded] for labels in replicas])
+    sharded = {_state(label) for labels in (*offers, *replicas) for label in labels if label.sharded}
+    for state in sorted(held.keys() | copied.keys(), reverse=True):
+        parts = held.get(state, {})
         if state not in sharded:
             return _replicated(state, parts, len(offers))
-        if parts.keys() >= set(range(world)):
-            return _sharded(state, parts, len(offers))
+        lost = {part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts}
+        if parts.keys() | lost.keys() >= set(range(state[2])):
+            return replace(_sharded(state, parts | lost, len(offers)), from_replicas=bool(lost))
     return None
+
+
+def _state(label: Label) -> tuple[int, int, int]:
+    return label.generation, label.step, label.world
+
+
+def _by_state(offers: Sequence[Sequence[Label]]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
+    """State -> rank that saved a part of it -> present ranks that offer that part."""
+    held: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    for rank, labels in enumerate(offers):
+        for label in labels:
+            held.setdefault(_state(label), {}).setdefault(label.rank, []).append(rank)
+    return held
 
 
 def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> Choice:

@@ -1,12 +1,14 @@
 """Restoring from what survived in memory: everybody says what its slots hold, and who lacks something is given it.
 
 Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
-and the state is in one more place. Only a sharded state in a world of another size is put together on the way.
+and the state is in one more place. Only a sharded state in a world of another size is put together on the way. A part
+of a sharded state that is in no rank's own slots any more comes from a replica (`edl.collective.replica`).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from edl.collective import transfer
 from edl.collective.checkpoint_choice import Choice, choose
 from edl.collective.encoding import from_json, to_json
+from edl.collective.replica import Keeping
 from edl.collective.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
 from edl.collective.snapshot import parse_meta
 from edl.collective.state import State
@@ -46,42 +49,103 @@ def rank_of(group: transfer.Group) -> int:
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def restore(state: State, slots: SlotPair, group: transfer.Group = None) -> Restored | None:
+@dataclass(frozen=True)
+class _Held:
+    """What this rank finds in its host's memory: in its own slots, in those for what is kept, and replicas."""
+
+    own: list[Found]
+    replicas: list[Found]
+
+    def find(self, choice: Choice, part: int) -> Found | None:
+        """The slot with that part, preferably one of this rank's own."""
+        return next((one for one in (*self.own, *self.replicas) if choice.matches(one.label, part)), None)
+
+
+def restore(
+    state: State,
+    slots: SlotPair,
+    group: transfer.Group = None,
+    *,
+    keeping: Keeping | None = None,
+    stored: Callable[[], int] | None = None,
+) -> Restored | None:
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
+    Args:
+        keeping: what is kept for replicas, and the replicas of lost nodes' states.
+        stored: says which step is on storage. Asked on all ranks, and only where some part is left in a replica alone:
+            nothing else in memory is ever older than what was stored.
+
     Returns:
-        What was restored, or None if there is nothing in memory.
+        What was restored, or None if there is nothing in memory, or something newer on storage.
     """
-    mine = [found for found in slots.find() if found.meta() is not None]
-    choice = choose(_offers([found.label for found in mine], group))
+    held = _look(slots, keeping)
+    choice = choose(*_offers(held, group))
     if choice is None:
         return None
+    if choice.from_replicas:
+        if stored is not None and stored() > choice.step:
+            return None
+        _log.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
     if choice.sources:
-        _hand_over(choice, mine, slots, group)
-        found = _found(slots.find(), choice, choice.parts[rank_of(group)])
-        slots.keep_only(found)
+        _hand_over(choice, held, slots, group)
+        found = _adopt(choice, choice.parts[rank_of(group)], slots, keeping)
         _load(state, found, local=choice.world == world_of(group) and found.label.rank == rank_of(group))
     else:
-        for found in mine:
-            if any(choice.matches(found.label, part) for part in range(choice.world)):
-                slots.keep_only(found)
-        _put_together(state, choice, mine, group)
+        _put_together(state, choice, held, group)
+        for pair in _pairs(slots, keeping):
+            for found in pair.find():
+                if any(choice.matches(found.label, part) for part in range(choice.world)):
+                    pair.keep_only(found)
+    if keeping is not None:
+        keeping.went_on_from((choice.generation, choice.step, choice.world))
     return Restored(choice.step, choice.world)
 
 
-def _offers(labels: list[Label], group: transfer.Group) -> list[list[Label]]:
-    if world_of(group) == 1:
-        return [labels]
-    rows = [[one.generation, one.step, one.world, one.rank, False, one.sharded] for one in labels]
-    said = [from_json(data) for data in transfer.gather_bytes(to_json(rows), group)]
-    return [[Label(*row) for row in rows] for rows in said]
+def _pairs(slots: SlotPair, keeping: Keeping | None) -> list[SlotPair]:
+    return [slots] if keeping is None else [slots, keeping.slots]
 
 
-def _found(found: list[Found], choice: Choice, part: int) -> Found:
-    for one in found:
-        if choice.matches(one.label, part):
-            return one
-    raise ProtocolError(f"the state after step {choice.step} was in memory, and is gone: is another process using it?")
+def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
+    own = [found for pair in _pairs(slots, keeping) for found in pair.find() if found.meta() is not None]
+    replicas = [] if keeping is None else [found for found in keeping.replicas() if found.meta() is not None]
+    return _Held(own, replicas)
+
+
+def _offers(held: _Held, group: transfer.Group) -> tuple[list[list[Label]], list[list[Label]]]:
+    """What each rank has in slots of its own, and of which it finds replicas."""
+    mine = [[_row(found.label) for found in kind] for kind in (held.own, held.replicas)]
+    said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
+    own, replicas = ([[Label(*row) for row in each[kind]] for each in said] for kind in (0, 1))
+    return own, replicas
+
+
+def _row(label: Label) -> list[int | bool]:
+    return [label.generation, label.step, label.world, label.rank, False, label.sharded]
+
+
+def _adopt(choice: Choice, part: int, slots: SlotPair, keeping: Keeping | None) -> Found:
+    """The slot of this rank's own that has its part; a replica on this host is copied into one."""
+    for pair in _pairs(slots, keeping):
+        for found in pair.find():
+            if choice.matches(found.label, part):
+                pair.keep_only(found)
+                return found
+    replica = _found(_look(slots, keeping), choice, part)
+    copy = _unchanged(replica.copy(), replica)
+    _, memory = slots.begin(len(copy.data), len(copy.meta))
+    memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
+    slots.commit(copy.label, len(copy.data), copy.meta)
+    return _adopt(choice, part, slots, keeping)
+
+
+def _found(held: _Held, choice: Choice, part: int) -> Found:
+    found = held.find(choice, part)
+    if found is None:
+        raise ProtocolError(
+            f"the state after step {choice.step} was in memory, and is gone: is another process using it?"
+        )
+    return found
 
 
 def _load(state: State, found: Found, local: bool) -> None:
@@ -91,14 +155,15 @@ def _load(state: State, found: Found, local: bool) -> None:
     loading.finish()
 
 
-def _hand_over(choice: Choice, mine: list[Found], slots: SlotPair, group: transfer.Group) -> None:
+def _hand_over(choice: Choice, held: _Held, slots: SlotPair, group: transfer.Group) -> None:
     """Copy slots to those who lack them, one after the other in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
     taking = choice.sources[rank] != rank
-    giving = {dst: _found(mine, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
-    # A rank that both gives and takes may overwrite what it has still to give.
-    kept = {found: _unchanged(found.copy(), found) for found in giving.values()} if taking else {}
+    giving = {dst: _found(held, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
+    # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
+    moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
+    kept = {found: _unchanged(found.copy(), found) for found in moving}
     for dst, src in wanted:
         if src == rank:
             found = giving[dst]
@@ -128,11 +193,11 @@ def _unchanged(read: T | None, found: Found) -> T:
     return read
 
 
-def _put_together(state: State, choice: Choice, mine: list[Found], group: transfer.Group) -> None:
+def _put_together(state: State, choice: Choice, held: _Held, group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
     loading, seen = None, set()
     for part, holder in enumerate(choice.holders):
-        copy = _give(mine, choice, part) if holder == rank_of(group) else None
+        copy = _give(held, choice, part) if holder == rank_of(group) else None
         src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
@@ -148,6 +213,6 @@ def _put_together(state: State, choice: Choice, mine: list[Found], group: transf
     loading.finish()
 
 
-def _give(mine: list[Found], choice: Choice, part: int) -> Copy:
-    found = _found(mine, choice, part)
+def _give(held: _Held, choice: Choice, part: int) -> Copy:
+    found = _found(held, choice, part)
     return _unchanged(found.copy(), found)

@@ -65,8 +65,7 @@ class Membership:
     @property
     def cut_s(self) -> float:
         """For how long the others may have taken this node for dead: seconds without a lease, 0 with one."""
-        if self._lease is not None and not self._lease.lost:
-            self._seen_alive = time.monotonic()
+        self._look()
         return time.monotonic() - self._seen_alive if self._joined else 0.0
 
     def join(self) -> None:
@@ -103,6 +102,7 @@ class Membership:
             members = {member.id for member in world.nodes}
             nodes = {name: node for name, node in self._known.items() if name in members} | nodes
         self._known = nodes
+        self._look()
         return Records(world, entry.version if entry is not None else None, nodes)
 
     def propose(self, world: World, version: int | None) -> bool:
@@ -121,6 +121,10 @@ class Membership:
             thread.join()
         if self._lease is not None:
             self._lease.close()
+
+    def _look(self) -> None:
+        if self._lease is not None and not self._lease.lost:
+            self._seen_alive = time.monotonic()
 
     def _write(self) -> None:
         if self._lease is None or self._lease.lost:

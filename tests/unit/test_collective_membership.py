@@ -1,0 +1,104 @@
+"""A node's records in a real store: written until they are, and what others may believe after the store was away."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from edl.collective.membership import Membership
+from edl.collective.world import Member, Node, State, World
+from edl.discovery import open_store
+from edl.discovery.store import Store
+from edl.errors import DiscoveryError
+
+TTL_S = 0.6
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[tuple[Store, Store]]:
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    with open_store(url, timeout_s=0.2) as first, open_store(url, timeout_s=0.2) as second:
+        yield first, second
+
+
+@contextmanager
+def membership(store: Store, name: str) -> Iterator[Membership]:
+    one = Membership(store, "job", Node(name, "host", 1, 1), TTL_S, lambda: None)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    connection = sqlite3.connect(path / "store.sqlite", timeout=20)
+    connection.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        connection.rollback()
+        connection.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_change_that_the_store_did_not_take_is_written_by_the_next_read(
+    stores: tuple[Store, Store], tmp_path: Path
+) -> None:
+    with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
+        one.join()
+        with locked(tmp_path), pytest.raises(DiscoveryError):
+            one.update(finished=3)
+        one.read()
+        assert other.read().nodes["a"].finished == 3
+
+
+def test_the_first_node_that_is_back_gives_the_others_time(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
+        one.join()
+        other.join()
+        members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
+        assert one.propose(World(0, State.RUNNING, members), None)
+        assert set(one.read().nodes) == {"a", "b"}
+        with locked(tmp_path):
+            wait_for(lambda: one.cut_s > 2 * TTL_S)
+            with pytest.raises(DiscoveryError):
+                one.read()
+        assert set(one.read().nodes) == {"a", "b"}, "b has not had the time to come back"
+        assert one.cut_s == pytest.approx(0.0, abs=TTL_S)
+        wait_for(lambda: set(one.read().nodes) == {"a"})
+        other.read()
+        assert set(one.read().nodes) == {"a", "b"}
+
+
+def test_the_time_without_a_lease_is_counted_from_its_end(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    with membership(stores[0], "a") as one:
+        assert one.cut_s == 0.0, "it has not joined"
+        one.join()
+        joined = time.monotonic()
+        wait_for(lambda: time.monotonic() > joined + 2 * TTL_S)
+        read = time.monotonic()
+        one.read()
+        with locked(tmp_path):
+            # Nobody asks while the lease ends, as when the agent itself waits for the store.
+            wait_for(lambda: time.monotonic() > read + 2 * TTL_S)
+            assert one.cut_s <= time.monotonic() - read
+
+
+def test_a_record_goes_with_its_node(stores: tuple[Store, Store]) -> None:
+    with membership(stores[1], "b") as other:
+        with membership(stores[0], "a") as one:
+            one.join()
+            assert set(other.read().nodes) == {"a"}
+        assert other.read().nodes == {}

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 from edl.collective.checking import check_before_joining
@@ -26,6 +27,7 @@ from edl.collective.launch import Launch, meeting_place
 from edl.collective.ledger_node import Doing
 from edl.collective.membership import Membership, Records
 from edl.collective.nodecheck_run import CheckSettings
+from edl.collective.replication import JobSecret, Replication
 from edl.collective.storing import Storing
 from edl.collective.workers import Exited, ZygoteLost
 from edl.collective.world import Moment, Node, State, World, failed, next_world
@@ -82,9 +84,11 @@ class Agent:
         self._crew = Crew(told, self._host, self._events.put)
         self._chronicle = Chronicle(store, told.job, name, told.workers)
         self._meeting = self._spare = meeting_place(told)
-        node = Node(name, told.addr, self._spare.port, told.workers)
-        self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
         slots = [self._host.slots(rank) for rank in range(told.workers)]
+        prefixes = [Path(each) for each in slots]
+        self._replicas = Replication(name, self._host.replicas, prefixes, JobSecret(store, told.job), say)
+        node = Node(name, told.addr, self._spare.port, told.workers, self._replicas.port)
+        self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
         self._storing = Storing(told.checkpoint, slots, self._may_store, say)
         self._seen_nodes: frozenset[str] = frozenset()
         self._seen_nodes_at = time.monotonic()
@@ -122,6 +126,7 @@ class Agent:
             return code
         finally:
             self._crew.close()
+            self._replicas.close()
             if code == Exit.DONE:
                 self._storing.store_newest()
             self._storing.close(_STORE_LAST_S)
@@ -244,6 +249,7 @@ class Agent:
             self._meeting, self._spare = self._spare, meeting_place(self._told)
         if self._crew.running:
             self._chronicle.observe(Doing.RENDEZVOUS, self._crew)  # what follows is no training of the old workers
+        self._replicas.world_changed(world)
         self._crew.begin(world, position)
 
     def _wait(self, records: Records) -> int | None:
@@ -253,6 +259,7 @@ class Agent:
             self._waiting_since = time.monotonic()
             if records.world.state is State.RUNNING and not self._signals:
                 self._say("the others went on without this node, which was silent: it joins them again")
+                self._replicas.world_changed(records.world)
                 self._host.forget_slots()  # theirs are newer, and must not be mixed up with these
         if self._signals:
             saved = self._membership.node.paused >= 0
@@ -327,6 +334,8 @@ class Agent:
         if self._signals and not node.leaving:
             changes["leaving"] = True
         paused = crew.generation if crew.paused and world.pause_at is not None else -1
+        if paused >= 0 and self._signals and not self._replicas.hand_over():
+            paused = -1  # whoever goes on needs what only this node has
         if node.paused != paused and (paused >= 0 or not self._signals):
             changes["paused"] = paused
         if node.finished != crew.generation and crew.finished:

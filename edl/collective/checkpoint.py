@@ -6,6 +6,7 @@ import logging
 import mmap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Final
 
@@ -16,6 +17,7 @@ from edl.collective.board import Board, Phase
 from edl.collective.checkpoint_memory import rank_of, world_of
 from edl.collective.checkpoint_pace import Pace
 from edl.collective.copying import Copier
+from edl.collective.replica import Keeping
 from edl.collective.slots import Label, SlotPair
 from edl.collective.snapshot import Entry
 from edl.collective.state import State, WorldChange
@@ -87,7 +89,9 @@ class Checkpointer:
         self._slots = slots or SlotPair.from_env()
         self._board = board or Board.from_env()
         self._group = group
-        self._views: dict[int, tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
+        self._keeping = Keeping.from_env(self._slots.prefix)
+        self._keep_next = self._sharded = False
+        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
         self._last: tuple[int, float] | None = None
         self._ahead_of = NOTHING
         self._training = False
@@ -119,11 +123,13 @@ class Checkpointer:
         self._check_open()
         reached = self._board.read().step
         with self._board.phase(Phase.LOAD):
-            restored = checkpoint_memory.restore(self.state, self._slots, self._group)
+            restored = checkpoint_memory.restore(
+                self.state, self._slots, self._group, keeping=self._keeping, stored=self._stored
+            )
             if restored is None and self._storage is not None:
                 restored = storage_read.restore(self.state, self._storage, self._group)
         self._pace.restart()
-        self._last = None
+        self._last, self._keep_next = None, False
         self._ahead_of = reached
         step = NOTHING if restored is None else restored.step
         self._training = step >= reached
@@ -155,7 +161,8 @@ class Checkpointer:
         if due or force or pausing:
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
-                save_s = self._save(step, wanted)
+                keep = due and self._keep_next and not wanted
+                save_s = self._save(step, wanted, self._keeping.slots if keep and self._keeping else self._slots)
                 if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                     self._plan_next(step, save_s)
         if pausing:
@@ -169,7 +176,7 @@ class Checkpointer:
         """Belong to another world from now on, without a restart of this process: count the interval anew."""
         self.generation = generation
         self._pace.restart()
-        self._last = None
+        self._last, self._keep_next = None, False
 
     def attend(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
         """Have each `save` call `finished(step)` first, and `interrupt()` last and, again and again, while it waits.
@@ -188,6 +195,8 @@ class Checkpointer:
         self._views.clear()
         self._copier.close()
         self._slots.close()
+        if self._keeping is not None:
+            self._keeping.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -201,25 +210,30 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer is closed")
 
-    def _save(self, step: int, persist: bool) -> float:
-        """Copy the state into the older slot. Returns seconds."""
+    def _stored(self) -> int:
+        """The newest step on storage. Collective."""
+        return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
+
+    def _save(self, step: int, persist: bool, slots: SlotPair) -> float:
+        """Copy the state into the older one of two slots. Returns seconds."""
         begin = time.perf_counter()
         captured = self.state.capture()
         nbytes = captured.data_nbytes
-        number, memory = self._slots.begin(nbytes, len(captured.meta))
-        views = self._views_of(number, memory, captured.entries, nbytes)
+        number, memory = slots.begin(nbytes, len(captured.meta))
+        views = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
         self._copier.copy(views, captured.tensors)
-        sharded = any(entry.scope == "shard" for entry in captured.entries)
-        label = Label(
-            self.generation, step, world_of(self._group), rank_of(self._group), persist=persist, sharded=sharded
-        )
-        self._slots.commit(label, nbytes, captured.meta)
+        self._sharded = any(entry.scope == "shard" for entry in captured.entries)
+        world, rank = world_of(self._group), rank_of(self._group)
+        label = Label(self.generation, step, world, rank, persist=persist, sharded=self._sharded)
+        slots.commit(label, nbytes, captured.meta)
         self._board.saved(step)
         if persist and self._background is not None:
             self._background.notify()
         return time.perf_counter() - begin
 
-    def _views_of(self, number: int, memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int) -> list[torch.Tensor]:
+    def _views_of(
+        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int
+    ) -> list[torch.Tensor]:
         """The tensors of a slot, made once for a layout."""
         known = self._views.get(number)
         if known is None or known[0] is not memory or known[1] != entries:
@@ -229,7 +243,7 @@ class Checkpointer:
         return known[2]
 
     def _plan_next(self, step: int, save_s: float) -> None:
-        """Agree with the other ranks on the next save, and whether that one is to be stored."""
+        """Agree with the other ranks on the next save, and whether it is to be stored, or kept for a replica."""
         now = time.monotonic()
         step_s = 0.0
         if self._last is not None and step > self._last[0]:
@@ -237,11 +251,12 @@ class Checkpointer:
         self._last = (step, now)
         steps = self._pace.wanted(step_s, save_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
+        keep = self._sharded and self._keeping is not None and self._keeping.wanted()
         if world_of(self._group) > 1:
-            steps, stored = transfer.agree_on_most([steps, int(store)], self._group)
-            store = bool(stored)
+            steps, stored, kept_not = transfer.agree_on_most([steps, int(store), int(not keep)], self._group)
+            store, keep = bool(stored), not kept_not
         self._pace.agreed(step, steps)
-        self._store_next = store
+        self._store_next, self._keep_next = store, keep
         if store:
             self._stored_at = now
 

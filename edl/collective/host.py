@@ -65,8 +65,13 @@ class HostFolder:
 
     def forget_slots(self) -> None:
         """Remove the states in memory, which are not to be gone on from."""
-        for path in self.path.glob("slots-*"):
+        for path in (*self.path.glob("slots-*"), *self.replicas.glob("*")):
             path.unlink()
+
+    @property
+    def replicas(self) -> Path:
+        """The folder for replicas of other nodes' states."""
+        return self.path / "replicas"
 
     def stacks(self, local_rank: int) -> Path:
         """Where a worker writes its stacks when it is asked to."""

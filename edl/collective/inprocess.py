@@ -37,6 +37,7 @@ from edl.collective.failures import Kind, kind_of
 from edl.collective.process_group import LEFT, BreakableGroup, doubt
 from edl.collective.state import State, WorldChange
 from edl.collective.state_fields import unwrapped
+from edl.collective.streams import redirect
 from edl.errors import SettingsError
 from edl.settings import read
 
@@ -189,6 +190,7 @@ class _Stay:
                 _log.warning("%s; this worker makes way for a new one", what)
             raise ConnectionError(f"{LEFT}: {what}") if isinstance(lost, _Regroup) else lost
         os.environ.update(environ)
+        redirect(environ)
         _log.info("left in %.3f s, told of the next generation %.3f s later", left - began, time.monotonic() - left)
         if not self._boundary.undo():
             self._report = regroup.Report()

@@ -115,14 +115,15 @@ def forks(launch: Launch, world: World, member: Member, host: HostFolder) -> tup
         environ["EDL_BOARD"] = str(host.board(local_rank))
         environ["EDL_CONTROL"] = str(host.control(local_rank))
         environ["EDL_SLOTS"] = host.slots(local_rank)
+        environ["EDL_REPLICAS"] = str(host.replicas)
         if launch.checkpoint:
             environ["EDL_CHECKPOINT"] = launch.checkpoint
             environ["EDL_CHECKPOINT_INTERVAL_S"] = str(launch.checkpoint_interval_s)
+        environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
+        environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
         environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
         result[local_rank] = Fork(
             environ,
-            stdout=logs.stdouts.get(local_rank, ""),
-            stderr=logs.stderrs.get(local_rank, ""),
             stacks=str(host.stacks(local_rank)),
         )
     return result, logs

@@ -13,7 +13,7 @@ from edl.collective.storage_files import Folder
 from edl.collective.storage_manifest import Manifest, Name, Piece
 from edl.errors import ProtocolError, TemporaryError
 
-__all__ = ["restore"]
+__all__ = ["newest_step", "restore"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,18 @@ def restore(state: State, url: str, group: transfer.Group = None) -> Restored | 
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
     return None
+
+
+def newest_step(url: str, group: transfer.Group = None) -> int:
+    """The step of the newest checkpoint under `url`, which may yet turn out to be damaged; -1 for none. Collective.
+
+    Raises:
+        TemporaryError: the storage cannot be read.
+    """
+    try:
+        return next((name.step for name in _shared(Folder(url), group)), -1)
+    except OSError as exc:
+        raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 
 
 def _shared(folder: Folder, group: transfer.Group) -> Iterator[Name]:

@@ -45,6 +45,7 @@ class Node:
         addr: where the workers of other nodes reach this one.
         port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
         workers: how many it runs.
+        replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
         leaving: it wants to go, and must not be a member of the next world.
         paused: the generation in which all of its workers paused, -1 for none.
         finished: the generation in which all of its workers ended well, -1 for none.
@@ -54,6 +55,7 @@ class Node:
     addr: str
     port: int
     workers: int
+    replica_port: int = 0
     leaving: bool = False
     paused: int = -1
     finished: int = -1
@@ -77,13 +79,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Member:
-    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`."""
+    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
+
+    Its agent takes replicas of other nodes' states at `replica_port`, if that is not 0.
+    """
 
     id: str
     addr: str
     port: int
     local_world_size: int
     first_rank: int
+    replica_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -288,7 +294,7 @@ def arrange(before: list[str], present: Iterable[str]) -> list[str]:
 def _ranked(nodes: Iterable[Node]) -> Iterable[Member]:
     first = 0
     for node in nodes:
-        yield Member(node.id, node.addr, node.port, node.workers, first)
+        yield Member(node.id, node.addr, node.port, node.workers, first, node.replica_port)
         first += node.workers
 
 

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from edl.collective.prewarm import Imported, import_ahead
+from edl.collective.streams import redirect
 
 __all__ = ["Fork", "Warm", "main"]
 
@@ -66,14 +67,11 @@ class Fork:
     """One worker.
 
     Attributes:
-        environ: its environment, added to the zygote's.
-        stdout, stderr: files that it writes to, empty for those of the agent.
+        environ: its environment, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files that it writes to.
         stacks: a file for its stacks, when SIGUSR2 asks for them; empty for none.
     """
 
     environ: dict[str, str] = field(default_factory=dict)
-    stdout: str = ""
-    stderr: str = ""
     stacks: str = ""
 
     def encode(self) -> bytes:
@@ -192,11 +190,7 @@ def _become(warm: Warm, fork: Fork) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(fork.environ)
-    for path, stream in ((fork.stdout, 1), (fork.stderr, 2)):
-        if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            os.dup2(file, stream)
-            os.close(file)
+    redirect(os.environ)
     if warm.kind == "program":
         os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
     random.seed()  # a fork begins with its parent's random numbers, all forks with the same

@@ -183,7 +183,7 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
             ("1/0", 1),
             ("os._exit(0)", 0),
         ]:
-            workers.start(7, {2: Fork({"DO": do}, stderr=str(tmp_path / "err"))})
+            workers.start(7, {2: Fork({"DO": do, "EDL_STDERR": str(tmp_path / "err")})})
             event = heard.next()
             assert isinstance(event, Exited)
             assert (event.generation, event.local_rank, event.status) == (7, 2, status)
@@ -261,7 +261,7 @@ def test_an_agent_that_is_killed_takes_everybody_along(tmp_path: Path, stopped: 
 
 def test_a_script_that_cannot_be_read_fails_in_the_worker(tmp_path: Path) -> None:
     with workers_of(tmp_path, "def") as (workers, heard):
-        workers.start(0, {0: Fork({}, stderr=str(tmp_path / "err"))})
+        workers.start(0, {0: Fork({"EDL_STDERR": str(tmp_path / "err")})})
         event = heard.next()
         assert isinstance(event, Exited)
         assert event.status == 1

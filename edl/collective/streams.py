@@ -1,0 +1,20 @@
+"""Where a worker's output goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+__all__ = ["redirect"]
+
+
+def redirect(environ: Mapping[str, str]) -> None:
+    """Send this process's output, its children's included, to the files of `EDL_STDOUT` and `EDL_STDERR`, if any."""
+    for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
+        path = environ.get(name)
+        if path:
+            stream.flush()
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, descriptor)
+            os.close(file)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from enum import Enum
 from typing import Any
 
@@ -66,13 +67,13 @@ class Node:
 
     @classmethod
     def decode(cls, data: bytes) -> Node:
-        """The inverse of `encode`.
+        """The inverse of `encode`; what a later version of EDL added is left out.
 
         Raises:
             ProtocolError: the bytes are something else.
         """
         try:
-            return cls(**json.loads(data))
+            return cls(**_known(cls, json.loads(data)))
         except (ValueError, TypeError) as exc:
             raise ProtocolError(f"not a node's record: {data[:100]!r} ({exc})") from exc
 
@@ -129,15 +130,15 @@ class World:
 
     @classmethod
     def decode(cls, data: bytes) -> World:
-        """The inverse of `encode`.
+        """The inverse of `encode`; what a later version of EDL added is left out.
 
         Raises:
             ProtocolError: the bytes are something else.
         """
         try:
-            fields: dict[str, Any] = json.loads(data)
+            fields = _known(cls, json.loads(data))
             fields["state"] = State(fields["state"])
-            fields["nodes"] = tuple(Member(**one) for one in fields["nodes"])
+            fields["nodes"] = tuple(Member(**_known(Member, one)) for one in fields["nodes"])
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
@@ -209,6 +210,14 @@ def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: R
     if moment.restart:
         return _successor(world, nodes, rules, moment.restart)
     return _changed(world, nodes, moment, rules)
+
+
+def _known(cls: type, values: Any) -> dict[str, Any]:
+    """The attributes of a dataclass among `values`: a node of a later version may join, and must not break the rest."""
+    if not isinstance(values, dict):
+        raise TypeError("no JSON object")
+    names = {attribute.name for attribute in fields_of(cls)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def failed(world: World, message: str) -> World:

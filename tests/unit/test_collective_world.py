@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -194,12 +195,21 @@ def test_nobody_moves_who_need_not(before: list[int], present: list[int]) -> Non
             assert order.index(name) == old.index(name)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'{"id": 1, "x": 2}', b'{"state": "odd"}', b"\xff"])
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'{"id": 1, "addr": 2}', b'{"state": "odd"}', b"\xff"])
 def test_records_that_are_none_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="record"):
         World.decode(data)
     with pytest.raises(ProtocolError, match="record"):
         Node.decode(data)
+
+
+def test_what_a_later_version_adds_to_a_record_breaks_nobody() -> None:
+    for record in (node("a"), running("a", "b")):
+        values = json.loads(record.encode())
+        values["later"] = 1
+        for member in values.get("nodes", []):
+            member["later"] = 2
+        assert type(record).decode(json.dumps(values).encode()) == record
 
 
 # --- Many agents, in any order of events. ---

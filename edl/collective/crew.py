@@ -9,7 +9,7 @@ import signal
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from edl.collective import failures
@@ -86,36 +86,32 @@ class Crew:
         member = world.nodes[position]
         staying = self._staying()
         told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
-        self.halt(but=staying)
+        self._forget()
         self.generation, self.first_rank = world.generation, member.first_rank
         jobs, logs = forks(self._told, world, member, self._host)
         self._errors = errors_of(logs)
-        self._workers.keep(world.generation)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
-        self._workers.stop(but=staying)
         # Whoever is still on the way from an earlier generation gets no more time.
         self._told_at = {rank: told_at.get(rank, time.monotonic()) for rank in staying}
-        missing = {rank: job for rank, job in jobs.items() if rank not in staying}
         try:
-            self._workers.start(world.generation, missing)
+            self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
         except EDLError:  # the zygote has died, and with it all that it had forked
             self._workers.close()
             self._workers = Workers(self._told.warm, self._report)
             self._workers.warm_up()
             self._workers.start(world.generation, jobs)
+        self._output.stop()
         self.running = True
         self._began_at = time.monotonic()
         self._output.follow(logs, self.first_rank)
 
-    def halt(self, but: Collection[int] = ()) -> None:
-        """Stop the workers, all but those of some local ranks; their boards and slots stay."""
+    def halt(self) -> None:
+        """Stop the workers; their boards and slots stay."""
         if self.running:
             self.running = False
-            self._workers.stop(but=but)
+            self._workers.stop()
             self._output.stop()
-        self._failures.clear()
-        self._ended_well.clear()
-        self._stopped_since.clear()
+        self._forget()
 
     def close(self) -> None:
         """Stop everything."""
@@ -213,6 +209,12 @@ class Crew:
         self._restarts += verdict.after_error
 
     # --- Inside. ---
+
+    def _forget(self) -> None:
+        """What was heard of the last generation."""
+        self._failures.clear()
+        self._ended_well.clear()
+        self._stopped_since.clear()
 
     def _beat(self) -> None:
         """Show the workers that the agent lives, also while it waits for the store."""

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,27 +137,42 @@ class Workers:
                 self._asked.clear()
                 raise EDLError("the process that forks workers has died, or does not answer")
 
-    def keep(self, generation: int) -> None:
-        """The workers that run now belong to another generation."""
+    def replace(self, generation: int, forks: Mapping[int, Fork], timeout_s: float = 10.0) -> None:
+        """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
+
+        The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
+        takes longer. A process to which SIGKILL was sent runs no more code of its own.
+
+        Raises:
+            EDLError: the zygote has died, or a worker does not die.
+        """
         with self._lock:
-            self._running = {pid: (generation, rank) for pid, (_, rank) in self._running.items()}
+            for pid, (_, rank) in self._running.items():
+                if rank in forks:
+                    _kill(pid)
+            self._running = {
+                pid: (before if rank in forks else generation, rank) for pid, (before, rank) in self._running.items()
+            }
+        self.start(generation, forks)
+        self._reap(lambda before, rank: before != generation, timeout_s)
 
-    def stop(self, timeout_s: float = 10.0, *, but: Collection[int] = ()) -> None:
+    def stop(self, timeout_s: float = 10.0) -> None:
         """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
-
-        Args:
-            but: local ranks of workers that go on.
 
         Raises:
             EDLError: one does not die, as a process that hangs in the kernel does not.
         """
+        self._reap(lambda generation, rank: True, timeout_s)
+
+    def _reap(self, doomed: Callable[[int, int], bool], timeout_s: float) -> None:
+        """Kill those workers for whose generation and rank `doomed` holds, and wait until they are gone."""
         deadline, patience = time.monotonic() + timeout_s, time.monotonic() + timeout_s / 2
         with self._lock:
-            while going := [pid for pid, (_, rank) in self._running.items() if rank not in but]:
+            while going := [pid for pid, whose in self._running.items() if doomed(*whose)]:
                 for pid in going:
                     _kill(pid)
                 if time.monotonic() > deadline:
-                    raise EDLError(f"workers {sorted(self._running)} do not die within {timeout_s:g} s of SIGKILL")
+                    raise EDLError(f"workers {sorted(going)} do not die within {timeout_s:g} s of SIGKILL")
                 if time.monotonic() > patience:
                     self._give_up()  # perhaps they are dead, and it does not say so
                 self._lock.wait(0.05)
@@ -224,7 +239,8 @@ class Workers:
         elif "exited" in message:
             pid = message["exited"]
             generation, local_rank = self._running.pop(pid)
-            _kill(pid)  # what it left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left behind
             return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
         return None
 

@@ -193,18 +193,23 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
     assert "zygote.py" not in text, "only frames of the script are shown"
 
 
-def test_stopping_kills_the_children_as_well_and_keeps_whom_it_should(tmp_path: Path) -> None:
+def test_replacing_kills_the_children_as_well_and_keeps_whom_it_should(tmp_path: Path) -> None:
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
         workers.start(0, {rank: Fork({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
         first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
         assert workers.running == {0: first[0], 1: second[0]}
         os.kill(first[0], signal.SIGSTOP)
-        workers.stop(but={1})
+        workers.replace(1, {0: Fork({"OUT": str(tmp_path / "out-new")})})
         wait_for(lambda: all(gone(pid) for pid in first))
-        assert workers.running == {1: second[0]}
+        third = pids_in(tmp_path / "out-new")
+        assert workers.running == {0: third[0], 1: second[0]}
         event = heard.next()
         assert isinstance(event, Exited)
-        assert str(event) == "worker 0 was killed by SIGKILL"
+        assert (event.generation, str(event)) == (0, "worker 0 was killed by SIGKILL")
+        workers.stop()
+        assert workers.running == {}
+        assert {heard.next().generation for _ in range(2)} == {1}
+        wait_for(lambda: all(gone(pid) for pid in third))
     wait_for(lambda: all(gone(pid) for pid in second))
 
 

@@ -28,6 +28,7 @@ class ReplicaServer:
         secret: gives the job's secret; called from a thread of this object, may raise DiscoveryError.
         say: called with each line that a person should see.
         operation_s: how long the other side may leave this one waiting.
+        share_of_free: of the free memory, what one more worker's state may take; the rest is for the workers here.
 
     Attributes:
         port: where it listens, on all addresses of this host.
@@ -40,11 +41,13 @@ class ReplicaServer:
         say: Callable[[str], None],
         *,
         operation_s: float = _OPERATION_S,
+        share_of_free: float = _SHARE_OF_FREE,
     ) -> None:
         self._folder = folder
         self._secret = secret
         self._say = say
         self._operation_s = operation_s
+        self._share_of_free = share_of_free
         self._listening = _listen()
         self.port: int = self._listening.getsockname()[1]
         self._lock = threading.Lock()
@@ -123,14 +126,14 @@ class ReplicaServer:
             self._folder.drop_before(stamp_of(both[1].label))
 
     def _no_room(self, told: Announcement) -> str:
-        """Why the state is not taken, empty if it is: the workers' own slots must find room as well."""
+        """Why the state is not taken, empty if it is."""
         nbytes = 2 * (HEADER_NBYTES + told.data_nbytes + told.meta_nbytes)
         prefix = self._folder.pair(told.node, told.local_rank)
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))
         memory = os.statvfs(self._folder.path)
         free = memory.f_bavail * memory.f_frsize
-        if nbytes - there > _SHARE_OF_FREE * free:
-            return f"{nbytes:,} bytes are more than {_SHARE_OF_FREE:.0%} of the {free:,} that are free for replicas"
+        if nbytes - there > self._share_of_free * free:
+            return f"{nbytes:,} bytes are more than {self._share_of_free:.0%} of the {free:,} that are free in memory"
         return ""
 
 

@@ -142,10 +142,13 @@ class Replication:
             self._wake.clear()
             with self._lock:
                 peer, world = self._peer, self._world
-            if self._handing and not self._handed:
-                self._hand_over(peer, world)
-            elif peer is not None:
-                self._follow(peer, world)
+            try:
+                if self._handing and not self._handed:
+                    self._hand_over(peer, world)
+                elif peer is not None:
+                    self._follow(peer, world)
+            except OSError as exc:  # of the host's own memory
+                self._complain(f"no replica of this node's state is made ({exc})")
 
     def _follow(self, peer: Member, world: int) -> None:
         """Do what is next."""
@@ -173,10 +176,12 @@ class Replication:
     def _hand_over(self, peer: Member | None, world: int) -> None:
         held = [[*find(slots), *find(kept_prefix(slots))] for slots in self._slots]
         states = newest_common(held)
-        if peer is not None and states and states[0].label.sharded:
-            self._send(peer, world, states)
-        with self._lock:
-            self._handed = self._handing and world == self._world
+        try:
+            if peer is not None and states and states[0].label.sharded:
+                self._send(peer, world, states)
+        finally:
+            with self._lock:
+                self._handed = self._handing and world == self._world
 
     def _send(self, peer: Member, world: int, states: Sequence[Found]) -> bool:
         """Send states of all workers. Returns whether the peer has them."""
@@ -188,11 +193,16 @@ class Replication:
             address = (peer.addr, peer.replica_port)
             send_states(address, self._secret(), self._node, states, stopping=stopping)
         except EDLError as exc:
-            if not self._silent and not stopping():
-                self._silent = True
-                self._say(f"node {peer.id} did not take a replica of this node's state ({exc}): tried again later")
+            if not stopping():
+                self._complain(f"node {peer.id} did not take a replica of this node's state ({exc})")
             return False
         if self._silent:
             self._silent = False
             self._say(f"node {peer.id} takes replicas of this node's state")
         return True
+
+    def _complain(self, what: str) -> None:
+        """Say what does not work, once."""
+        if not self._silent:
+            self._silent = True
+            self._say(f"{what}: tried again later")

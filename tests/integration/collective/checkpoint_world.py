@@ -25,14 +25,24 @@ TIMEOUT_S = 90.0
 Case = Callable[..., Any]
 
 
-def run(size: int, case: str, folder: Path, *, slots: list[str] | None = None, **arguments: Any) -> list[Any]:
+def run(
+    size: int,
+    case: str,
+    folder: Path,
+    *,
+    slots: list[str] | None = None,
+    replicas: list[str] | None = None,
+    **arguments: Any,
+) -> list[Any]:
     """Run `case` in a world of `size` ranks. Returns what each said.
 
     Args:
         slots: prefix of each rank's slots in `folder`; by default `slots-RANK`.
+        replicas: each rank's folder for replicas in `folder`; by default there is none.
     """
     names = slots or [f"slots-{rank}" for rank in range(size)]
     told = {"size": size, "case": case, "folder": str(folder), "slots": names, "id": uuid.uuid4().hex, **arguments}
+    told["replicas"] = replicas
     process = subprocess.Popen(
         [sys.executable, "-W", "error::ResourceWarning", "-m", __name__, json.dumps(told)],
         cwd=ROOT,
@@ -81,6 +91,8 @@ def _rank(told: dict[str, Any], rank: int) -> int:
     told = dict(told)
     folder, case, identity, size = (told.pop(name) for name in ("folder", "case", "id", "size"))
     os.environ["EDL_SLOTS"] = str(Path(folder) / told.pop("slots")[rank])
+    if (replicas := told.pop("replicas")) is not None:
+        os.environ["EDL_REPLICAS"] = str(Path(folder) / replicas[rank])
     os.environ["EDL_GENERATION"] = str(told.pop("generation", 0))
     try:
         torch.manual_seed(100 + rank)
@@ -207,6 +219,20 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     return said
 
 
+def resume(kind: str, steps: int) -> dict[str, Any]:
+    """Restore, and train some more steps, each of which is saved."""
+    from edl.collective.checkpoint import Checkpointer
+
+    state, states = job(kind, 2), {}
+    with Checkpointer(state, interval_steps=1) as checkpointer:
+        first = checkpointer.restore() + 1
+        for step in range(first, first + steps):
+            train(state, 1)
+            checkpointer.save(step)
+            states[str(step)] = told_of(state)
+    return {"first": first, "states": states}
+
+
 def broadcast(kind: str) -> dict[str, Any]:
     """Everybody gets the live state of rank 1."""
     import torch
@@ -238,7 +264,13 @@ def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
     return {key: said[key] for key in ("model", "optimizer")}
 
 
-CASES: dict[str, Case] = {"save": save, "restore": restore, "broadcast": broadcast, "dcp_load": dcp_load}
+CASES: dict[str, Case] = {
+    "save": save,
+    "restore": restore,
+    "resume": resume,
+    "broadcast": broadcast,
+    "dcp_load": dcp_load,
+}
 
 if __name__ == "__main__":
     sys.exit(main(json.loads(sys.argv[1])))

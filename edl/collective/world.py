@@ -229,7 +229,9 @@ def _formed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rule
     ready = [node for node in nodes.values() if not node.leaving]
     enough = len(ready) >= rules.min_nodes and moment.quiet_s >= rules.last_call_s
     if enough or len(ready) >= rules.max_nodes:
-        return _successor(world, nodes, rules, f"{len(ready)} nodes are there")
+        return _successor(
+            world, nodes, rules, "one node is there" if len(ready) == 1 else f"{len(ready)} nodes are there"
+        )
     return None
 
 

@@ -43,6 +43,7 @@ def main() -> None:
                 state.step += 1
                 checkpointer.save(state.step, samples=sampler.share_rows)
             report(epoch, sampler.consumed - before, time.monotonic() - begin, network, test)
+        checkpointer.save(state.step, force=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -58,8 +59,8 @@ def report(epoch: int, samples: int, seconds: float, network: nn.Module, test: I
             int((network(images).argmax(1) == labels).sum()) for images, labels in DataLoader(test, batch_size=500)
         )
     network.train()
-    told = f"{samples:,} images in {seconds:.1f} s"
-    print(f"epoch {epoch}: {right / len(test):.1%} right, {told}, by {world} workers", flush=True)
+    who = "one worker" if world == 1 else f"{world} workers"
+    print(f"epoch {epoch}: {right / len(test):.1%} right, {samples:,} images in {seconds:.1f} s by {who}", flush=True)
 
 
 def parse() -> argparse.Namespace:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -132,6 +133,7 @@ class Job:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.shared_memory, ignore_errors=True)
         if kind is not None:
             for node in self.nodes:
                 print(f"--- {node.name} (exit code {node.process.returncode})\n{node.output}")

@@ -1,0 +1,74 @@
+"""What a worker finds in its environment, on nodes with different numbers of workers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from edl.collective.host import HostFolder
+from edl.collective.launch import Launch, environment, errors_of, forks
+from edl.collective.world import Member, Rules, State, World
+from edl.collective.zygote import Warm
+
+MEMBERS = (
+    Member("a", "10.0.0.1", 4000, 1, 0),
+    Member("b", "10.0.0.2", 4001, 3, 1),
+    Member("c", "10.0.0.3", 4002, 2, 4),
+)
+WORLD = World(5, State.RUNNING, MEMBERS)
+
+
+def launch(workers: int, **changes: object) -> Launch:
+    told = {"warm": Warm("script", "train.py"), "rules": Rules(1, 4), "addr": "10.0.0.2", "max_restarts": 2, **changes}
+    return Launch(job="resnet", workers=workers, **told)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def host() -> Iterator[HostFolder]:
+    folder = HostFolder(f"launch-{uuid.uuid4().hex}", "b")
+    yield folder
+    folder.close(keep=False)
+
+
+def test_ranks_count_through_all_nodes_in_their_order() -> None:
+    environs = [
+        environment(launch(member.local_world_size), WORLD, member, local)
+        for member in MEMBERS
+        for local in range(member.local_world_size)
+    ]
+    assert [one["RANK"] for one in environs] == list("012345")
+    assert [one["LOCAL_RANK"] for one in environs] == list("001201")
+    assert [one["GROUP_RANK"] for one in environs] == list("011122")
+    assert [one["LOCAL_WORLD_SIZE"] for one in environs] == list("133322")
+    assert {(one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in environs} == {("6", "3")}
+
+
+def test_all_meet_at_the_first_node_of_this_generation() -> None:
+    one = environment(launch(2), WORLD, MEMBERS[2], 1)
+    assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
+    assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
+    assert (one["TORCHELASTIC_RUN_ID"], one["TORCHELASTIC_MAX_RESTARTS"]) == ("resnet", "2")
+
+
+def test_the_users_own_variables_come_last() -> None:
+    one = environment(launch(2, environ={"MASTER_ADDR": "proxy", "NEW": "1"}), WORLD, MEMBERS[2], 0)
+    assert (one["MASTER_ADDR"], one["NEW"]) == ("proxy", "1")
+
+
+def test_each_worker_has_files_of_its_own_and_storage_only_if_there_is_one(host: HostFolder, tmp_path: Path) -> None:
+    logs = DefaultLogsSpecs(str(tmp_path), Std.NONE, Std.from_str("1:1"))
+    jobs, dest = forks(launch(3, logs=logs), WORLD, MEMBERS[1], host)
+    assert sorted(jobs) == [0, 1, 2]
+    for name in ("EDL_BOARD", "EDL_CONTROL", "EDL_SLOTS", "TORCHELASTIC_ERROR_FILE"):
+        assert len({job.environ[name] for job in jobs.values()}) == 3
+    assert len({job.stacks for job in jobs.values()}) == 3
+    assert not any("EDL_CHECKPOINT" in job.environ for job in jobs.values())
+    assert errors_of(dest) == {rank: Path(job.environ["TORCHELASTIC_ERROR_FILE"]) for rank, job in jobs.items()}
+
+    stored, _ = forks(launch(1, logs=logs, checkpoint="memory://x", checkpoint_interval_s=7.5), WORLD, MEMBERS[1], host)
+    assert stored[0].environ["EDL_CHECKPOINT"] == "memory://x"
+    assert stored[0].environ["EDL_CHECKPOINT_INTERVAL_S"] == "7.5"

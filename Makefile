@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench tools protocol wheel clean
+.PHONY: help demo test lint bench tools bench-tools protocol wheel clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,12 +30,15 @@ lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.dev tools ## run every benchmark and write docs/benchmarks.md
+bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 tools: ## fetch the real Consul and Triton that some tests and benchmarks run against, into .tools
 	@bash tools/consul.sh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
+
+bench-tools: tools ## fetch what only benchmarks need: torchft
+	@PYTHON=$(PYTHON) bash tools/torchft.sh
 
 # The stubs are those of a file kserve_pb2; ours is named kserve and builds its classes in a pool of its own.
 protocol: $(VENV)/.dev ## compile edl/protocol/kserve.proto

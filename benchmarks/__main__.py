@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,10 @@ from typing import Any
 from benchmarks._child import ROOT
 from benchmarks._harness import Spread, table
 
-NAMES = ("reader", "degradation", "heterogeneous", "kill", "balance")
+NAMES = (
+    *("reader", "degradation", "heterogeneous", "kill", "balance"),
+    *("checkpoint", "recovery", "churn", "accuracy_parity"),
+)
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"
 _TIMEOUT_S = 3600.0
@@ -27,10 +31,10 @@ _HEAD = """\
 # Benchmarks
 
 Written by `make bench`; do not edit. Each figure is a ratio of two sides that took turns in one run, or seconds for a
-key that ends in `_s`: the median of {repeats} rounds, the lowest and the highest. `benchmarks/NAME.py` runs one alone
-(`--help` has its options, `--json` prints one line).
+key that ends in `_s`: the median of all rounds, the lowest and the highest. `benchmarks/NAME.py` runs one alone
+(`--help` has its options, `--json` prints one line); `python -m benchmarks NAME` measures its part of this page again.
 
-Machine: {machine}; load average before the run {load:.1f} (0 is a machine with nothing else to do).
+Machine: {machine}.
 """
 
 
@@ -65,24 +69,26 @@ def machine() -> str:
         platform.machine(),
     )
     versions = ", ".join(f"{package} {metadata.version(package)}" for package in _PACKAGES)
-    return (
-        f"{os.cpu_count()} cores ({model}), {platform.system()}, Python {platform.python_version()}, {versions}; "
-        f"{datetime.date.today():%Y-%m-%d}"
-    )
+    return f"{os.cpu_count()} cores ({model}), {platform.system()}, Python {platform.python_version()}, {versions}"
 
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def page(outcomes: dict[str, Outcome], modules: dict[str, Any], repeats: str, load: float) -> str:
-    """The page, in Markdown."""
-    parts = [_HEAD.format(repeats=repeats, machine=machine(), load=load)]
-    for name, outcome in outcomes.items():
-        parts += [f"## {name}\n", f"{modules[name].__doc__.strip()}\n", table(outcome.spreads, modules[name].GOALS), ""]
-        if outcome.notes:
-            parts.append(f"{outcome.notes}\n")
-    return "\n".join(parts)
+def section(name: str, outcome: Outcome, module: Any, load: float) -> str:
+    """A benchmark's part of the page, in Markdown."""
+    when = f"Measured on {datetime.date.today():%Y-%m-%d}; load average before it {load:.1f}, 0 being an idle machine."
+    parts = [f"## {name}\n", f"{module.__doc__.strip()}\n", table(outcome.spreads, module.GOALS), ""]
+    return "\n".join([*parts, *([f"{outcome.notes}\n"] if outcome.notes else []), f"{when}\n"])
+
+
+def page(before: str, sections: dict[str, str]) -> str:
+    """The page with these sections in place of its own, in the order of `NAMES`; sections without a benchmark go."""
+    found = re.split(r"^## (\w+)\n", before, flags=re.MULTILINE)[1:]
+    kept = {name: f"## {name}\n{text.rstrip()}\n" for name, text in zip(found[::2], found[1::2], strict=True)}
+    merged = {**kept, **sections}
+    return "\n".join([_HEAD.format(machine=machine()), *(merged[name] for name in NAMES if name in merged)])
 
 
 def main() -> None:
@@ -90,21 +96,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--repeats", type=int, help="rounds of each (default: each benchmark's own)")
     parser.add_argument("--quick", action="store_true", help="only show that they all work; nothing is written")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; nothing is written then")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
     given = parser.parse_args()
     if unknown := set(given.names) - set(NAMES):
         parser.error(f"there is no benchmark {sorted(unknown)[0]!r}; known: {', '.join(NAMES)}")
     options = ["--quick"] if given.quick else []
     options += ["--repeats", str(given.repeats)] if given.repeats else []
-    modules = {name: import_module(f"benchmarks.{name}") for name in given.names or NAMES}
-    load, outcomes = os.getloadavg()[0], {}
-    for name, module in modules.items():
+    for name in given.names or NAMES:
         print(f"{name} ...", flush=True)
-        outcomes[name] = run(name, options)
-        print(f"{table(outcomes[name].spreads, module.GOALS)}\n", flush=True)
-    if not given.quick and not given.names:
-        _PAGE.write_text(page(outcomes, modules, str(given.repeats or 5), load))
-        print(f"written: {_PAGE.relative_to(ROOT)}")
+        module, load = import_module(f"benchmarks.{name}"), os.getloadavg()[0]
+        outcome = run(name, options)
+        print(f"{table(outcome.spreads, module.GOALS)}\n", flush=True)
+        if not given.quick:
+            before = _PAGE.read_text() if _PAGE.exists() else ""
+            _PAGE.write_text(page(before, {name: section(name, outcome, module, load)}))
+            print(f"written into {_PAGE.relative_to(ROOT)}", flush=True)
 
 
 if __name__ == "__main__":

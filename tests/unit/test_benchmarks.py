@@ -22,6 +22,9 @@ GOALS_OF_THE_ISSUE = {
     "heterogeneous": {"of_sum": 0.95},
     "kill": {"after_kill": 0.95},
     "balance": {"assign_s": 1.0, "join_s": 1.0, "loss_s": 1.0},
+    "checkpoint": {"vs_torch_save": 10.0, "vs_dcp_async": 2.0},
+    "recovery": {"sooner": 8.0, "vs_torchft": 2.0, "join": 10.0},
+    "churn": {"goodput": 0.98, "steady": 0.98},
 }
 
 
@@ -87,8 +90,11 @@ def test_every_benchmark_has_the_goals_that_were_agreed(name: str) -> None:
 
 def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -> None:
     names = ("degradation", "kill")
-    outcomes = {name: every.Outcome({"key_of_" + name: Spread(1.0, 0.5, 2.0)}, f"note of {name}") for name in names}
-    page = every.page(outcomes, {name: import_module(f"benchmarks.{name}") for name in names}, "5", 0.3)
+    sections = {}
+    for name in names:
+        outcome = every.Outcome({"key_of_" + name: Spread(1.0, 0.5, 2.0)}, f"note of {name}")
+        sections[name] = every.section(name, outcome, import_module(f"benchmarks.{name}"), 0.3)
+    page = every.page("", sections)
     for name in names:
         assert f"## {name}" in page
         assert f"| key_of_{name} | 1 | 0.5 | 2 |" in page
@@ -96,6 +102,13 @@ def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -
     assert f"{os.cpu_count()} cores" in page
     assert os.uname().nodename not in page
     assert str(Path.home()) not in page
+
+
+def test_a_section_measured_again_replaces_its_own_alone() -> None:
+    before = every.page("", {"kill": "## kill\n\nold\n", "balance": "## balance\n\nkept\n"})
+    after = every.page(before, {"kill": "## kill\n\nnew\n", "reader": "## reader\n\nfirst\n"})
+    assert after[after.index("## ") :] == "## reader\n\nfirst\n\n## kill\n\nnew\n\n## balance\n\nkept\n"
+    assert every.page(after, {}) == after
 
 
 def child(tmp_path: Path, handler: str) -> Child:

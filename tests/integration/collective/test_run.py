@@ -236,9 +236,16 @@ def test_too_few_nodes(job: Job) -> None:
         (["--nproc-per-node", "none", "train.py"], "--nproc-per-node none"),
     ],
 )
-def test_wrong_usage(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_wrong_usage(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from edl.cli import main
 
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    done = main(["run", *arguments])
-    assert done == 2, message
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -121,7 +121,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 def test_every_block_is_of_a_kind_that_is_run() -> None:
     assert {block.language for block in BLOCKS} == {"python", "bash"}
     assert len(PYTHON) >= 4
-    known = r"(make \w+|edl (serve|teachers|bench|label|register) ?.*|export EDL_DISCOVERY=\S+)"
+    known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status) ?.*|export EDL_DISCOVERY=\S+)"
     for block in COMMANDS:
         for line in block.text.splitlines():
             assert re.fullmatch(known, line), f"README.md, block at line {block.line}: no test runs {line!r}"
@@ -171,7 +171,7 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
             workshop.run(sys.executable, "-m", "edl", *arguments)
         else:
             assert program == "edl"
-            assert arguments[0] in ("serve", "register"), f"no test looks at {line!r}"
+            assert arguments[0] in ("serve", "register", "run", "status", "report"), f"no test looks at {line!r}"
 
 
 @functools.cache

@@ -98,7 +98,6 @@ class Agent:
         self._read_at = -math.inf
         self._unreachable = False
         self._alone = True
-        self._joined = False
         self._reserve = False
         self._signals: list[int] = []
 
@@ -110,6 +109,7 @@ class Agent:
         heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
         handlers = {number: signal.signal(number, self._signalled) for number in heeded}
         code: int | None = None
+        joined = False
         try:
             code = self._too_late()
             if code is None and self._told.check is not None:
@@ -119,7 +119,7 @@ class Agent:
                 if complaint:
                     self._say(f"{complaint}; each worker will import it by itself")
                 self._membership.join()
-                self._joined = True
+                joined = True
                 self._chronicle.tell("join", "ready")
             while code is None:
                 code = self._turn()
@@ -130,8 +130,7 @@ class Agent:
             if code == Exit.DONE:
                 self._storing.store_newest()
             self._storing.close(_STORE_LAST_S)
-            if self._joined:
-                self._chronicle.close(self._crew)
+            self._chronicle.close(self._crew, took_part=joined)
             self._membership.close()
             # Whoever leaves last keeps the state in memory for a later start on this host.
             self._host.close(keep=code not in (Exit.DONE, Exit.FAILED) and self._alone and self._told.resumable)
@@ -184,7 +183,7 @@ class Agent:
             self._say("asked a second time: leaving at once")
             return self._left()
         self._crew.look()
-        self._chronicle.observe(self._doing(), self._crew, write=not self._unreachable)
+        self._chronicle.observe(self._doing(), self._crew)
         due = time.monotonic() - self._read_at >= (_REREAD_S if self._crew.running and not pausing else _TICK_S)
         paused = pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
         if not (woken or due or paused or self._crew.failing):
@@ -279,7 +278,8 @@ class Agent:
     def _decide(self, records: Records) -> int | None:
         """Propose what the job's record should become."""
         world = records.world
-        verdict = self._crew.verdict()
+        ended = any(node.finished == world.generation for node in records.nodes.values())
+        verdict = self._crew.verdict(others_ended=ended)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:

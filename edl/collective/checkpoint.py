@@ -91,6 +91,7 @@ class Checkpointer:
         self._group = group
         self._keeping = Keeping.from_env(self._slots.prefix)
         self._keep_next = self._sharded = False
+        self._usual_s = 0.0
         self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
         self._last: tuple[int, float] | None = None
         self._ahead_of = NOTHING
@@ -164,7 +165,7 @@ class Checkpointer:
                 keep = due and self._keep_next and not wanted
                 save_s = self._save(step, wanted, self._keeping.slots if keep and self._keeping else self._slots)
                 if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
-                    self._plan_next(step, save_s)
+                    self._plan_next(step, save_s, usual=not keep)
         if pausing:
             self._pause(step)
         if self._board.unattended_s > _UNATTENDED_S:
@@ -242,16 +243,19 @@ class Checkpointer:
             self._views[number] = known
         return known[2]
 
-    def _plan_next(self, step: int, save_s: float) -> None:
+    def _plan_next(self, step: int, save_s: float, usual: bool) -> None:
         """Agree with the other ranks on the next save, and whether it is to be stored, or kept for a replica."""
         now = time.monotonic()
         step_s = 0.0
+        first = self._last is None
+        if usual:  # the first time that a state is kept for a replica, its memory's pages are paid for
+            self._usual_s = save_s
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)
-        steps = self._pace.wanted(step_s, save_s)
+        steps = self._pace.wanted(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
-        keep = self._sharded and self._keeping is not None and self._keeping.wanted()
+        keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
         if world_of(self._group) > 1:
             steps, stored, kept_not = transfer.agree_on_most([steps, int(store), int(not keep)], self._group)
             store, keep = bool(stored), not kept_not

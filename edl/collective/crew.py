@@ -186,12 +186,17 @@ class Crew:
         step_s = statistics.median(durations) if durations else _PAUSE_MARGIN_S
         return max(reading.step for reading in readings) + max(2, math.ceil(_PAUSE_MARGIN_S / max(step_s, 1e-6)))
 
-    def verdict(self) -> Verdict | None:
-        """What follows from the failures of this generation; None while there are none, or the cause is not clear."""
+    def verdict(self, others_ended: bool = False) -> Verdict | None:
+        """What follows from the failures of this generation; None while there are none, or the cause is not clear.
+
+        Args:
+            others_ended: the workers of another node ended well, which explains why contact with them was lost.
+        """
         if not self._failures or not self.running:
             return None
         waited_s = time.monotonic() - self._failed_at
-        verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=self._told.ttl_s + 1.0)
+        contact_s = _ECHO_S if others_ended or self._ended_well else self._told.ttl_s + 1.0
+        verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s)
         if verdict is None:
             return None
         if verdict.fatal and self._restarts < self._told.max_restarts:

@@ -42,9 +42,13 @@ class LedgerWriter:
         self._events_key = f"{_prefix(job)}events/{life}"
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
-    def write(self) -> None:
-        """Put the ledger as it was last observed: the agent's sign of life."""
-        self._store.put(self._ledger_key, encode_record(self._ledger.record()))
+    def write(self, record: NodeRecord | None = None) -> None:
+        """Put the ledger as it was last observed: the agent's sign of life.
+
+        Args:
+            record: of the ledger, if another thread changes that meanwhile.
+        """
+        self._store.put(self._ledger_key, encode_record(record or self._ledger.record()))
 
     def tell(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
         """Put an event that happens now, to this node if no other is named. Kinds: see `Event`."""

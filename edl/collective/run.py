@@ -187,8 +187,8 @@ def _job(options: argparse.Namespace, max_nodes: int) -> str:
     """The job's name; a single node needs none, as with torchrun."""
     name = str(options.rdzv_id)
     if name != "none" and not options.standalone:
-        if not all(part and part not in (".", "..") for part in name.split("/")):
-            raise SettingsError(f"--rdzv-id {name!r}: a name without empty parts, '.' or '..' between slashes")
+        if not name or "/" in name or name in (".", ".."):
+            raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
         return name
     if max_nodes > 1 and not options.standalone:
         raise SettingsError(

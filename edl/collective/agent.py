@@ -80,7 +80,7 @@ class Agent:
         self._say = say
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-        self._host = HostFolder(told.job, name)
+        self._host = HostFolder(f"{told.store} {told.job}", name)
         self._crew = Crew(told, self._host, self._events.put)
         self._chronicle = Chronicle(store, told.job, name, told.workers)
         self._meeting = self._spare = meeting_place(told)
@@ -120,6 +120,7 @@ class Agent:
                     self._say(f"{complaint}; each worker will import it by itself")
                 self._membership.join()
                 joined = True
+                self._inherit()
                 self._chronicle.tell("join", "ready")
             while code is None:
                 code = self._turn()
@@ -161,6 +162,17 @@ class Agent:
                 return Exit.FAILED
             else:
                 time.sleep(_TICK_S)
+
+    def _inherit(self) -> None:
+        """Say whether a state in memory, which an agent of this job left when it died, is used."""
+        heir_of = self._host.heir_of
+        if not heir_of:
+            return
+        if self._membership.read().world.generation >= 0:
+            self._say(f"node {heir_of} died here, and left its workers' state in memory: it is used")
+        else:
+            self._host.forget_slots()  # of a job that this store knows nothing of
+            self._say(f"node {heir_of} left a state in memory, of a job before this one: it is removed")
 
     def _check(self, settings: CheckSettings) -> int | None:
         """Test this node and others that wait. Returns the exit code of one that is faulty."""

@@ -32,6 +32,7 @@ class Launch:
 
     Attributes:
         job: the name that all nodes share (torchrun's `--rdzv-id`).
+        store: URL of the store, in which a job has its name.
         warm: what the workers run.
         workers: how many on this node.
         rules: how a world is formed.
@@ -53,6 +54,7 @@ class Launch:
     workers: int
     rules: Rules
     addr: str
+    store: str = ""
     ttl_s: float = 1.5
     join_timeout_s: float = 600.0
     max_restarts: int = 0

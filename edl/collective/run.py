@@ -161,6 +161,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
         addr=options.local_addr or own_address(url),
+        store=url,
         ttl_s=options.lease_ttl,
         join_timeout_s=_number(conf, "join_timeout", 600.0),
         max_restarts=options.max_restarts,

@@ -220,7 +220,9 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
 
 
 def resume(kind: str, steps: int) -> dict[str, Any]:
-    """Restore, and train some more steps, each of which is saved."""
+    """Restore, or begin, and train some more steps, each of which is saved, the third one for a replica."""
+    import torch
+
     from edl.collective.checkpoint import Checkpointer
 
     state, states = job(kind, 2), {}
@@ -230,7 +232,7 @@ def resume(kind: str, steps: int) -> dict[str, Any]:
             train(state, 1)
             checkpointer.save(step)
             states[str(step)] = told_of(state)
-    return {"first": first, "states": states}
+    return {"first": first, "states": states, "next": torch.rand(3).tolist()}
 
 
 def broadcast(kind: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,8 @@ from tests.integration.collective.test_checkpoint import same
 NODES = [0, 1, 2]
 SLOTS = [f"node-{node}/slots-0" for node in NODES]
 REPLICAS = [f"node-{node}/replicas" for node in NODES]
+REST: dict[str, Any] = {"slots": [SLOTS[0], SLOTS[2]], "replicas": [REPLICAS[0], REPLICAS[2]]}
+"""When the second node is gone."""
 
 
 class Nodes:
@@ -77,27 +80,19 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 def test_a_lost_nodes_shards_come_from_its_peer(tmp_path: Path, nodes: Nodes) -> None:
     """In a world of two, and when the other one's place has been taken, in a world of three."""
     nodes.form(0)
-    saved = run(3, "save", tmp_path, kind="fsdp", slots=SLOTS, replicas=REPLICAS)
-    nodes.replicated(4, [0, 1, 2])
+    saved = run(3, "resume", tmp_path, kind="fsdp", steps=3, slots=SLOTS, replicas=REPLICAS)
+    nodes.replicated(2, [0, 1, 2])
     nodes.lose(1)
     (tmp_path / "node-1").mkdir()
     shutil.copytree(tmp_path, tmp_path / "again", ignore=lambda *_: ["again"])
-    two = run(
-        2,
-        "restore",
-        tmp_path,
-        kind="fsdp",
-        generation=1,
-        slots=[SLOTS[0], SLOTS[2]],
-        replicas=[REPLICAS[0], REPLICAS[2]],
-    )
+    two = run(2, "restore", tmp_path, kind="fsdp", generation=1, **REST)
     for after in two:
-        assert (after["step"], after["changes"]) == (4, [[3, 2, 4]])
-        same(saved[0], after, without=("buffers",))
+        assert (after["step"], after["changes"]) == (2, [[3, 2, 2]])
+        same(saved[0]["states"]["2"], after, without=("buffers",))
     three = run(3, "restore", tmp_path / "again", kind="fsdp", generation=1, slots=SLOTS, replicas=REPLICAS)
     for before, after in zip(saved, three, strict=True):
-        assert (after["step"], after["changes"]) == (4, [])
-        same(before, after)
+        assert (after["step"], after["changes"]) == (2, [])
+        same(before["states"]["2"], after)
         assert after["next"] == before["next"], "what belongs to one rank alone comes back as well"
     assert nodes.said == []
 
@@ -105,29 +100,27 @@ def test_a_lost_nodes_shards_come_from_its_peer(tmp_path: Path, nodes: Nodes) ->
 def test_what_is_restored_from_a_replica_is_replicated_in_its_turn(tmp_path: Path, nodes: Nodes) -> None:
     """Two nodes go one after the other, each after the rest had time to replicate."""
     nodes.form(0)
-    run(3, "save", tmp_path, kind="fsdp", slots=SLOTS, replicas=REPLICAS)
-    nodes.replicated(4, [0, 1, 2])
-    nodes.lose(0)
+    run(3, "resume", tmp_path, kind="fsdp", steps=5, slots=SLOTS, replicas=REPLICAS)
+    nodes.replicated(2, [0, 1, 2])
+    nodes.lose(1)
     nodes.form(1)
-    pair = {"slots": [SLOTS[1], SLOTS[2]], "replicas": [REPLICAS[1], REPLICAS[2]]}
-    saved = run(2, "resume", tmp_path, kind="fsdp", generation=1, steps=3, **pair)
-    assert [one["first"] for one in saved] == [5, 5]
-    kept = find(kept_prefix(tmp_path / SLOTS[1]))
-    assert [stamp_of(one.label) for one in kept] == [(1, 6, 2), (0, 4, 3)]
-    nodes.replicated(6, [1, 2])
+    saved = run(2, "resume", tmp_path, kind="fsdp", generation=1, steps=4, **REST)
+    assert [one["first"] for one in saved] == [3, 3], "what was trained after the third step is lost"
+    kept = find(kept_prefix(tmp_path / SLOTS[0]))
+    assert [stamp_of(one.label) for one in kept] == [(1, 5, 2), (0, 2, 3)]
+    nodes.replicated(5, [0, 2])
     nodes.lose(2)
-    (alone,) = run(1, "restore", tmp_path, kind="fsdp", generation=2, slots=[SLOTS[1]], replicas=[REPLICAS[1]])
-    assert (alone["step"], alone["changes"]) == (6, [[2, 1, 6]])
-    same(saved[0]["states"]["6"], alone, without=("buffers",))
+    (alone,) = run(1, "restore", tmp_path, kind="fsdp", generation=2, slots=SLOTS[:1], replicas=REPLICAS[:1])
+    assert (alone["step"], alone["changes"]) == (5, [[2, 1, 5]])
+    same(saved[0]["states"]["5"], alone, without=("buffers",))
 
 
 def test_storage_is_used_where_it_is_newer_than_the_replicas(tmp_path: Path, nodes: Nodes) -> None:
     nodes.form(0)
-    run(3, "save", tmp_path, kind="fsdp", slots=SLOTS, replicas=REPLICAS)
-    nodes.replicated(4, [0, 1, 2])
-    saved = run(3, "save", tmp_path, kind="fsdp", slots=["a", "b", "c"], step=9, storage=str(tmp_path / "stored"))
+    run(3, "resume", tmp_path, kind="fsdp", steps=3, slots=SLOTS, replicas=REPLICAS)
+    nodes.replicated(2, [0, 1, 2])
+    saved = run(1, "save", tmp_path, kind="fsdp", slots=["elsewhere"], step=9, storage=str(tmp_path / "stored"))
     nodes.lose(1)
-    two = {"slots": [SLOTS[0], SLOTS[2]], "replicas": [REPLICAS[0], REPLICAS[2]]}
-    after = run(2, "restore", tmp_path, kind="fsdp", generation=1, storage=str(tmp_path / "stored"), **two)
+    after = run(2, "restore", tmp_path, kind="fsdp", generation=1, storage=str(tmp_path / "stored"), **REST)
     assert [one["step"] for one in after] == [9, 9]
     same(saved[0], after[0], without=("buffers",))

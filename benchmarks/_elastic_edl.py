@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._elastic_task import Diary, Task, Training
-from edl.collective.checkpoint import Checkpointer
-from edl.collective.inprocess import Place, stay
-from edl.collective.state import State
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state import State
+from edl.collective.inprocess.staying import Place, stay
 
 
 def main() -> None:

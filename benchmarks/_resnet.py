@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from edl.collective.sampler import ElasticSampler
-from edl.collective.schedule import SampleSchedule
-from edl.collective.trainer import ElasticTrainer
+from edl.collective.update.sampler import ElasticSampler
+from edl.collective.update.schedule import SampleSchedule
+from edl.collective.update.trainer import ElasticTrainer
 
 __all__ = ["Phase", "accuracy", "resnet", "train_phase"]
 

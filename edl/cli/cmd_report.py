@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from edl.cli._changes import printable
-from edl.collective.ledger import State
-from edl.collective.ledger_store import read_job
-from edl.collective.report import COLOURS, columns, draw, unit_of
-from edl.collective.summary import Summary, summarize
+from edl.collective.ledger.records import read_job
+from edl.collective.ledger.report import COLOURS, columns, draw, unit_of
+from edl.collective.ledger.spans import State
+from edl.collective.ledger.summary import Summary, summarize
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from edl.cli._changes import printable
-from edl.collective.ledger import State
-from edl.collective.ledger_codec import Event
-from edl.collective.ledger_store import read_job
-from edl.collective.summary import NodeRow, Summary, as_dict, summarize
+from edl.collective.ledger.codec import Event
+from edl.collective.ledger.records import read_job
+from edl.collective.ledger.spans import State
+from edl.collective.ledger.summary import NodeRow, Summary, as_dict, summarize
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings

@@ -4,11 +4,11 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Elasti
 `ElasticTrainer` makes the update; each works without the others, and without `edl run`. With `stay` a script goes on in
 the same process when others are lost. Inside:
 
-- `run` is `edl run`; `agent` is one node's part of it: it follows the job's record (`membership`, `world`) and runs a
-  `crew` of workers, forked from a `zygote`; `board` is what a worker and its agent tell each other;
-- `state` is what is saved, `slots` the memory it is saved to, `checkpoint` when and how;
-- `split`, `adjust`, `noise`, `goodput` and `schedule` are the decisions behind sampler and trainer;
-- `ledger` says where the time went, `watch` who hangs.
+- `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
+- `board`: what a worker and its agent tell each other;
+- `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
+- `update`: what a step trains, and the update that it makes;
+- `inprocess`: `stay`; `ledger`: where the time went; `paddle`: the same for PaddlePaddle.
 
 Torch is imported by the parts that need it. What does not belong here: soft labels and teachers (`edl.distill`), and
 anything that knows of a cluster (`edl.master`).
@@ -20,20 +20,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edl.collective.checkpoint import Checkpointer
-    from edl.collective.inprocess import stay
-    from edl.collective.sampler import ElasticSampler
-    from edl.collective.state import State
-    from edl.collective.trainer import ElasticTrainer
+    from edl.collective.checkpoint.checkpointer import Checkpointer
+    from edl.collective.checkpoint.state import State
+    from edl.collective.inprocess.staying import stay
+    from edl.collective.update.sampler import ElasticSampler
+    from edl.collective.update.trainer import ElasticTrainer
 
 __all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"]
 
 _HOMES = {
-    "Checkpointer": "checkpoint",
-    "ElasticSampler": "sampler",
-    "ElasticTrainer": "trainer",
-    "State": "state",
-    "stay": "inprocess",
+    "Checkpointer": "checkpoint.checkpointer",
+    "ElasticSampler": "update.sampler",
+    "ElasticTrainer": "update.trainer",
+    "State": "checkpoint.state",
+    "stay": "inprocess.staying",
 }
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edl.collective.board import Board, Phase
-from edl.collective.checkpoint import Checkpointer
-from edl.collective.slots import SlotPair, find
-from edl.collective.state import State
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.slots import SlotPair, find
+from edl.collective.checkpoint.state import State
 from edl.errors import ClosedError, SettingsError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from edl.collective.copying import Copier
+from edl.collective.checkpoint.copying import Copier
 
 
 @pytest.fixture(params=[1, 3])

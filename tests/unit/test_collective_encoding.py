@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.encoding import decode, encode, from_json
+from edl.collective.checkpoint.encoding import decode, encode, from_json
 from edl.errors import ProtocolError, SettingsError
 
 _LEAVES = (

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.goodput import AutoBatch, choose, efficiency, shape  # noqa: E402
-from edl.collective.noise import Noise  # noqa: E402
-from edl.collective.step_time import Measured, StepTime, fit  # noqa: E402
-from edl.collective.tune import Now, Tuner  # noqa: E402
+from edl.collective.update.goodput import AutoBatch, choose, efficiency, shape  # noqa: E402
+from edl.collective.update.noise import Noise  # noqa: E402
+from edl.collective.update.step_time import Measured, StepTime, fit  # noqa: E402
+from edl.collective.update.tune import Now, Tuner  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)

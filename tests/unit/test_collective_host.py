@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.host import HostFolder
+from edl.collective.agent.host import HostFolder
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_folder_without_state_is_not_kept(job: str) -> None:
 
 
 def test_the_folder_of_a_killed_agent_is_taken_over(job: str) -> None:
-    script = "import sys, time; from edl.collective.host import HostFolder; f = HostFolder(*sys.argv[1:]);"
+    script = "import sys, time; from edl.collective.agent.host import HostFolder; f = HostFolder(*sys.argv[1:]);"
     script += "print(f.path, flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", script, job, "dead"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

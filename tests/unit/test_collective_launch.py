@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from edl.collective.host import HostFolder
-from edl.collective.launch import Launch, environment, errors_of, forks
-from edl.collective.world import Member, Rules, State, World
-from edl.collective.zygote import Warm
+from edl.collective.agent.host import HostFolder
+from edl.collective.agent.launch import Launch, environment, errors_of, forks
+from edl.collective.agent.world import Member, Rules, State, World
+from edl.collective.agent.zygote import Warm
 
 MEMBERS = (
     Member("a", "10.0.0.1", 4000, 1, 0),

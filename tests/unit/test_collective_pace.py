@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint_choice import choose
-from edl.collective.checkpoint_pace import Pace
-from edl.collective.slots import Label
+from edl.collective.checkpoint.choice import choose
+from edl.collective.checkpoint.pace import Pace
+from edl.collective.checkpoint.slots import Label
 from edl.errors import SettingsError
 
 

@@ -16,11 +16,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from edl.collective import paddle_env
-from edl.collective.paddle import Checkpointer, PaddleState
-from edl.collective.paddle_env import ReservedPorts, paddle_environment
-from edl.collective.slots import SlotPair
-from edl.collective.world import Member, State, World
+from edl.collective.agent.world import Member, State, World
+from edl.collective.checkpoint.slots import SlotPair
+from edl.collective.paddle import environment as paddle_env
+from edl.collective.paddle.environment import ReservedPorts, paddle_environment
+from edl.collective.paddle.training import Checkpointer, PaddleState
 from edl.errors import SettingsError
 
 WORLD = World(
@@ -285,10 +285,10 @@ def test_plain_values_and_own_objects_are_fields_as_ever(slots: Any) -> None:
 
 
 def test_trainers_that_never_met_do_not_restore_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edl.collective.checkpoint import Checkpointer as TorchCheckpointer
+    from edl.collective.checkpoint.checkpointer import Checkpointer as TorchCheckpointer
 
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    refused = pytest.raises(SettingsError, match=r"use the Checkpointer of edl.collective.paddle")
+    refused = pytest.raises(SettingsError, match=r"use the Checkpointer of edl.collective.paddle.training")
     with TorchCheckpointer(PaddleState(epoch=1)) as checkpointer, refused:
         checkpointer.save(0, force=True)
     with pytest.raises(SettingsError, match=r"init_parallel_env"):

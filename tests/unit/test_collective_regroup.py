@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import TCPStore, distributed_c10d
 
-from edl.collective.boundary import Boundary
-from edl.collective.control import Control
-from edl.collective.process_group import BreakableGroup
-from edl.collective.regroup import Plan, Report, plan
-from edl.collective.state import State
+from edl.collective.checkpoint.state import State
+from edl.collective.inprocess.boundary import Boundary
+from edl.collective.inprocess.control import Control
+from edl.collective.inprocess.process_group import BreakableGroup
+from edl.collective.inprocess.regroup import Plan, Report, plan
 
 
 def live(step: int, generation: int = 0, size: int = 3) -> Report:

@@ -31,10 +31,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from edl.collective import rendezvous_state
-from edl.collective.address import own_address
-from edl.collective.rendezvous import StoreBackend, create_handler, handler_creator
-from edl.collective.rendezvous_store import SharedStore
+from edl.collective.agent.address import own_address
+from edl.collective.torchrun import state as rendezvous_state
+from edl.collective.torchrun.handler import StoreBackend, create_handler, handler_creator
+from edl.collective.torchrun.store import SharedStore
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, ProtocolError, SettingsError
 

@@ -18,15 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint_choice import choose
-from edl.collective.replica import NOTHING, Keeping, ReplicaFolder, Stamp, kept_prefix, newest_common, stamp_of
-from edl.collective.replica_client import Refused, send_states
-from edl.collective.replica_course import Act, Course, ReplicaPace
-from edl.collective.replica_protocol import Announcement
-from edl.collective.replica_server import ReplicaServer
-from edl.collective.replication import JobSecret, Replication, peer_of
-from edl.collective.slots import HEADER_NBYTES, Found, Label, SlotPair, find
-from edl.collective.world import Member, State, World
+from edl.collective.agent.world import Member, State, World
+from edl.collective.checkpoint.choice import choose
+from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, Label, SlotPair, find
+from edl.collective.replica.client import Refused, send_states
+from edl.collective.replica.course import Act, Course, ReplicaPace
+from edl.collective.replica.protocol import Announcement
+from edl.collective.replica.replication import JobSecret, Replication, peer_of
+from edl.collective.replica.server import ReplicaServer
+from edl.collective.replica.states import NOTHING, Keeping, ReplicaFolder, Stamp, kept_prefix, newest_common, stamp_of
 from edl.discovery import open_store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 

@@ -7,14 +7,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.ledger import Span, State, plain
-from edl.collective.ledger_codec import Event
-from edl.collective.ledger_node import Mark, NodeRecord
-from edl.collective.ledger_store import JobRecord
-from edl.collective.report import COLOURS, columns, unit_of
-from edl.collective.summary import SILENT_S, as_dict, summarize
-from edl.collective.world import Member, World
-from edl.collective.world import State as WorldState
+from edl.collective.agent.world import Member, World
+from edl.collective.agent.world import State as WorldState
+from edl.collective.ledger.codec import Event
+from edl.collective.ledger.node import Mark, NodeRecord
+from edl.collective.ledger.records import JobRecord
+from edl.collective.ledger.report import COLOURS, columns, unit_of
+from edl.collective.ledger.spans import Span, State, plain
+from edl.collective.ledger.summary import SILENT_S, as_dict, summarize
 
 SECOND = 1_000_000
 BEGAN_US = 1_700_000_000 * SECOND

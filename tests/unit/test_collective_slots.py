@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.slots import HEADER_NBYTES, Label, SlotPair, find
+from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
 from edl.errors import ClosedError, SettingsError
 
 

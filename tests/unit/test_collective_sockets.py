@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Collection
 
-from edl.collective.sockets import GroupSockets, connections, shut_down
+from edl.collective.inprocess.sockets import GroupSockets, connections, shut_down
 
 
 class Kernel:

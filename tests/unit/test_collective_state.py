@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from edl.collective.snapshot import overlap, parse_meta
-from edl.collective.state import Captured, State, WorldChange
-from edl.collective.state_parts import view_of
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.snapshot import overlap, parse_meta
+from edl.collective.checkpoint.state import Captured, State, WorldChange
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [

@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from edl.collective import storage_read
-from edl.collective.checkpoint import Checkpointer
-from edl.collective.slots import Label, SlotPair
-from edl.collective.state import State
-from edl.collective.state_parts import view_of
-from edl.collective.storage import Persister
-from edl.collective.transfer import slot_bytes
+from edl.collective.checkpoint import storage_read
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.transfer import slot_bytes
 from edl.errors import SettingsError, TemporaryError
 
 

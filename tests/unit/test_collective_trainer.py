@@ -15,14 +15,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from edl.collective.adjust import AdaScale, Linear, SquareRoot  # noqa: E402
-from edl.collective.goodput import AutoBatch  # noqa: E402
-from edl.collective.rows import count_rows, cut_rows  # noqa: E402
-from edl.collective.sampler import ElasticSampler  # noqa: E402
-from edl.collective.schedule import SampleSchedule  # noqa: E402
-from edl.collective.snapshot import parse_meta  # noqa: E402
-from edl.collective.state import State  # noqa: E402
-from edl.collective.trainer import ElasticTrainer  # noqa: E402
+from edl.collective.checkpoint.snapshot import parse_meta  # noqa: E402
+from edl.collective.checkpoint.state import State  # noqa: E402
+from edl.collective.update.adjust import AdaScale, Linear, SquareRoot  # noqa: E402
+from edl.collective.update.goodput import AutoBatch  # noqa: E402
+from edl.collective.update.rows import count_rows, cut_rows  # noqa: E402
+from edl.collective.update.sampler import ElasticSampler  # noqa: E402
+from edl.collective.update.schedule import SampleSchedule  # noqa: E402
+from edl.collective.update.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
 
 Setup = tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edl.collective.agent.stacks import dump_stacks
+from edl.collective.agent.watch import HangLimits, Straggler, StragglerRules, Stragglers, blamed, hang, own_step_s
 from edl.collective.board import Board, Phase, Reading
-from edl.collective.stacks import dump_stacks
-from edl.collective.watch import HangLimits, Straggler, StragglerRules, Stragglers, blamed, hang, own_step_s
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
 
@@ -145,7 +145,7 @@ HANGS = {
 }
 WORKER = """
 import sys, pathlib
-from edl.collective.stacks import arm_stack_dump
+from edl.collective.agent.stacks import arm_stack_dump
 {body}
 arm_stack_dump(pathlib.Path(sys.argv[1]))
 print("armed", flush=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl.collective.world import Member, Moment, Node, Rules, State, World, arrange, failed, next_world
+from edl.collective.agent.world import Member, Moment, Node, Rules, State, World, arrange, failed, next_world
 from edl.errors import ProtocolError
 from tests.unit.collective_agents import Job
 

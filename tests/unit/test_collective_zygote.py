@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.prewarm import import_ahead, imports_of
-from edl.collective.workers import Exited, Workers, ZygoteLost
-from edl.collective.zygote import Fork, Warm
+from edl.collective.agent.prewarm import import_ahead, imports_of
+from edl.collective.agent.workers import Exited, Workers, ZygoteLost
+from edl.collective.agent.zygote import Fork, Warm
 from edl.errors import EDLError
 
 # --- Imports. ---
@@ -237,8 +237,8 @@ def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
 
 AGENT = """
     import os, sys, time
-    from edl.collective.workers import Workers
-    from edl.collective.zygote import Fork, Warm
+    from edl.collective.agent.workers import Workers
+    from edl.collective.agent.zygote import Fork, Warm
     workers = Workers(Warm("script", sys.argv[1], prewarm=False), print)
     workers.warm_up()
     workers.start(0, {0: Fork({"OUT": sys.argv[2]})})

@@ -14,6 +14,8 @@ PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
     "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"],
+    "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
+    "edl.collective.update": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": ["DistillReader", "Options", "ReaderStats", "Teachers"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],
@@ -37,7 +39,9 @@ PUBLIC = {
 
 
 def load(module: str) -> ModuleType:
-    if module in ("edl.collective", "edl.distill.losses", "edl.distill.torch"):
+    if module == "edl.collective.paddle":
+        pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+    if module.startswith("edl.collective") or module in ("edl.distill.losses", "edl.distill.torch"):
         pytest.importorskip("torch", reason="PyTorch is not installed")
     return importlib.import_module(module)
 

@@ -17,8 +17,8 @@ import time
 
 import torch
 
-from edl.collective.checkpoint import Checkpointer
-from edl.collective.state import State
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state import State
 
 DEADLINE_S = 60.0
 

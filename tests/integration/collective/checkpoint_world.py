@@ -126,7 +126,7 @@ def job(kind: str, seed: int) -> Any:
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
-    from edl.collective.state import State
+    from edl.collective.checkpoint.state import State
 
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
@@ -182,7 +182,7 @@ def save(kind: str, step: int = 4, storage: str | None = None, close: bool = Tru
     """Train and save at `step`."""
     import torch
 
-    from edl.collective.checkpoint import Checkpointer
+    from edl.collective.checkpoint.checkpointer import Checkpointer
 
     state = job(kind, 1)
     checkpointer = Checkpointer(state, storage=storage, interval_steps=1)
@@ -201,7 +201,7 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     """Restore into a job that began otherwise."""
     import torch
 
-    from edl.collective.checkpoint import Checkpointer
+    from edl.collective.checkpoint.checkpointer import Checkpointer
 
     state, changes = job(kind, 2), []
     state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
@@ -223,7 +223,7 @@ def resume(kind: str, steps: int) -> dict[str, Any]:
     """Restore, or begin, and train some more steps, each of which is saved, the third one for a replica."""
     import torch
 
-    from edl.collective.checkpoint import Checkpointer
+    from edl.collective.checkpoint.checkpointer import Checkpointer
 
     state, states = job(kind, 2), {}
     with Checkpointer(state, interval_steps=1) as checkpointer:
@@ -240,7 +240,7 @@ def broadcast(kind: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from edl.collective.transfer import broadcast_state
+    from edl.collective.checkpoint.transfer import broadcast_state
 
     state = job(kind, 7 + dist.get_rank())
     if dist.get_rank() == 1:

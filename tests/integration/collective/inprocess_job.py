@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.checkpoint import Checkpointer
-from edl.collective.inprocess import Place, stay
-from edl.collective.state import State
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state import State
+from edl.collective.inprocess.staying import Place, stay
 
 GLOBAL_BATCH = 24
 

@@ -69,7 +69,7 @@ class Node:
 
     @property
     def zygote(self) -> int:
-        return next(pid for pid in _children(self.pid) if b"edl.collective.zygote" in _read(pid, "cmdline"))
+        return next(pid for pid in _children(self.pid) if b"edl.collective.agent.zygote" in _read(pid, "cmdline"))
 
     @property
     def workers(self) -> list[int]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective import checking
-from edl.collective.nodecheck import Verdict
-from edl.collective.nodecheck_run import CheckSettings
+from edl.collective.agent import checking
+from edl.collective.agent.nodecheck import Verdict
+from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.discovery import open_store
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edl.collective.storage import Persister
+from edl.collective.checkpoint.storage import Persister
 from tests.integration.collective.checkpoint_world import run
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.ledger import MAX_SPANS, State, plain
-from edl.collective.ledger_codec import encode_record
-from edl.collective.ledger_job import join
-from edl.collective.ledger_node import Doing, Ledger, Mark, NodeRecord
-from edl.collective.ledger_store import MAX_EVENTS, LedgerWriter, forget, jobs, read_job
-from edl.collective.world import World
+from edl.collective.agent.world import World
+from edl.collective.ledger.codec import encode_record
+from edl.collective.ledger.job import join
+from edl.collective.ledger.node import Doing, Ledger, Mark, NodeRecord
+from edl.collective.ledger.records import MAX_EVENTS, LedgerWriter, forget, jobs, read_job
+from edl.collective.ledger.spans import MAX_SPANS, State, plain
 from edl.discovery import Store, open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.errors import ProtocolError, SettingsError
@@ -27,8 +27,8 @@ from edl.errors import ProtocolError, SettingsError
 # Beats every 20 ms until it is killed.
 AGENT = """\
 import sys, time
-from edl.collective.ledger_node import Doing, Ledger
-from edl.collective.ledger_store import LedgerWriter
+from edl.collective.ledger.node import Doing, Ledger
+from edl.collective.ledger.records import LedgerWriter
 from edl.discovery import open_store
 
 with open_store(sys.argv[1]) as store:

@@ -19,7 +19,7 @@ from edl.discovery import open_store
 NODE = """\
 import json, sys
 from dataclasses import asdict
-from edl.collective.nodecheck_run import CheckSettings, check_nodes
+from edl.collective.agent.nodecheck_run import CheckSettings, check_nodes
 from edl.discovery import open_store
 
 url, node, nodes, settings = sys.argv[1:]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from edl.collective.replica import ReplicaFolder, kept_prefix, stamp_of
-from edl.collective.replication import Replication
-from edl.collective.slots import find
-from edl.collective.world import Member, State, World
+from edl.collective.agent.world import Member, State, World
+from edl.collective.checkpoint.slots import find
+from edl.collective.replica.replication import Replication
+from edl.collective.replica.states import ReplicaFolder, kept_prefix, stamp_of
 from tests.integration.collective.checkpoint_world import run
 from tests.integration.collective.job import wait_until
 from tests.integration.collective.test_checkpoint import same

@@ -1,0 +1,302 @@
+"""This node's workers through the generations: started, kept or replaced, watched through their boards, and judged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from edl.collective.agent import failures
+from edl.collective.agent.failures import Failure, Verdict
+from edl.collective.agent.host import HostFolder
+from edl.collective.agent.launch import Launch, errors_of, forks
+from edl.collective.agent.output import Output
+from edl.collective.agent.stacks import dump_stacks
+from edl.collective.agent.watch import hang
+from edl.collective.agent.workers import Exited, Workers, ZygoteLost
+from edl.collective.agent.world import World
+from edl.collective.board import Board, Reading
+from edl.errors import EDLError
+
+__all__ = ["HANGING", "Crew"]
+
+_ECHO_S = 0.5
+_STOPPED_S = 1.0
+_REGROUP_S = 2.0
+_BEAT_EVERY_S = 0.2
+_PAUSE_MARGIN_S = 0.3
+_FRUITLESS_RESTARTS = 10
+
+HANGING = "the workers hang"
+"""How the reason of a restart begins, before which every node shows the stacks of its workers."""
+
+
+class Crew:
+    """The workers of one node. Used from the agent's thread only.
+
+    Args:
+        told: this node's part of the job.
+        host: the node's folder in memory.
+        report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have.
+    """
+
+    def __init__(self, told: Launch, host: HostFolder, report: Callable[[Exited | ZygoteLost], None]) -> None:
+        self._told = told
+        self._host = host
+        self._report = report
+        self._workers = Workers(told.warm, report)
+        self._output = Output(told.role)
+        self._boards = {rank: Board.create(host.board(rank)) for rank in range(told.workers)}
+        self._errors: dict[int, Path] = {}
+        self._failures: list[Failure] = []
+        self._failed_at = 0.0
+        self._ended_well: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
+        self._told_at: dict[int, float] = {}
+        self._restarts = self._fruitless = 0
+        self._best_step = -1
+        self._began_at = 0.0
+        self.generation = -1
+        """Of the workers that run here or ran last."""
+        self.running = False
+        self.first_rank = 0
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="edl-heart", daemon=True)
+        self._heart.start()
+
+    # --- Starting and stopping. ---
+
+    def warm_up(self) -> str:
+        """Get ready to fork. Returns what could not be imported ahead of time, in words.
+
+        Raises:
+            EDLError: the process that forks workers died, or took too long.
+        """
+        self._workers.warm_up()
+        return self._workers.complaint
+
+    def begin(self, world: World, position: int) -> None:
+        """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
+        member = world.nodes[position]
+        staying = self._staying()
+        told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
+        self._forget()
+        self.generation, self.first_rank = world.generation, member.first_rank
+        jobs, logs = forks(self._told, world, member, self._host)
+        self._errors = errors_of(logs)
+        staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
+        # Whoever is still on the way from an earlier generation gets no more time.
+        self._told_at = {rank: told_at.get(rank, time.monotonic()) for rank in staying}
+        try:
+            self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
+        except EDLError:  # the zygote has died, and with it all that it had forked
+            self._workers.close()
+            self._workers = Workers(self._told.warm, self._report)
+            self._workers.warm_up()
+            self._workers.start(world.generation, jobs)
+        self._output.stop()
+        self.running = True
+        self._began_at = time.monotonic()
+        self._output.follow(logs, self.first_rank)
+
+    def halt(self) -> None:
+        """Stop the workers; their boards and slots stay."""
+        if self.running:
+            self.running = False
+            self._workers.stop()
+            self._output.stop()
+        self._forget()
+
+    def close(self) -> None:
+        """Stop everything."""
+        self._workers.close()
+        self._output.stop()
+        self._closing.set()
+        self._heart.join()
+
+    # --- What is heard of them. ---
+
+    def take(self, event: Exited | ZygoteLost) -> None:
+        """A worker or all of them ended."""
+        if isinstance(event, ZygoteLost):
+            self._fail(Failure(self.first_rank, -signal.SIGKILL, "", "the process that forks workers died"))
+        elif event.generation == self.generation and self.running:
+            rank = self.first_rank + event.local_rank
+            if event.status == 0:
+                self._ended_well.add(event.local_rank)
+            else:
+                text = failures.read_error(self._errors[event.local_rank])
+                self._fail(Failure(rank, event.status, text, f"{event} (rank {rank})"))
+
+    def look(self) -> None:
+        """Find workers that neither work nor end."""
+        if not self.running:
+            return
+        self._look_for_stopped()
+        self._look_for_regrouped()
+        self._look_for_hanging()
+
+    def stacks(self) -> str:
+        """What the workers execute just now, for a person to read."""
+        running = sorted(self._workers.running.items())
+        texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in running])
+        return "\n".join(
+            f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
+            for (rank, pid), text in zip(running, texts, strict=True)
+        )
+
+    def readings(self) -> dict[int, Reading]:
+        """What the workers' boards say, by local rank."""
+        return {rank: board.read() for rank, board in self._boards.items()}
+
+    @property
+    def failing(self) -> bool:
+        """Whether a worker failed in this generation."""
+        return bool(self._failures)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all workers of this generation ended well."""
+        return self.running and len(self._ended_well) == self._told.workers
+
+    @property
+    def paused(self) -> bool:
+        """Whether all workers have paused."""
+        return self.running and all(
+            reading.paused >= 0 and reading.generation == self.generation for reading in self.readings().values()
+        )
+
+    def ask_pause(self, step: int | None) -> None:
+        """Ask all workers to pause after `step`; None takes it back."""
+        for board in self._boards.values():
+            board.ask_pause(step)
+
+    def pause_step(self) -> int | None:
+        """A step that no worker has finished and that all can still be told of; None if they report no steps."""
+        readings = self.readings().values()
+        if not self.running or any(one.step < 0 or one.generation != self.generation for one in readings):
+            return None
+        durations = [one for reading in readings for one in reading.durations_s]
+        step_s = statistics.median(durations) if durations else _PAUSE_MARGIN_S
+        return max(reading.step for reading in readings) + max(2, math.ceil(_PAUSE_MARGIN_S / max(step_s, 1e-6)))
+
+    def verdict(self, others_ended: bool = False) -> Verdict | None:
+        """What follows from the failures of this generation; None while there are none, or the cause is not clear.
+
+        Args:
+            others_ended: the workers of another node ended well, which explains why contact with them was lost.
+        """
+        if not self._failures or not self.running:
+            return None
+        waited_s = time.monotonic() - self._failed_at
+        contact_s = _ECHO_S if others_ended or self._ended_well else self._told.ttl_s + 1.0
+        verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s)
+        if verdict is None:
+            return None
+        if verdict.fatal and self._restarts < self._told.max_restarts:
+            return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
+        if verdict.restart and self._fruitless >= _FRUITLESS_RESTARTS and self._best_step >= self._step():
+            reason = f"{_FRUITLESS_RESTARTS} restarts in a row finished no step; the last because {verdict.restart}"
+            return Verdict(fatal=reason)
+        return verdict
+
+    def restarted(self, verdict: Verdict) -> None:
+        """The verdict was carried out: count it."""
+        step = self._step()
+        self._fruitless = 0 if step > self._best_step else self._fruitless + 1
+        self._best_step = max(self._best_step, step)
+        self._restarts += verdict.after_error
+
+    # --- Inside. ---
+
+    def _forget(self) -> None:
+        """What was heard of the last generation."""
+        self._failures.clear()
+        self._ended_well.clear()
+        self._stopped_since.clear()
+
+    def _beat(self) -> None:
+        """Show the workers that the agent lives, also while it waits for the store."""
+        while not self._closing.wait(_BEAT_EVERY_S):
+            for board in self._boards.values():
+                board.beat()
+
+    def _step(self) -> int:
+        return max(reading.step for reading in self.readings().values())
+
+    def _fail(self, failure: Failure) -> None:
+        if not self._failures:
+            self._failed_at = time.monotonic()
+        self._failures.append(failure)
+
+    def _staying(self) -> set[int]:
+        """The local ranks that go on in the next generation in the same process: all that can and did not fail."""
+        if not self.running:
+            return set()
+        failed = {failure.rank - self.first_rank for failure in self._failures}
+        return {rank for rank in self._workers.running if rank not in failed and self._boards[rank].read().stays}
+
+    def _look_for_stopped(self) -> None:
+        """A worker that somebody stopped (SIGSTOP) holds up all others: after a moment it is taken for lost."""
+        now = time.monotonic()
+        for local_rank, pid in self._workers.running.items():
+            if not _is_stopped(pid):
+                self._stopped_since.pop(pid, None)
+            elif now - self._stopped_since.setdefault(pid, now) > _STOPPED_S:
+                rank = self.first_rank + local_rank
+                what = f"worker {local_rank} (rank {rank}) was stopped"
+                self._fail(Failure(rank, -signal.SIGSTOP, "", what))
+
+    def _look_for_hanging(self) -> None:
+        """Workers that are alive and make no step."""
+        if self._failures or self.finished:
+            return
+        now = time.monotonic()
+        for local_rank, reading in self.readings().items():
+            if reading.generation != self.generation or local_rank not in self._workers.running:
+                continue
+            why = hang(reading, now, self._told.hang, self._began_at)
+            if why is not None:
+                rank = self.first_rank + local_rank
+                self._fail(Failure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {why}"))
+                return
+
+    def _look_for_regrouped(self) -> None:
+        """Workers that stayed and have not come to the next generation in time make way for new ones."""
+        now = time.monotonic()
+        self._told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
+        for rank, at in self._told_at.items():
+            if now - at > _REGROUP_S and not self._failures:
+                what = f"worker {rank} took more than {_REGROUP_S:g} s to go on in process"
+                self._fail(Failure(self.first_rank + rank, -signal.SIGKILL, "", what))
+
+    def _came(self, local_rank: int) -> bool:
+        """Whether a worker that stayed is in the present generation."""
+        return self._boards[local_rank].read().generation == self.generation
+
+
+def _send(control: Path, environ: Mapping[str, str]) -> bool:
+    """Tell a worker that stays of the generation that it belongs to from now on. False if it does not listen."""
+    try:
+        pipe = os.open(control, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return os.write(pipe, json.dumps(dict(environ)).encode() + b"\n") > 0
+    except OSError:
+        return False
+    finally:
+        os.close(pipe)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,293 @@
+"""Saving a job's state every few steps, into memory that outlives the worker, and going on from there."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from edl.collective.board import Board, Phase
+from edl.collective.checkpoint import memory as checkpoint_memory
+from edl.collective.checkpoint import storage_read, transfer
+from edl.collective.checkpoint.copying import Copier
+from edl.collective.checkpoint.memory import rank_of, world_of
+from edl.collective.checkpoint.pace import Pace
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.snapshot import Entry
+from edl.collective.checkpoint.state import State, WorldChange
+from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.storage_background import Background
+from edl.collective.replica.states import Keeping
+from edl.errors import ClosedError
+from edl.settings import positive_float, read
+
+__all__ = ["Checkpointer"]
+
+_log = logging.getLogger(__name__)
+
+NOTHING: Final = -1
+"""What `Checkpointer.restore` returns where there is nothing to restore."""
+OVERHEAD: Final = 0.01
+STORE_EVERY_S: Final = 300.0
+PAUSE_S: Final = 60.0
+CLOSE_S: Final = 600.0
+_POLL_S: Final = 0.005
+_UNATTENDED_S: Final = 1.0
+
+
+class Checkpointer:
+    """Saves a `State` while it changes and restores it where it was left.
+
+    `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
+    takes as long as the copy; storage is written from there, by the node's agent or by a thread of this process, and
+    never makes training wait. Under `edl run` it also tells the agent of each step, and pauses when asked to.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        overhead: float | None = None,
+        interval_s: float | None = None,
+        interval_steps: int | None = None,
+        storage: str | None = None,
+        storage_interval_s: float | None = None,
+        keep: int = 3,
+        pause_s: float = PAUSE_S,
+        slots: SlotPair | None = None,
+        board: Board | None = None,
+        group: transfer.Group = None,
+    ) -> None:
+        """A checkpointer of `state`. Of `overhead`, `interval_s` and `interval_steps` give one at most.
+
+        Args:
+            overhead: save as often as costs this share of the time (default 0.01).
+            interval_s: save about so often.
+            interval_steps: save after so many steps.
+            storage: a folder or URL of fsspec. `EDL_CHECKPOINT`.
+            storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
+            keep: how many to keep there, if this process writes them itself.
+            pause_s: how long to wait, paused, for the agent.
+            slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
+            board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
+            group: the process group whose ranks hold the state together; by default the default group, if there is one.
+
+        Raises:
+            SettingsError: the settings contradict each other.
+        """
+        if overhead is None and interval_s is None and interval_steps is None:
+            overhead = OVERHEAD
+        self.state = state
+        self.generation = read("EDL_GENERATION", int) or 0
+        self._pace = Pace(overhead, interval_s, interval_steps)
+        self._slots = slots or SlotPair.from_env()
+        self._board = board or Board.from_env()
+        self._group = group
+        self._keeping = Keeping.from_env(self._slots.prefix)
+        self._keep_next = self._sharded = False
+        self._usual_s = 0.0
+        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
+        self._last: tuple[int, float] | None = None
+        self._ahead_of = NOTHING
+        self._training = False
+        self._closed = False
+        self._storage = storage or read("EDL_CHECKPOINT", str)
+        self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
+        self._stored_at = time.monotonic()
+        self._store_next = False
+        self._pause_s = pause_s
+        self._copier = Copier()
+        self._background: Background | None = None
+        if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
+            self._background = Background(Persister(self._storage, keep=keep), self._slots)
+        self._finished: Callable[[int], object] = _nothing
+        self._interrupt: Callable[[], object] = _nothing
+
+    def restore(self) -> int:
+        """Restore the newest state there is: from the memory of any rank, or else from storage. Collective.
+
+        Afterwards the functions registered with `State.register_adjust_function` are called if another number of ranks
+        saved it.
+
+        Returns:
+            The last step that was finished when it was saved; -1 if there is nothing to restore.
+
+        Raises:
+            SettingsError: what was saved does not fit the state.
+        """
+        self._check_open()
+        reached = self._board.read().step
+        with self._board.phase(Phase.LOAD):
+            restored = checkpoint_memory.restore(
+                self.state, self._slots, self._group, keeping=self._keeping, stored=self._stored
+            )
+            if restored is None and self._storage is not None:
+                restored = storage_read.restore(self.state, self._storage, self._group)
+        self._pace.restart()
+        self._last, self._keep_next = None, False
+        self._ahead_of = reached
+        step = NOTHING if restored is None else restored.step
+        self._training = step >= reached
+        self._board.enter(Phase.TRAIN if self._training else Phase.ROLLBACK)
+        if restored is not None:
+            _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
+            if restored.world != world_of(self._group):
+                self.state.adjust(WorldChange(restored.world, world_of(self._group), step))
+        return step
+
+    def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
+        """Step `step` (counted from 0) is finished: save the state if it is time to. Every rank calls this.
+
+        Args:
+            force: save now, whatever the interval.
+            samples: processed by this rank in this step, for the record only.
+
+        Returns:
+            Whether the state was saved.
+        """
+        self._check_open()
+        self._finished(step)
+        self._board.finish_step(step, samples)
+        if not self._training and step >= self._ahead_of:
+            self._training = True
+            self._board.enter(Phase.TRAIN)
+        pausing = self._board.pause_wanted(step)
+        due = self._pace.due(step)
+        if due or force or pausing:
+            with self._board.phase(Phase.SAVE):
+                wanted = self._storage is not None and (force or pausing or self._store_next)
+                keep = due and self._keep_next and not wanted
+                save_s = self._save(step, wanted, self._keeping.slots if keep and self._keeping else self._slots)
+                if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
+                    self._plan_next(step, save_s, usual=not keep)
+        if pausing:
+            self._pause(step)
+        if self._board.unattended_s > _UNATTENDED_S:
+            self._await_agent()
+        self._interrupt()
+        return due or force or pausing
+
+    def renew(self, generation: int) -> None:
+        """Belong to another world from now on, without a restart of this process: count the interval anew."""
+        self.generation = generation
+        self._pace.restart()
+        self._last, self._keep_next = None, False
+
+    def attend(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
+        """Have each `save` call `finished(step)` first, and `interrupt()` last and, again and again, while it waits.
+
+        `interrupt` may raise, to leave the training loop between two steps.
+        """
+        self._finished, self._interrupt = finished, interrupt
+
+    def close(self) -> None:
+        """Let go of everything. Slots of an agent stay; private ones are removed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._background is not None:
+            self._background.close(CLOSE_S)
+        self._views.clear()
+        self._copier.close()
+        self._slots.close()
+        if self._keeping is not None:
+            self._keeping.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this Checkpointer is closed")
+
+    def _stored(self) -> int:
+        """The newest step on storage. Collective."""
+        return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
+
+    def _save(self, step: int, persist: bool, slots: SlotPair) -> float:
+        """Copy the state into the older one of two slots. Returns seconds."""
+        begin = time.perf_counter()
+        captured = self.state.capture()
+        nbytes = captured.data_nbytes
+        number, memory = slots.begin(nbytes, len(captured.meta))
+        views = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
+        self._copier.copy(views, captured.tensors)
+        self._sharded = any(entry.scope == "shard" for entry in captured.entries)
+        world, rank = world_of(self._group), rank_of(self._group)
+        label = Label(self.generation, step, world, rank, persist=persist, sharded=self._sharded)
+        slots.commit(label, nbytes, captured.meta)
+        self._board.saved(step)
+        if persist and self._background is not None:
+            self._background.notify()
+        return time.perf_counter() - begin
+
+    def _views_of(
+        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int
+    ) -> list[torch.Tensor]:
+        """The tensors of a slot, made once for a layout."""
+        known = self._views.get(number)
+        if known is None or known[0] is not memory or known[1] != entries:
+            data = transfer.slot_bytes(memory, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+            known = memory, entries, [view_of(data, entry) for entry in entries]
+            self._views[number] = known
+        return known[2]
+
+    def _plan_next(self, step: int, save_s: float, usual: bool) -> None:
+        """Agree with the other ranks on the next save, and whether it is to be stored, or kept for a replica."""
+        now = time.monotonic()
+        step_s = 0.0
+        first = self._last is None
+        if usual:  # the first time that a state is kept for a replica, its memory's pages are paid for
+            self._usual_s = save_s
+        if self._last is not None and step > self._last[0]:
+            step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
+        self._last = (step, now)
+        steps = self._pace.wanted(step_s, self._usual_s)
+        store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
+        keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
+        if world_of(self._group) > 1:
+            steps, stored, kept_not = transfer.agree_on_most([steps, int(store), int(not keep)], self._group)
+            store, keep = bool(stored), not kept_not
+        self._pace.agreed(step, steps)
+        self._store_next, self._keep_next = store, keep
+        if store:
+            self._stored_at = now
+
+    def _pause(self, step: int) -> None:
+        """Wait to be stopped, or for the agent to change its mind."""
+        self._board.pause(step)
+        deadline = time.monotonic() + self._pause_s
+        while self._board.pause_wanted(step):
+            self._interrupt()
+            if time.monotonic() > deadline:
+                _log.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
+                break
+            time.sleep(_POLL_S)
+        self._board.resume()
+
+    def _await_agent(self) -> None:
+        """The agent is silent: others may take this node for dead and train in its place. Wait for it, or to be killed.
+
+        An agent that is gone for good takes its workers with it, so this does not wait for a dead one.
+        """
+        _log.warning("the agent of this node has been silent for %.1f s: waiting for it", self._board.unattended_s)
+        with self._board.phase(Phase.PAUSE):
+            while self._board.unattended_s > _UNATTENDED_S:
+                self._interrupt()
+                time.sleep(_POLL_S)
+
+
+def _nothing(*_: object) -> None:
+    """Nobody attends."""

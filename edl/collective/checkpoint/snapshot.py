@@ -1,0 +1,165 @@
+"""What the metadata of one saved state says: the tree of plain values, and a table of the tensors beside it.
+
+The same metadata stands in a slot, on storage and in a message to another rank. A tensor that is sharded says where
+its part belongs in the whole, so that a world of another size can put the whole together. Pure: no I/O, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.errors import ProtocolError
+
+__all__ = ["ALIGN", "Entry", "Meta", "lay_out", "overlap", "pack_meta", "pack_table", "parse_meta", "read_meta"]
+
+ALIGN: Final = 64
+"""Each tensor begins at a multiple of this many bytes."""
+
+_FORMAT: Final = 1
+
+Scope = Literal["replicated", "shard", "local"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor, or a rank's part of one.
+
+    Attributes:
+        key: where it is in the state, with dots: `model.layer.weight`.
+        dtype: as torch names it, without `torch.`.
+        shape: of this part.
+        whole: shape of the whole tensor; the same as `shape` unless it is a shard.
+        starts: where in the whole this part begins.
+        scope: the same on all ranks, one rank's part of a whole, or of one rank alone (`local`).
+        offset: where its bytes begin in the data, row-major.
+        nbytes: how many.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    starts: tuple[int, ...]
+    scope: Scope
+    offset: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements this part has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Meta:
+    """Metadata, read.
+
+    Attributes:
+        kinds: of each field: `module`, `optimizer`, `object` or `value`.
+        tree: fields that all ranks share, encoded, by name.
+        local: fields of the one rank, encoded, by name.
+        entries: the tensors, by the numbers that the encoded fields use.
+    """
+
+    kinds: dict[str, str]
+    tree: dict[str, Any]
+    local: dict[str, Any]
+    entries: tuple[Entry, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Length of the data that the entries lie in."""
+        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether other ranks hold parts that are not here."""
+        return any(entry.scope == "shard" for entry in self.entries)
+
+
+def lay_out(sizes: Sequence[int]) -> list[int]:
+    """Offsets of tensors of `sizes` bytes, one behind the other."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGN) * ALIGN
+    return offsets
+
+
+def pack_table(entries: Sequence[Entry]) -> bytes:
+    """The table as JSON: the part of the metadata that stays the same from step to step."""
+    return to_json([[e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes] for e in entries])
+
+
+def pack_meta(kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes) -> bytes:
+    """The metadata, from fields already encoded and a table already packed."""
+    parts = (to_json(kinds), _join(tree), _join(local), table)
+    return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"tensors":%b}' % (_FORMAT, *parts)
+
+
+def _join(fields: dict[str, bytes]) -> bytes:
+    return b"{%b}" % b",".join(b"%b:%b" % (to_json(name), form) for name, form in fields.items())
+
+
+def parse_meta(data: bytes) -> Meta:
+    """Read metadata.
+
+    Raises:
+        ProtocolError: it is of another format, or does not hold together.
+    """
+    return read_meta(from_json(data))
+
+
+def read_meta(form: Any) -> Meta:
+    """Read metadata of which the JSON is parsed already.
+
+    Raises:
+        ProtocolError: as `parse_meta`.
+    """
+    if not isinstance(form, dict) or form.get("format") != _FORMAT:
+        raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
+    try:
+        entries = tuple(
+            Entry(str(key), str(dtype), tuple(shape), tuple(whole), tuple(starts), scope, int(offset), int(nbytes))
+            for key, dtype, shape, whole, starts, scope, offset, nbytes in form["tensors"]
+        )
+        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"metadata of a state cannot be read: {exc!r}") from exc
+    for entry in entries:
+        if not _holds_together(entry):
+            raise ProtocolError(f"metadata of a state has an impossible tensor: {entry}")
+    return meta
+
+
+def _holds_together(entry: Entry) -> bool:
+    sizes = (*entry.shape, *entry.whole, *entry.starts, entry.offset, entry.nbytes)
+    return (
+        len(entry.shape) == len(entry.whole) == len(entry.starts)
+        and all(isinstance(size, int) and size >= 0 for size in sizes)
+        and all(begin + size <= all_ for begin, size, all_ in zip(entry.starts, entry.shape, entry.whole, strict=True))
+        and entry.scope in ("replicated", "shard", "local")
+        and (entry.nbytes == 0 if entry.numel == 0 else entry.nbytes % entry.numel == 0)
+    )
+
+
+def overlap(
+    starts: Sequence[int], shape: Sequence[int], other_starts: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two boxes of one tensor have in common.
+
+    Returns:
+        Where it is in the one and in the other, or None where they have nothing in common.
+    """
+    mine, theirs = [], []
+    for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):
+        begin, end = max(start, other_start), min(start + size, other_start + other_size)
+        if begin >= end:
+            return None
+        mine.append(slice(begin - start, end - start))
+        theirs.append(slice(begin - other_start, end - other_start))
+    return tuple(mine), tuple(theirs)

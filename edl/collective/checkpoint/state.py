@@ -1,0 +1,235 @@
+"""What a training job is at one moment: everything that must come back for it to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from edl.collective.checkpoint import fields as state_fields
+from edl.collective.checkpoint import rng as state_rng
+from edl.collective.checkpoint.encoding import decode, encode
+from edl.collective.checkpoint.parts import Gathered, Target, view_of
+from edl.collective.checkpoint.snapshot import Entry, Meta, pack_meta, pack_table
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["Captured", "Loading", "State", "WorldChange"]
+
+_log = logging.getLogger(__name__)
+_RNG: Final = "rng"
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """A state was restored into a world of another size.
+
+    Attributes:
+        old_size: ranks when it was saved.
+        new_size: ranks now.
+        step: the last one finished.
+    """
+
+    old_size: int
+    new_size: int
+    step: int
+
+
+Adjust = Callable[[WorldChange], object]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state at one moment: metadata, and the live tensors beside it, which the next step will change.
+
+    Attributes:
+        meta: as `edl.collective.checkpoint.snapshot.parse_meta` reads it.
+        entries: where each tensor goes in the data.
+        tensors: this rank's parts, on whatever device they are.
+    """
+
+    meta: bytes
+    entries: tuple[Entry, ...]
+    tensors: list[torch.Tensor]
+
+    @property
+    def data_nbytes(self) -> int:
+        """Length of the data."""
+        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
+
+
+class State:
+    """The fields of a training job that are saved and restored.
+
+    A field is a module, an optimizer, any object with `state_dict` and `load_state_dict`, or a plain value: None,
+    numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays and tensors, nested as you like. Fields are
+    attributes, and may be set at any time::
+
+        state = State(model=model, optimizer=optimizer, epoch=0)
+        state.epoch += 1
+
+    Fields are expected to be the same on all ranks, save that a `DTensor` (FSDP2's `fully_shard`) is saved as the
+    part that each rank holds, and `local` fields belong to their rank alone. Those, and the states of the random
+    number generators, come back where the world has the same size.
+    """
+
+    def __init__(self, *, rng: bool = True, local: Iterable[str] = (), **fields: Any) -> None:
+        """A state with `fields`.
+
+        Args:
+            rng: also save the states of Python's, numpy's and torch's random number generators, of each rank.
+            local: names of fields that differ between ranks.
+
+        Raises:
+            SettingsError: a field has a name that means something else here.
+        """
+        own = vars(self)
+        own["_fields"], own["_adjust"], own["_rng"], own["_local"] = {}, [], rng, frozenset(local)
+        own["_table"] = ((), b"[]")
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == _RNG or hasattr(type(self), name):
+            raise SettingsError(f"a State cannot have a field named {name!r}: choose another name")
+        self._fields[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"this State has no field {name!r}") from None
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._fields:
+            raise AttributeError(f"this State has no field {name!r}")
+        del self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the fields."""
+        return iter(self._fields)
+
+    def register_adjust_function(self, adjust: Adjust) -> Adjust:
+        """Have `adjust` called after each restore into a world of another size. Also usable as a decorator."""
+        self._adjust.append(adjust)
+        return adjust
+
+    def adjust(self, change: WorldChange) -> None:
+        """Call the registered functions, in the order of their registration."""
+        for adjust in self._adjust:
+            adjust(change)
+
+    def capture(self) -> Captured:
+        """The state now. Copies nothing yet but small values.
+
+        Raises:
+            SettingsError: a field holds something that cannot be saved.
+        """
+        gathered = Gathered()
+        names = state_fields.names_of(self._fields.items())
+        kinds: dict[str, str] = {}
+        tree: dict[str, bytes] = {}
+        local: dict[str, bytes] = {}
+        for name, value in self._fields.items():
+            gathered.scope = "local" if name in self._local else "replicated"
+            kinds[name] = state_fields.kind_of(value)
+            form = encode(state_fields.take(value, names), gathered, (name,))
+            (local if name in self._local else tree)[name] = form
+        if self._rng:
+            gathered.scope = "local"
+            local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
+        entries = gathered.entries()
+        if entries != self._table[0]:
+            vars(self)["_table"] = (entries, pack_table(entries))
+        return Captured(pack_meta(kinds, tree, local, self._table[1]), entries, gathered.tensors)
+
+    def begin_load(self, meta: Meta, *, local: bool = True) -> Loading:
+        """Prepare to restore: `fill` the result with tensors, then `finish` it.
+
+        Args:
+            meta: of the snapshot, of any rank; of this one if `local`.
+            local: restore what belongs to this rank alone, too.
+        """
+        return Loading(self, meta, local)
+
+
+class Loading:
+    """A restore under way. Between the first `fill` and `finish` the state is neither the old nor the new."""
+
+    def __init__(self, state: State, meta: Meta, local: bool) -> None:
+        self._state = state
+        self._meta = meta
+        self._forms = {**meta.tree, **(meta.local if local else {})}
+        self._names = state_fields.names_of(state._fields.items())
+        live, templates = self._current()
+        self._targets: dict[str, Target] = {}
+        for entry in meta.entries:
+            if entry.key.partition(".")[0] in self._forms:
+                template = templates.get(entry.key.rpartition(".")[0])
+                self._targets[entry.key] = Target.of(entry, live.get(entry.key), template)
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """What is to be filled, by key."""
+        return self._targets
+
+    def fill(self, entry: Entry, part: torch.Tensor) -> None:
+        """Copy what is wanted of one tensor, or of one rank's part of it."""
+        target = self._targets.get(entry.key)
+        if target is not None:
+            if tuple(entry.whole) != tuple(target.value.shape):
+                raise ProtocolError(f"{entry.key}: parts of {entry.whole} for a tensor of {tuple(target.value.shape)}")
+            target.fill(entry.starts, part)
+
+    def fill_all(self, entries: Iterable[Entry], data: torch.Tensor) -> None:
+        """Copy what is wanted of `data` (uint8), in which `entries` lie."""
+        for entry in entries:
+            if entry.key in self._targets:
+                self.fill(entry, view_of(data, entry))
+
+    def finish(self) -> None:
+        """Put everything in its place.
+
+        Raises:
+            ProtocolError: some tensors were not filled entirely.
+            SettingsError: the saved state does not fit the live one.
+        """
+        lacking = [target.key for target in self._targets.values() if target.missing]
+        if lacking:
+            raise ProtocolError(f"{len(lacking)} tensors are incomplete in the saved state, among them {lacking[0]}")
+        for name, form in self._forms.items():
+            if name != _RNG:
+                self._load_field(name, decode(form, self._back))
+        if _RNG in self._forms and self._state._rng:
+            state_rng.restore(decode(self._forms[_RNG], self._back))
+        for name in set(self._state) - self._meta.kinds.keys():
+            _log.warning("the saved state has no field %s: it stays as it is", name)
+
+    def _load_field(self, name: str, form: Any) -> None:
+        if name in self._state._fields:
+            current = self._state._fields[name]
+            saved, kind = self._meta.kinds.get(name), state_fields.kind_of(current)
+            if saved != kind:
+                raise SettingsError(f"field {name} was saved as {saved}, and is {kind} now")
+            self._state._fields[name] = state_fields.load(name, current, form, self._names)
+        elif self._meta.kinds.get(name) == "value":
+            self._state._fields[name] = form
+        else:
+            _log.warning("the saved state has a field %s that this State lacks: it is left out", name)
+
+    def _back(self, number: int) -> Any:
+        target = self._targets[self._meta.entries[number].key]
+        return target.value
+
+    def _current(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Live tensors that may be overwritten, and parameters that new ones are sharded like; by keys."""
+        live: dict[str, torch.Tensor] = {}
+        templates: dict[str, torch.Tensor] = {}
+        for name, value in self._state._fields.items():
+            if name in self._forms:
+                taken = state_fields.take(value, self._names)
+                live.update(state_fields.aliased(name, value, taken))
+                templates.update(state_fields.templates(name, value, self._names))
+        return live, templates

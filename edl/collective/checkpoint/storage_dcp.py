@@ -1,0 +1,152 @@
+"""Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
+
+A file is a row of items; each tensor is one as `torch.save` writes it: a zip archive with the bare bytes in its record
+`data/0`. DCP's `.metadata` says where each item is. It is a pickle, which is DCP's choice: EDL writes it for
+those who load with `dcp.load`, and itself never reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from edl.collective.checkpoint.encoding import decode, from_json
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Copy
+from edl.collective.checkpoint.snapshot import Entry, Meta, parse_meta, read_meta
+from edl.collective.checkpoint.storage_files import SummingWriter
+from edl.collective.checkpoint.storage_manifest import Piece, Summed
+from edl.errors import ProtocolError
+
+__all__ = ["Items", "metadata", "tensor_of", "write_rank"]
+
+_VERSION = "1.0.0"
+
+
+@dataclass
+class Items:
+    """Where the items of a rank's file are, as they are written; the fields are those of `Piece`."""
+
+    tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    values: dict[str, tuple[int, int]] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def piece(self, copy: Copy, file: str, summed: Summed) -> Piece:
+        """The piece that describes the file."""
+        label = copy.label
+        form = from_json(copy.meta)
+        return Piece(label.rank, label.world, file, summed, self.tensors, self.values, self.paths, form)
+
+
+def write_rank(copy: Copy, stream: SummingWriter, items: Items) -> None:
+    """Write what one rank stores: its shards and its own, and with rank 0 what all ranks share."""
+    meta = parse_meta(copy.meta)
+    first = copy.label.rank == 0
+    if first:
+        flat, items.paths = _flat(meta, copy)
+        for key, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                items.values[key] = _written(value, stream)
+    for entry in meta.entries:
+        if first or entry.scope != "replicated":
+            items.tensors[entry.key] = _written(_own(copy, entry), stream)
+
+
+def _written(value: Any, stream: SummingWriter) -> tuple[int, int]:
+    begin = stream.tell()
+    torch.save(value, stream)  # type: ignore[arg-type]  # any object with write() will do
+    return begin, stream.tell() - begin
+
+
+def _own(copy: Copy, entry: Entry) -> torch.Tensor:
+    """A tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
+    if not entry.nbytes:
+        return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
+    own = torch.frombuffer(copy.data, dtype=torch.uint8, offset=entry.offset, count=entry.nbytes)
+    return view_of(own, replace(entry, offset=0))
+
+
+def _flat(meta: Meta, copy: Copy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The shared fields as DCP flattens them, and the path of each."""
+    tree = {name: decode(form, lambda number: _own(copy, meta.entries[number])) for name, form in meta.tree.items()}
+    flat: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for name, value in tree.items():
+        try:
+            one, its = flatten_state_dict({name: value})
+        except ValueError:  # keys that differ in type only
+            one, its = {name: value}, {name: (name,)}
+        flat.update(one)
+        paths.update(its)
+    return flat, paths
+
+
+def metadata(pieces: Iterable[Piece]) -> bytes:
+    """DCP's `.metadata` of a checkpoint."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for piece in pieces:
+        for key, (offset, length) in piece.values.items():
+            described[key] = BytesStorageMetadata()
+            stored[MetadataIndex(key)] = _StorageInfo(piece.file, offset, length)
+        paths.update(piece.paths)
+        for entry in read_meta(piece.meta).entries:
+            if entry.key in piece.tensors and not isinstance(described.get(entry.key), BytesStorageMetadata):
+                _describe(piece, entry, described, stored, paths)
+    whole = Metadata(described, planner_data=paths, storage_data=stored)
+    if hasattr(whole, "version"):
+        whole.version = _VERSION
+    return pickle.dumps(whole)
+
+
+def _describe(
+    piece: Piece,
+    entry: Entry,
+    described: dict[str, Any],
+    stored: dict[MetadataIndex, _StorageInfo],
+    paths: dict[str, tuple[Any, ...]],
+) -> None:
+    key = f"rank-{piece.rank}.{entry.key}" if entry.scope == "local" else entry.key
+    index = MetadataIndex(key, entry.starts)
+    if index in stored or (not entry.numel and 0 not in entry.whole):
+        return  # another rank holds the same part, or this one holds nothing of it
+    paths.setdefault(key, (key,))
+    dtype = getattr(torch, entry.dtype)
+    whole = described.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.whole), []))
+    stored[MetadataIndex(key, entry.starts, len(whole.chunks))] = _StorageInfo(piece.file, *piece.tensors[entry.key])
+    whole.chunks.append(ChunkStorageMetadata(torch.Size(entry.starts), torch.Size(entry.shape)))
+
+
+def tensor_of(item: bytes, entry: Entry) -> torch.Tensor:
+    """The tensor in an item of a file.
+
+    Raises:
+        ProtocolError: it is not there, or another one than `entry` says.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(item)) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data/0"))
+            data = bytearray(archive.read(name))
+    except (zipfile.BadZipFile, StopIteration, EOFError) as exc:
+        raise ProtocolError(f"{entry.key} cannot be read from its file: {exc!r}") from exc
+    if len(data) != entry.nbytes:
+        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, and {entry.nbytes} by its metadata")
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return view_of(flat, replace(entry, offset=0))

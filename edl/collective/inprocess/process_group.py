@@ -1,0 +1,141 @@
+"""One generation's process group in a process that outlives it: met for, made, broken from another thread, dropped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+
+from edl.collective.inprocess.sockets import GroupSockets, connections
+from edl.errors import EDLError, SettingsError
+from edl.settings import read
+
+__all__ = ["LEFT", "BreakableGroup", "doubt"]
+
+LEFT: Final = "EDL: left the process group"
+"""How the message of an error begins that is no fault of the script's; `failures` knows it."""
+_TESTED: Final = ((2, 13), (3, 0))
+"""Versions of torch, from the first until before the second, whose broken groups were seen to let go."""
+_POLL_S: Final = 0.005
+
+
+class BreakableGroup:
+    """torch's default process group, of one generation.
+
+    Args:
+        rank, size: as they are to be.
+        backend: of torch.
+        timeout_s: of collectives.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self._backend = backend
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store: Store | None = None
+        self._connection: frozenset[int] = frozenset()
+        self._sockets: GroupSockets | None = None
+        self._made = False
+        self.broken = False
+        """Whether `shatter` was called: whatever the group does afterwards is no wonder."""
+
+    def connect(self) -> None:
+        """Reach the store that the first node's agent holds for this generation alone.
+
+        Raises:
+            SettingsError: there is no word of it in the environment.
+        """
+        address, port = read("MASTER_ADDR", str), read("MASTER_PORT", int)
+        if address is None or port is None:
+            raise SettingsError("MASTER_ADDR and MASTER_PORT are not set: start this program with `edl run`")
+        before = frozenset(connections())
+        self._store = TCPStore(address, port, is_master=False, timeout=self._timeout)
+        self._connection = frozenset(connections()) - before
+
+    def meet(self, where: str, timeout_s: float, interrupt: Callable[[], object]) -> None:
+        """Wait in the store until all ranks are there.
+
+        Args:
+            where: a name for the meeting.
+            interrupt: called again and again; may raise to leave.
+
+        Raises:
+            EDLError: some did not come in time.
+        """
+        assert self._store is not None
+        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], "")
+        deadline = time.monotonic() + timeout_s
+        while not self._store.check(keys):
+            interrupt()
+            if time.monotonic() > deadline:
+                lacking = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise EDLError(f"{LEFT}: ranks {lacking} did not come within {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def prepare(self) -> None:
+        """From here on `shatter` reaches what `make` waits for."""
+        self._sockets = GroupSockets(until_done=self._connection)
+
+    def make(self) -> None:
+        """Make torch's default group: through the store, or where there is none as torchrun's environment says."""
+        if self._backend == "nccl":  # its watchdog would end the process when the group breaks
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        store: Store | None = None if self._store is None else PrefixStore("group", self._store)
+        if store is None and read("RANK", int) is None:  # plain `python train.py`
+            store = HashStore()
+        if store is None:
+            dist.init_process_group(self._backend, timeout=self._timeout)
+        else:
+            dist.init_process_group(
+                self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
+        self._made = True
+
+    def done(self) -> None:
+        """The group was used: whatever connects from now on is somebody else's."""
+        if self._sockets is not None:
+            self._sockets.done()
+
+    def settle(self) -> None:
+        """Wait until what was queued on a GPU is finished: an abort ends it as if it had worked."""
+        if self._backend == "nccl":
+            torch.cuda.synchronize()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether collectives that ended without an error did what they should. Not of NCCL after an abort."""
+        return not (self.broken and self._backend == "nccl")
+
+    def shatter(self) -> None:
+        """Nobody shall wait in a collective of this group any more, here or elsewhere. From any thread."""
+        self.broken = True
+        if self._sockets is not None:
+            self._sockets.shut_down()
+        if self._backend == "nccl" and self._made:
+            distributed_c10d._abort_process_group()
+
+    def drop(self) -> None:
+        """Give the group and its store back. Who else refers to it keeps it."""
+        self._store = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # One that could not be made was counted all the same, and torch names groups, and their keys in the store, by
+        # the count: who failed once would never meet a new worker again.
+        distributed_c10d._world.group_count = 0
+
+
+def doubt(backend: str) -> str:
+    """Why this torch or backend is not trusted to let go of a broken group; empty if it is."""
+    first, end = _TESTED
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if not first <= version < end:
+        return f"torch {torch.__version__} is not among the versions {first[0]}.{first[1]} to <{end[0]}.{end[1]}"
+    return "" if backend in ("gloo", "nccl") else f"backend {backend} is neither gloo nor nccl"

@@ -1,0 +1,92 @@
+"""The sending side of replicas: what a node's workers have kept goes to another node's agent."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, find
+from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, PRESENT, Announcement, Link, translated
+from edl.collective.replica.states import NOTHING, stamp_of
+from edl.errors import PermanentError, TemporaryError
+
+__all__ = ["Refused", "send_states"]
+
+_OPERATION_S: Final = 10.0
+
+
+class Refused(PermanentError):
+    """The receiver does not want the state, and says why."""
+
+
+def send_states(
+    address: tuple[str, int],
+    secret: bytes,
+    node: str,
+    states: Sequence[Found],
+    *,
+    stopping: Callable[[], bool] = lambda: False,
+    operation_s: float = _OPERATION_S,
+) -> None:
+    """Send the states of a node's workers. When this returns, the receiver has them all.
+
+    Args:
+        address: host and port of the receiver.
+        node: this node's name.
+        states: of each worker, by local rank.
+        stopping: asked between any two megabytes; true to give up.
+        operation_s: how long each operation on the connection may take.
+
+    Raises:
+        TemporaryError: the receiver does not answer, went away, or a state was overwritten meanwhile. The receiver has
+            what it had before.
+        ProtocolError: it is not an agent of this job.
+        Refused: it has no room.
+    """
+    where = f"the agent at {address[0]}:{address[1]}"
+    with translated(where), socket.create_connection(address, timeout=operation_s) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = Link(connection, secret, sending=True, timeout_s=operation_s)
+        for local_rank, state in enumerate(states):
+            _send(link, node, local_rank, state, stopping)
+
+
+def _send(link: Link, node: str, local_rank: int, state: Found, stopping: Callable[[], bool]) -> None:
+    meta = state.meta()
+    if meta is None:
+        raise TemporaryError(f"{state.path} was overwritten before it was sent")
+    label = state.label
+    others = [stamp_of(one.label) for one in find(state.path.with_suffix("")) if one != state]
+    announcement = Announcement(
+        node,
+        local_rank,
+        *(label.generation, label.step, label.world, label.rank),
+        *(state.data_nbytes, len(meta)),
+        before=others[0] if others else NOTHING,
+    )
+    link.send_frame(announcement.encode())
+    if _answer(link) == PRESENT:
+        return
+    link.send_bulk(_contents(state, meta, stopping))
+    _answer(link)
+
+
+def _contents(state: Found, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes]:
+    """The data and the metadata. Raises before the end if it was overwritten, so that it is worth nothing there."""
+    with state.map() as memory:
+        end = HEADER_NBYTES + state.data_nbytes
+        for begin in range(HEADER_NBYTES, end, CHUNK_NBYTES):
+            if stopping():
+                raise TemporaryError("given up half-way")
+            yield memory[begin : min(end, begin + CHUNK_NBYTES)]
+    yield meta
+    if state not in find(state.path.with_suffix("")):
+        raise TemporaryError(f"{state.path} was overwritten while it was sent")
+
+
+def _answer(link: Link) -> bytes:
+    answer = link.receive_frame()
+    if answer not in (GO_ON, PRESENT):
+        raise Refused(answer.decode(errors="replace"))
+    return answer

@@ -1,0 +1,111 @@
+"""One optimizer step under way: how many samples it has over all ranks, and how this rank cuts its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from edl.collective.update.ranks import exchange, world_of
+from edl.collective.update.sampler import ElasticSampler
+from edl.collective.update.split import micro_sizes
+from edl.errors import SettingsError
+
+__all__ = ["How", "Step", "begin_counted", "begin_sampled"]
+
+
+@dataclass(frozen=True)
+class How:
+    """What this rank must heed.
+
+    Attributes:
+        most: rows of a micro-batch, None for no limit.
+        parts: groups of samples that the step must have over all ranks, if there are as many samples.
+        all_backward: every rank needs a backward, also one without a sample.
+        lockstep: every rank needs as many micro-batches as the others.
+    """
+
+    most: int | None
+    parts: int
+    all_backward: bool
+    lockstep: bool
+
+
+@dataclass
+class Step:
+    """A step under way.
+
+    Attributes:
+        samples: of the global batch.
+        world: ranks.
+        sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
+        left: micro-batches without a backward yet.
+        due: rows of the micro-batch that is in the user's hands, None if there is none.
+        synchronized: gradients are those of the global batch.
+        began_at: `time.perf_counter()`.
+    """
+
+    samples: int
+    world: int
+    sizes: list[int]
+    left: int = field(init=False)
+    due: int | None = None
+    synchronized: bool = False
+    began_at: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.sizes)
+
+
+def begin_sampled(
+    given: int, sampler: ElasticSampler, how: How, group: dist.ProcessGroup | None, device: torch.device
+) -> Step:
+    """A step over the next global batch of `sampler`, of which this rank was `given` so many rows.
+
+    Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
+
+    Raises:
+        SettingsError: the rows are not the sampler's.
+    """
+    mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
+    if given != max(mine, 1) or not samples:
+        raise SettingsError(
+            f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="
+            "sampler), and let nobody but step() advance it"
+        )
+    sizes = _sizes(mine, world, how)
+    if how.lockstep and world > 1:
+        counts = exchange([len(sizes)], group, device)
+        sizes = micro_sizes(mine, how.most, max(count for (count,) in counts))
+    return Step(samples, world, sizes or [0])
+
+
+def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | None, device: torch.device) -> Step:
+    """A step over whatever the ranks bring: this one `given` rows, of which the first `mine` count.
+
+    Raises:
+        SettingsError: no rank has a sample, or one has no row and must have a backward; on all ranks alike.
+    """
+    if not 0 <= mine <= given:
+        raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
+    world = world_of(group)
+    sizes = _sizes(mine, world, how)
+    everyone = exchange([mine, len(sizes), given], group, device)
+    samples = sum(rows for rows, _, _ in everyone)
+    if how.lockstep and world > 1:
+        sizes = micro_sizes(mine, how.most, max(count for _, count, _ in everyone))
+    if how.all_backward and not all(rows for _, _, rows in everyone):
+        raise SettingsError(
+            "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
+            "micro_batches(batch, rows=0), as ElasticSampler does"
+        )
+    if not samples:
+        raise SettingsError("no rank has a sample for this step")
+    return Step(samples, world, sizes or [0] * min(given, 1))
+
+
+def _sizes(mine: int, world: int, how: How) -> list[int]:
+    # With one group of samples in all there is no telling the noise from the gradient; several ranks are several.
+    return micro_sizes(mine, how.most, min(mine, how.parts) if world == 1 else 1)

@@ -1,0 +1,302 @@
+"""The optimizer step that does not depend on who is present: one process's update, computed by any number of ranks.
+
+A step's gradient is the mean over the samples of a global batch. Each rank cuts its share into as many micro-batches as
+its memory asks for. The mean loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over
+W ranks of what they accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are.
+Gradients are averaged once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
+
+What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of one
+rank. Its running statistics are a rank's own, and with DDP those of rank 0 everywhere. GroupNorm and LayerNorm have no
+such dependence; SyncBatchNorm has it only between micro-batches. Modules with collectives in their forward pass
+(SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from edl.collective.update.adjust import Policy, Scaling, needs_noise
+from edl.collective.update.goodput import AutoBatch
+from edl.collective.update.gradients import NoiseMeter, average_gradients, rate_times
+from edl.collective.update.noise import Noise
+from edl.collective.update.ranks import exchange
+from edl.collective.update.rows import count_rows, cut_rows
+from edl.collective.update.sampler import ElasticSampler
+from edl.collective.update.schedule import SampleSchedule
+from edl.collective.update.split import micro_sizes
+from edl.collective.update.step import How, Step, begin_counted, begin_sampled
+from edl.collective.update.tune import Now, Tuner
+from edl.collective.update.wrapping import averages_itself, in_lockstep, is_sharded, without_averaging
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["ElasticTrainer"]
+
+B = TypeVar("B")
+
+_VERSION = 1
+
+
+class ElasticTrainer:
+    """Makes optimizer steps over global batches.
+
+    ::
+
+        trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=64)
+        for epoch in sampler.epochs(90):
+            for batch in loader:
+                for images, labels in trainer.micro_batches(batch):
+                    loss = cross_entropy(model(images), labels)     # the mean over the micro-batch
+                    trainer.backward(loss)
+                trainer.step()
+
+    Args:
+        model: a module, or one wrapped in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
+        optimizer: any of PyTorch's.
+        sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
+        global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
+            each step, by one small exchange.
+        base_batch: the global batch that the learning rate was chosen for; by default the one that is asked for, so
+            that a policy matters only once the batch has changed.
+        max_micro_batch: samples that fit into this rank's memory at once; ranks may differ. None for no limit.
+        policy: what the rate does when the batch is not the base batch, see `edl.collective.update.adjust`.
+        auto: choose the global batch by itself, within these bounds; needs a policy that says what the rate does then.
+        schedule: moved on by the samples trained, after every step.
+        scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
+        clip_norm: largest norm of the whole gradient of a step.
+        group: the process group of the ranks, the default one if None. With DDP it must be its own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sampler: ElasticSampler | None = None,
+        global_batch: int | None = None,
+        base_batch: int | None = None,
+        max_micro_batch: int | None = None,
+        policy: Policy = None,
+        auto: AutoBatch | None = None,
+        schedule: SampleSchedule | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if (sampler is None) == (global_batch is None):
+            raise SettingsError("pass either sampler, which has a global batch, or global_batch")
+        if auto is not None and policy is None:
+            raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
+        asked = sampler.asked if sampler is not None else global_batch or 0
+        micro_sizes(1, max_micro_batch)  # refuses what cannot be
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
+        self.noise = Noise()
+        self._scaling = Scaling(policy, base_batch or asked, asked)
+        if auto is not None and sampler is not None and auto.most > sampler.length:
+            raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
+        self._scaler, self._group, self._asked = scaler, group, asked
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._meter: NoiseMeter | None = None
+        if needs_noise(policy) or auto is not None:
+            if is_sharded(model):
+                raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
+            self._meter = NoiseMeter(self._parameters, optimizer)
+        self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
+        self._step: Step | None = None
+
+    @property
+    def samples(self) -> int:
+        """Trained so far, over all ranks and epochs."""
+        return self._scaling.samples
+
+    @property
+    def progress(self) -> float:
+        """What the schedule is moved to, in samples; see `Scaling.progress`."""
+        return self._scaling.progress
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step over all ranks, unless it is the last of an epoch."""
+        return self.sampler.global_batch if self.sampler is not None else self._scaling.batch
+
+    @property
+    def rate_factor(self) -> float:
+        """By what the policy multiplies the optimizer's learning rates in the next step."""
+        return self._scaling.factor(self.noise)
+
+    # --- One step. ---
+
+    def micro_batches(self, batch: B, rows: int | None = None) -> Iterator[B]:
+        """Cut this rank's share of a global batch; call `backward` once for each micro-batch that comes.
+
+        A rank without a sample of its own gets a micro-batch of one row all the same if its module needs a backward to
+        take part. It weighs nothing, as long as its loss is finite.
+
+        Args:
+            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.update.rows`.
+            rows: how many of its rows count, all if None; 0 for a rank that has none but must have a batch.
+
+        Raises:
+            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, or no
+                rank has a sample.
+        """
+        if self._step is not None:
+            raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+        given = count_rows(batch)
+        self._step = step = self._begin(given, given if rows is None else rows)
+        begin = 0
+        for number, size in enumerate(step.sizes, 1):
+            with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
+                step.due = size
+                yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, 1)
+                if step.due is not None:
+                    raise SettingsError("backward() was not called for a micro-batch")
+            begin += size
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch. `loss` is its mean over the micro-batch's rows, a scalar."""
+        step = self._step
+        if step is None or step.due is None:
+            raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
+        rows, step.due = step.due, None
+        weight = step.world * rows / step.samples
+        scaled = loss * weight if self._scaler is None else self._scaler.scale(loss * weight)
+        if self._meter is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+            with self._meter.micro_batch(rows, weight * scale):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        step.left -= 1
+
+    def synchronize(self) -> None:
+        """Make every rank's gradients those of the whole global batch, unscaled and clipped.
+
+        `step` does this. Call it before only to look at the gradients, or to change them in the same way on each rank.
+        """
+        step = self._step
+        if step is None or step.left:
+            left = "no" if step is None else f"{step.left} of {len(step.sizes)}"
+            raise SettingsError(f"{left} micro-batches are under way: go through micro_batches() before step()")
+        if step.synchronized:
+            return
+        step.synchronized = True
+        if step.world > 1 and not averages_itself(self.model):
+            average_gradients(self._parameters, self._group)
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._meter is not None:
+            self.noise.add(self._meter.finish(step.samples, self._group, step.world))
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+
+    def step(self) -> None:
+        """Update the parameters, forget the gradients, and count the samples as trained."""
+        self.synchronize()
+        step, self._step = self._step, None
+        assert step is not None
+        batch = self.global_batch
+        with rate_times(self.optimizer, self.rate_factor):
+            updated = self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._scaling.trained(step.samples, self.noise)
+        if self.sampler is not None:
+            self.sampler.advance()
+        if self.schedule is not None and updated:
+            self.schedule.move_to(self.progress)
+        if self._tuner is not None:
+            usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
+            seconds = time.perf_counter() - step.began_at if usual else None
+            now = Now(step.world, batch, self.max_micro_batch, self.noise)
+            wanted = self._tuner.stepped(now, seconds, self._group, self._device)
+            if wanted != batch:
+                self.resize(wanted)
+
+    def discard(self) -> None:
+        """Forget a step that was begun, after an error: its gradients are worth nothing, its samples not trained."""
+        self._step = None
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._meter is not None:
+            self._meter.forget()
+
+    # --- The batch. ---
+
+    def resize(self, global_batch: int) -> None:
+        """Use another global batch, as soon as what the ranks' loaders have read ahead is trained.
+
+        Every rank must call it after the same step. With a sampler the ranks agree on when by one small exchange.
+        """
+        if self.sampler is None:
+            self._scaling.resize(global_batch, self.noise)
+            return
+        with self.sampler.hold() as handed:
+            places = exchange([handed], self._group, self._device)
+            self.sampler.resize(global_batch, at=max(place for (place,) in places))
+
+    # --- State. ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive beside model, optimizer and sampler; the same on every rank."""
+        return {
+            "version": _VERSION,
+            "asked": self._asked,
+            "scaling": self._scaling.state_dict(),
+            "noise": self.noise.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "tuner": self._tuner.state_dict() if self._tuner is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, also in another world. Load the sampler's state as well.
+
+        As with the sampler, a `global_batch` argument that is not the one of the saved run holds from here on.
+
+        Raises:
+            ProtocolError: it is of another version of EDL.
+        """
+        if state.get("version") != _VERSION:
+            raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+        self.discard()
+        self._scaling.load_state_dict(state["scaling"])
+        self.noise.load_state_dict(state["noise"])
+        if self.sampler is None and state["asked"] != self._asked:
+            self._scaling.resize(self._asked, self.noise)
+        for part, saved in (
+            (self.schedule, state["schedule"]),
+            (self._scaler, state["scaler"]),
+            (self._tuner, state["tuner"]),
+        ):
+            if part is not None and saved is not None:
+                part.load_state_dict(saved)
+
+    # --- Inside. ---
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _begin(self, given: int, mine: int) -> Step:
+        parts = 2 if self._meter is not None else 1
+        how = How(self.max_micro_batch, parts, averages_itself(self.model), in_lockstep(self.model))
+        if self.sampler is None:
+            return begin_counted(given, mine, how, self._group, self._device)
+        self._scaling.resize(self.sampler.global_batch, self.noise)
+        return begin_sampled(given, self.sampler, how, self._group, self._device)
+
+    def _update(self) -> bool:
+        """Step the optimizer; False if the scaler skipped it because of infinite gradients."""
+        if self._scaler is None:
+            self.optimizer.step()
+            return True
+        before = self._scaler.get_scale()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= before

@@ -288,7 +288,7 @@ def test_trainers_that_never_met_do_not_restore_each_by_itself(monkeypatch: pyte
     from edl.collective.checkpoint.checkpointer import Checkpointer as TorchCheckpointer
 
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    refused = pytest.raises(SettingsError, match=r"use the Checkpointer of edl.collective.paddle.training")
+    refused = pytest.raises(SettingsError, match=r"use the Checkpointer of edl.collective.paddle")
     with TorchCheckpointer(PaddleState(epoch=1)) as checkpointer, refused:
         checkpointer.save(0, force=True)
     with pytest.raises(SettingsError, match=r"init_parallel_env"):

@@ -1,11 +1,11 @@
 """The process that workers are forked from: it has imported torch and what the script imports, and done nothing else.
 
 Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
-milliseconds. The agent starts `python -m edl.collective.agent.zygote FD PID`, PID being its own, and both talk JSON over
-the Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers `{"ready": true}` with
-what went wrong, `{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait status}`. It must not start
-threads, run a backward pass or touch CUDA: a fork would inherit the wreck. A worker dies when the zygote does; when the
-agent dies the zygote kills the workers, with their children, and ends.
+milliseconds. The agent starts `python -m edl.collective.agent.zygote FD PID`, PID being its own, and both talk JSON
+over the Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers
+`{"ready": true}` with what went wrong, `{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait
+status}`. It must not start threads, run a backward pass or touch CUDA: a fork would inherit the wreck. A worker dies
+when the zygote does; when the agent dies the zygote kills the workers, with their children, and ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which batch makes the most progress a second: throughput times statistical efficiency. Pure.
 
 Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
-step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was chosen
-for, the goodput of a batch B is B/T · (phi + B0)/(phi + B).
+step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was
+chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _RECENT: Final = 64
 _NEVER: Final = -1
 
 # Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
-_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS = range(1, 12)
+_GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS, _WAITED = range(1, 13)
 _PAUSE_AT, _BEAT_AT = 16, 17
 _TOTALS, _DURATIONS = 24, 64
 
@@ -66,6 +66,7 @@ class Reading:
         samples: processed by this rank, over all workers that wrote here.
         durations_s: of recent steps, in no order.
         stays: whether the worker can go on in the next generation in the same process.
+        waited_s: spent in the synchronisation of gradients, over all workers that wrote here; 0 if nobody measures it.
     """
 
     generation: int
@@ -80,6 +81,7 @@ class Reading:
     samples: int
     durations_s: tuple[float, ...]
     stays: bool
+    waited_s: float = 0.0
 
 
 class Board:
@@ -172,6 +174,10 @@ class Board:
         self._set(_SAMPLES, self._get(_SAMPLES) + samples)
         self._set(_STEP, step)
 
+    def waited(self, seconds: float) -> None:
+        """So long did the synchronisation of gradients take, in which fast ranks wait for slow ones."""
+        self._set_time(_WAITED, self._get_time(_WAITED) + seconds)
+
     def saved(self, step: int) -> None:
         """The state after `step` is complete in shared memory."""
         self._set(_SAVED, step)
@@ -230,6 +236,7 @@ class Board:
             samples=self._get(_SAMPLES),
             durations_s=tuple(one for one in durations if one > 0),
             stays=self._get(_STAYS) == 1,
+            waited_s=self._get_time(_WAITED),
         )
 
     def close(self) -> None:

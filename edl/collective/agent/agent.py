@@ -27,6 +27,7 @@ from edl.collective.agent.launch import Launch, meeting_place
 from edl.collective.agent.membership import Membership, Records
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.storing import Storing
+from edl.collective.agent.stragglers import StepTimes
 from edl.collective.agent.workers import Exited, ZygoteLost
 from edl.collective.agent.world import Moment, Node, State, World, failed, next_world
 from edl.collective.ledger.node import Doing
@@ -40,6 +41,7 @@ _TICK_S = 0.1
 _PAUSING_TICK_S = 0.01
 _REREAD_S = 1.0
 _STORE_LAST_S = 30.0
+_WINDOW_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -82,7 +84,9 @@ class Agent:
         name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._host = HostFolder(f"{told.store} {told.job}", name)
         self._crew = Crew(told, self._host, self._events.put)
-        self._chronicle = Chronicle(store, told.job, name, told.workers)
+        self._chronicle = Chronicle(store, told.job, name, told.workers, say)
+        self._step_times = StepTimes()
+        self._shared_at = time.monotonic()
         self._meeting = self._spare = meeting_place(told)
         slots = [self._host.slots(rank) for rank in range(told.workers)]
         prefixes = [Path(each) for each in slots]
@@ -196,6 +200,7 @@ class Agent:
             return self._left()
         self._crew.look()
         self._chronicle.observe(self._doing(), self._crew)
+        self._share_times()
         due = time.monotonic() - self._read_at >= (_REREAD_S if self._crew.running and not pausing else _TICK_S)
         paused = pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
         if not (woken or due or paused or self._crew.failing):
@@ -330,6 +335,17 @@ class Agent:
         pause = (records.world.generation, records.world.pause_at)
         if pause != self._seen_pause:
             self._seen_pause, self._seen_pause_at = pause, now
+
+    def _share_times(self) -> None:
+        """Every window, tell the others what this node's ranks took for a step."""
+        now = time.monotonic()
+        if not self._crew.running or now - self._shared_at < _WINDOW_S:
+            return
+        self._shared_at = now
+        first = self._crew.first_rank
+        own_s = self._step_times.window({first + rank: one for rank, one in self._crew.readings().items()})
+        if own_s:
+            self._chronicle.share_times(self._crew.generation, own_s, leads=first == 0)
 
     def _doing(self) -> Doing:
         """What this node's time is spent on, as far as the workers' boards do not say more."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 
 from edl.collective.agent.crew import Crew
+from edl.collective.agent.stragglers import share
+from edl.collective.agent.watch import Stragglers
 from edl.collective.ledger.node import Doing, Ledger, NodeRecord
 from edl.collective.ledger.records import LedgerWriter
 from edl.discovery.store import Store
@@ -23,7 +26,11 @@ class Chronicle:
     What cannot be written now, because the store does not answer, is in what is written next.
     """
 
-    def __init__(self, store: Store, job: str, node: str, workers: int) -> None:
+    def __init__(self, store: Store, job: str, node: str, workers: int, say: Callable[[str], None]) -> None:
+        self._store, self._job, self._node, self._say = store, job, node, say
+        self._times: tuple[int, dict[int, float], bool] | None = None
+        self._stragglers = Stragglers()
+        self._compared = -1
         self._ledger = Ledger(node, workers, time.monotonic(), time.time())
         self._writer = LedgerWriter(store, job, self._ledger)
         self._doing = Doing.RENDEZVOUS
@@ -53,6 +60,12 @@ class Chronicle:
             self._events.append((kind, text, generation))
             self._waiting.notify()
 
+    def share_times(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
+        """Put what this node's ranks took for a step; who leads compares all nodes' and names who is slow."""
+        with self._waiting:
+            self._times = (generation, own_s, leads)
+            self._waiting.notify()
+
     def close(self, crew: Crew, *, took_part: bool = True, timeout_s: float = 5.0) -> None:
         """This node's part is over, if it had one. What is not written within `timeout_s` is not."""
         if took_part:
@@ -74,11 +87,12 @@ class Chronicle:
     def _write(self) -> None:
         while True:
             with self._waiting:
-                while self._record is None and not self._events and not self._closing:
+                while self._record is None and not self._events and self._times is None and not self._closing:
                     self._waiting.wait()
                 record, self._record = self._record, None
+                times, self._times = self._times, None
                 events, self._events = self._events, []
-                if record is None and not events:
+                if record is None and not events and times is None:
                     return
             for event in events:
                 with contextlib.suppress(DiscoveryError, ClosedError):
@@ -86,3 +100,14 @@ class Chronicle:
             if record is not None:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._writer.write(record)
+            if times is not None:
+                with contextlib.suppress(DiscoveryError, ClosedError):
+                    self._compare(*times)
+
+    def _compare(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
+        if generation != self._compared:
+            self._compared, self._stragglers = generation, Stragglers()
+        stragglers = self._stragglers if leads else None
+        for change in share(self._store, self._job, self._node, generation, own_s, stragglers):
+            self._say(str(change))
+            self._writer.tell("straggler", str(change), generation)

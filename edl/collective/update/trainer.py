@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from edl.collective.board import Board
 from edl.collective.update.adjust import Policy, Scaling, needs_noise
 from edl.collective.update.goodput import AutoBatch
 from edl.collective.update.gradients import NoiseMeter, average_gradients, rate_times
@@ -110,6 +111,7 @@ class ElasticTrainer:
             self._meter = NoiseMeter(self._parameters, optimizer)
         self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
         self._step: Step | None = None
+        self._board = Board.from_env()
 
     @property
     def samples(self) -> int:
@@ -168,6 +170,7 @@ class ElasticTrainer:
         rows, step.due = step.due, None
         weight = step.world * rows / step.samples
         scaled = loss * weight if self._scaler is None else self._scaler.scale(loss * weight)
+        began = time.perf_counter()
         if self._meter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
@@ -175,6 +178,8 @@ class ElasticTrainer:
             with self._meter.micro_batch(rows, weight * scale):
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
+        if not step.left and step.world > 1 and averages_itself(self.model):
+            self._board.waited(time.perf_counter() - began)  # the last backward is in it, on every rank
 
     def synchronize(self) -> None:
         """Make every rank's gradients those of the whole global batch, unscaled and clipped.
@@ -189,7 +194,9 @@ class ElasticTrainer:
             return
         step.synchronized = True
         if step.world > 1 and not averages_itself(self.model):
+            began = time.perf_counter()
             average_gradients(self._parameters, self._group)
+            self._board.waited(time.perf_counter() - began)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._meter is not None:

@@ -1,0 +1,82 @@
+"""Which rank is named as slow, from the boards of several nodes, without a clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edl.collective.agent.stragglers import StepTimes, compare, encode
+from edl.collective.agent.watch import Stragglers
+from edl.collective.board import Phase, Reading
+from edl.discovery.store import Entry
+
+BEGIN = Reading(
+    generation=3,
+    pid=100,
+    phase=Phase.TRAIN,
+    phase_since=0.0,
+    totals_s=dict.fromkeys(Phase, 0.0),
+    step=0,
+    step_at=0.0,
+    saved=-1,
+    paused=-1,
+    samples=0,
+    durations_s=(),
+    stays=False,
+)
+
+
+def after(steps: int, step_s: float, waited_s: float) -> Reading:
+    """The board of a rank that made `steps` steps, in each of which it waited for others."""
+    trained = {**BEGIN.totals_s, Phase.TRAIN: steps * step_s}
+    return replace(BEGIN, step=steps, totals_s=trained, waited_s=steps * waited_s)
+
+
+def windows(slow_rank: int, count: int) -> list[str]:
+    """What is said over `count` windows of ten steps of 0.1 s, in which all but one rank wait for 0.06 s."""
+    nodes = {"a": range(2), "b": range(2, 4)}
+    times = {name: StepTimes() for name in nodes}
+    stragglers, said = Stragglers(), []
+    for window in range(count + 1):
+        entries = []
+        for name, ranks in nodes.items():
+            readings = {rank: after(10 * window, 0.1, 0.001 if rank == slow_rank else 0.06) for rank in ranks}
+            own = times[name].window(readings)
+            entries.append(Entry(name, encode(3, own), window + 1))
+        said += [str(change) for change in compare(entries, 3, stragglers)]
+    return said
+
+
+def test_the_rank_that_never_waits_is_named_once() -> None:
+    said = windows(slow_rank=2, count=12)
+    assert len(said) == 1
+    assert said[0].startswith("rank 2 is slow: 0.099 s of its own a step, the others 0.04 s")
+
+
+def test_nobody_is_named_before_it_lasts() -> None:
+    assert windows(slow_rank=2, count=4) == []
+
+
+def test_nobody_is_named_where_nobody_measures() -> None:
+    times = StepTimes()
+    times.window({0: BEGIN})
+    assert times.window({0: after(10, 0.1, 0.0)}) == {}
+
+
+def test_a_new_worker_begins_a_new_window() -> None:
+    times = StepTimes()
+    times.window({0: BEGIN})
+    assert times.window({0: replace(after(10, 0.1, 0.01), pid=101)}) == {}
+
+
+def test_other_generations_and_nonsense_do_not_count() -> None:
+    stragglers = Stragglers()
+    for _ in range(20):
+        entries = [
+            Entry("a", encode(3, {0: 0.1}), 1),
+            Entry("b", encode(2, {1: 9.0}), 1),
+            *(
+                Entry("c", nonsense, 1)
+                for nonsense in (b"", b"[]", b'{"generation": 3}', b'{"generation":3,"own_s":[1]}')
+            ),
+        ]
+        assert compare(entries, 3, stragglers) == []

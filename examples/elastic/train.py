@@ -39,9 +39,10 @@ def main() -> None:
             for batch in loader:
                 for images, labels in trainer.micro_batches(batch, sampler.share_rows):
                     trainer.backward(cross_entropy(model(images), labels))
+                share = sampler.share_rows
                 trainer.step()
                 state.step += 1
-                checkpointer.save(state.step, samples=sampler.share_rows)
+                checkpointer.save(state.step, samples=share)
             report(epoch, sampler.consumed - before, time.monotonic() - begin, network, test)
         checkpointer.save(state.step, force=True)
     if dist.is_initialized():

@@ -26,5 +26,6 @@ def own_address(store_url: str) -> str:
         try:
             probe.connect((parts.hostname, parts.port or 1))  # of a datagram socket: sends nothing
         except OSError as exc:
-            raise SettingsError(f"no way to the store's host {parts.hostname}: {exc}") from exc
+            what = f"no way to the store's host {parts.hostname}: {exc}"
+            raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
         return str(probe.getsockname()[0])

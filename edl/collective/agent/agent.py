@@ -245,7 +245,7 @@ class Agent:
             code = self._wait(records)
             if code is not None:
                 return code
-        elif world.generation != self._crew.generation or not self._crew.running:
+        elif world.generation != self._crew.generation:
             self._begin(world, position)
         if self._crew.running:
             self._crew.ask_pause(world.pause_at)
@@ -300,7 +300,7 @@ class Agent:
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
-            moment = self._moment(verdict.restart if verdict is not None else "")
+            moment = self._moment(verdict.restart if verdict is not None else self._stopped_before(world))
             proposal = next_world(world, records.nodes, moment, self._told.rules)
         if proposal is None or proposal == world:
             return None
@@ -314,6 +314,17 @@ class Agent:
             self._chronicle.tell(kind, text, world.generation)
         return self._act(self._membership.read())  # the others learn of it by their watches
 
+    def _stopped_before(self, world: World) -> str:
+        """Why this node's part of the present generation does not run any more, if it is so.
+
+        It cannot begin again: its ranks have met, and others may have gone on.
+        """
+        same = world.state is State.RUNNING and world.generation == self._crew.generation
+        over = self._crew.running or self._membership.node.finished == world.generation
+        return (
+            "its workers were stopped while the store was away" if same and self._is_member(world) and not over else ""
+        )
+
     def _moment(self, restart: str) -> Moment:
         now = time.monotonic()
         return Moment(
@@ -321,6 +332,7 @@ class Agent:
             quiet_s=now - self._seen_nodes_at,
             pausing_s=now - self._seen_pause_at if self._seen_pause[1] is not None else 0.0,
             pause_step=self._crew.pause_step(),
+            pause_needs_s=self._crew.pause_needs_s(),
             restart=restart,
             dead=frozenset({self._host.heir_of}),
         )
@@ -376,7 +388,7 @@ class Agent:
     def _may_store(self) -> bool:
         """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread."""
         try:
-            world = self._membership.read().world
+            world = self._membership.world()
         except DiscoveryError:
             return False
         return bool(self._signals) or world.state is not State.RUNNING or self._is_member(world)

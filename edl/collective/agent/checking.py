@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from edl.collective.agent.membership import prefix
 from edl.collective.agent.nodecheck import Verdict
 from edl.collective.agent.nodecheck_run import CheckSettings, check_nodes
-from edl.discovery.store import Store
-from edl.errors import ProtocolError
+from edl.discovery.store import Lease, Store
+from edl.errors import DiscoveryError, ProtocolError
 
 __all__ = ["check_before_joining"]
 
@@ -38,14 +38,14 @@ def check_before_joining(
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
-        number, nodes = _list(store, folder, node, quiet_s)
+        number, nodes = _list(store, folder, node, lease, quiet_s)
         say(
             f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
         )
         return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
 
 
-def _list(store: Store, folder: str, node: str, quiet_s: float) -> tuple[int, Sequence[str]]:
+def _list(store: Store, folder: str, node: str, lease: Lease, quiet_s: float) -> tuple[int, Sequence[str]]:
     """The list that this node is in, and its number."""
     before: set[str] = set()
     since = time.monotonic()
@@ -54,6 +54,8 @@ def _list(store: Store, folder: str, node: str, quiet_s: float) -> tuple[int, Se
         for number, nodes in enumerate(lists):
             if node in nodes:
                 return number, nodes
+        if lease.lost:
+            raise DiscoveryError("this node was silent while it waited to be checked: start it again")
         waiting = {entry.key.rsplit("/", 1)[1] for entry in store.list(f"{folder}waiting/")}
         waiting -= {name for nodes in lists for name in nodes}
         if waiting != before:

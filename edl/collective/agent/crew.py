@@ -31,7 +31,10 @@ _STOPPED_S = 1.0
 _REGROUP_S = 2.0
 _BEAT_EVERY_S = 0.2
 _PAUSE_MARGIN_S = 0.3
+_PAUSE_STEPS = 6
+"""So many usual steps are waited for a pause that was asked for two steps ahead."""
 _FRUITLESS_RESTARTS = 10
+_FRUITFUL_S = 60.0
 
 HANGING = "the workers hang"
 """How the reason of a restart begins, before which every node shows the stacks of its workers."""
@@ -186,6 +189,11 @@ class Crew:
         step_s = statistics.median(durations) if durations else _PAUSE_MARGIN_S
         return max(reading.step for reading in readings) + max(2, math.ceil(_PAUSE_MARGIN_S / max(step_s, 1e-6)))
 
+    def pause_needs_s(self) -> float:
+        """How long the steps until a pause may take, where steps are long."""
+        durations = [one for reading in self.readings().values() for one in reading.durations_s]
+        return _PAUSE_STEPS * statistics.median(durations) if durations else 0.0
+
     def verdict(self, others_ended: bool = False) -> Verdict | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
 
@@ -202,14 +210,15 @@ class Crew:
         if verdict.fatal and self._restarts < self._told.max_restarts:
             return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
         if verdict.restart and self._fruitless >= _FRUITLESS_RESTARTS and self._best_step >= self._step():
-            reason = f"{_FRUITLESS_RESTARTS} restarts in a row finished no step; the last because {verdict.restart}"
+            reason = f"{_FRUITLESS_RESTARTS} restarts in a row led nowhere; the last because {verdict.restart}"
             return Verdict(fatal=reason)
         return verdict
 
     def restarted(self, verdict: Verdict) -> None:
         """The verdict was carried out: count it."""
         step = self._step()
-        self._fruitless = 0 if step > self._best_step else self._fruitless + 1
+        lived = time.monotonic() - self._began_at > _FRUITFUL_S  # all that is known of a script that reports no steps
+        self._fruitless = 0 if step > self._best_step or lived else self._fruitless + 1
         self._best_step = max(self._best_step, step)
         self._restarts += verdict.after_error
 
@@ -224,6 +233,7 @@ class Crew:
     def _beat(self) -> None:
         """Show the workers that the agent lives, also while it waits for the store."""
         while not self._closing.wait(_BEAT_EVERY_S):
+            self._host.touch()
             for board in self._boards.values():
                 board.beat()
 

@@ -90,7 +90,9 @@ def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contac
         return Verdict(restart=killed[0].what)
     if errors:
         text = errors[0].text or errors[0].what
-        return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= echo_s else None
+        # Without a traceback it may have been the loss of a node that the script ended itself for.
+        limit_s = echo_s if errors[0].text else contact_s
+        return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= limit_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
         return Verdict(restart=first.what if first.status < 0 else f"rank {first.rank} lost contact with another one")

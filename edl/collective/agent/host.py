@@ -37,8 +37,8 @@ class HostFolder:
 
     def __init__(self, job: str, node: str) -> None:
         root = _root()
-        _sweep(root)
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
+        _sweep(root, but=digest)
         for number in itertools.count():
             path = root / digest / str(number)
             try:
@@ -62,6 +62,11 @@ class HostFolder:
     def slots(self, local_rank: int) -> str:
         """The prefix of the files of a worker's slots."""
         return str(self.path / f"slots-{local_rank}")
+
+    def touch(self) -> None:
+        """Show that this folder's agent lives; call it now and then."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path / "node")
 
     def forget_slots(self) -> None:
         """Remove the states in memory, which are not to be gone on from."""
@@ -120,9 +125,11 @@ def _is(path: Path, file: int) -> bool:
         return False
 
 
-def _sweep(root: Path) -> None:
-    """Remove what agents left that died an hour ago, and whose job nobody took up."""
+def _sweep(root: Path, but: str) -> None:
+    """Remove what agents left that died an hour ago, and whose job nobody took up. Not of the job that begins here."""
     for folder in root.glob("*/*"):
+        if folder.parent.name == but:
+            continue
         with contextlib.suppress(OSError):
             if time.time() - (folder / "node").stat().st_mtime < _ABANDONED_S:
                 continue

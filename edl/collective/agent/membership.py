@@ -105,6 +105,15 @@ class Membership:
         self._look()
         return Records(world, entry.version if entry is not None else None, nodes)
 
+    def world(self) -> World:
+        """The job's record alone. Unlike the other methods, for any thread.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+        """
+        entry = self._store.get(self._world_key)
+        return World() if entry is None else World.decode(entry.value)
+
     def propose(self, world: World, version: int | None) -> bool:
         """Make `world` the job's record, if it is still the one of `version`. False if somebody was first.
 

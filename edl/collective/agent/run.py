@@ -7,7 +7,9 @@ that choose or tune torchrun's rendezvous are accepted and not needed.
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import shutil
 import sys
 import tempfile
 import uuid
@@ -137,6 +139,10 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         url = _store_url(options, stack)
         told = _launch(options, url, stack)
+        if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
+            _say(
+                f"others are told to reach this node at {told.addr}; on several hosts give each its --local-addr ADDRESS"
+            )
         store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
 
@@ -149,7 +155,10 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         raise SettingsError(f"--nproc-per-node {options.nproc_per_node}: {exc}") from exc
     if workers < 1:
         raise SettingsError(f"--nproc-per-node {workers}: at least 1 worker")
-    conf = _parse_rendezvous_config(options.rdzv_conf)
+    try:
+        conf = _parse_rendezvous_config(options.rdzv_conf)
+    except ValueError as exc:
+        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
@@ -204,6 +213,8 @@ def _warm(options: argparse.Namespace) -> Warm:
     prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
     if options.no_python and options.module:
         raise SettingsError("--no-python and --module exclude each other")
+    if options.no_python and shutil.which(target) is None:
+        raise SettingsError(f"there is no program {target!r} on the PATH")
     if options.no_python:
         return Warm("program", target, arguments)
     if options.module:
@@ -215,10 +226,13 @@ def _warm(options: argparse.Namespace) -> Warm:
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
     folder = options.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-logs-"))
-    ranks = {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
-    return DefaultLogsSpecs(
-        folder, Std.from_str(options.redirects), Std.from_str(options.tee), local_ranks_filter=ranks
-    )
+    try:
+        wanted = options.local_ranks_filter
+        ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
+        redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
+    except ValueError as exc:
+        raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
+    return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -233,9 +247,12 @@ def _nodes(text: str) -> tuple[int, int]:
 
 def _number(conf: dict[str, str], name: str, default: float) -> float:
     try:
-        return float(conf.get(name, default))
-    except ValueError as exc:
-        raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30") from exc
+        value = float(conf.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30")
+    return value
 
 
 def _say(line: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from edl.collective.checkpoint.storage import Persister
-from edl.errors import TemporaryError
+from edl.errors import EDLError
 
 __all__ = ["Storing"]
 
@@ -61,7 +61,7 @@ class Storing:
             urgent, self._urgent = self._urgent, False
             try:
                 outcome = self._persister.persist(self._slots, marked=not urgent)
-            except TemporaryError as exc:
+            except EDLError as exc:
                 self._say(f"{exc}; what was stored before is as it was")
             else:
                 if outcome is not None and outcome.committed:

@@ -28,6 +28,9 @@ from edl.errors import ProtocolError
 __all__ = ["Member", "Moment", "Node", "Rules", "State", "World", "arrange", "failed", "next_world"]
 
 
+_MESSAGE = 16_000
+
+
 class State(str, Enum):
     """What a job is about."""
 
@@ -173,6 +176,7 @@ class Moment:
             leaves that to them.
         quiet_s: for how long it has seen no node come or go.
         pausing_s: for how long it has seen the present `pause_at`.
+        pause_needs_s: how long the steps until a pause may take, if that is longer than the rules' limit.
         pause_step: a step that all workers can still pause after; None if they report no steps.
         restart: why its workers need a new generation; empty if they do not.
         dead: nodes of which it knows for certain that they and their workers are no more.
@@ -181,6 +185,7 @@ class Moment:
     node: str = ""
     quiet_s: float = 0.0
     pausing_s: float = 0.0
+    pause_needs_s: float = 0.0
     pause_step: int | None = None
     restart: str = ""
     dead: frozenset[str] = frozenset()
@@ -221,8 +226,11 @@ def _known(cls: type, values: Any) -> dict[str, Any]:
 
 
 def failed(world: World, message: str) -> World:
-    """The job ends for everybody, because of the user's code."""
-    return replace(world, state=State.FAILED, message=message, pause_at=None)
+    """The job ends for everybody, because of the user's code. Of a long message the end is kept, where the error is."""
+    kept = (
+        message if len(message) <= _MESSAGE else f"{message[: _MESSAGE // 4]}\n[...]\n{message[-_MESSAGE * 3 // 4 :]}"
+    )
+    return replace(world, state=State.FAILED, message=kept, pause_at=None)
 
 
 def _formed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
@@ -240,11 +248,14 @@ def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rul
     members = {member.id for member in world.nodes}
     if moment.node and moment.node not in members:
         return None
-    if any(nodes[name].finished == world.generation for name in members):
-        return _unpaused(world)  # the script is ending: whoever comes now would find nothing to do
     leaving = [name for name in members if nodes[name].leaving]
+    ending = any(nodes[name].finished == world.generation for name in members)
+    if ending and leaving:
+        return _successor(world, nodes, rules, f"{_names(leaving)} left")  # nobody makes steps to pause after
     room = rules.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
+    if ending:
+        joining = []  # whoever comes now would find nothing to do
     if not leaving and not joining:
         return _unpaused(world)
     why = "; ".join(
@@ -255,7 +266,7 @@ def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rul
     if world.pause_at is None:
         return replace(world, pause_at=moment.pause_step)
     paused = all(nodes[name].paused == world.generation for name in members)
-    if paused or moment.pausing_s >= rules.pause_timeout_s:
+    if paused or moment.pausing_s >= max(rules.pause_timeout_s, moment.pause_needs_s):
         return _successor(world, nodes, rules, why)
     return None
 

@@ -117,8 +117,9 @@ def _serve(agent: socket.socket) -> Fork:
                 with contextlib.suppress(BlockingIOError):
                     os.read(wake, 4096)
                 for pid, status in _reap():
-                    workers.discard(pid)
-                    agent.send(json.dumps({"exited": pid, "status": status}).encode())
+                    if pid in workers:  # and not a process that an imported module had started
+                        workers.discard(pid)
+                        agent.send(json.dumps({"exited": pid, "status": status}).encode())
             if agent.fileno() in readable:
                 message = agent.recv(_MESSAGE_BYTES)
                 if not message:

@@ -25,7 +25,7 @@ from edl.collective.checkpoint.state import State, WorldChange
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_background import Background
 from edl.collective.replica.states import Keeping
-from edl.errors import ClosedError
+from edl.errors import ClosedError, SettingsError
 from edl.settings import positive_float, read
 
 __all__ = ["Checkpointer"]
@@ -98,7 +98,11 @@ class Checkpointer:
         self._ahead_of = NOTHING
         self._training = False
         self._closed = False
-        self._storage = storage or read("EDL_CHECKPOINT", str)
+        told = read("EDL_CHECKPOINT", str)
+        if storage is not None and storage != told and read("EDL_BOARD", str) is not None:
+            where = told or "nowhere"
+            raise SettingsError(f"storage={storage!r}, but the agent stores at {where}: use edl run --checkpoint")
+        self._storage = storage or told
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
         self._store_next = False

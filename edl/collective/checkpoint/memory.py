@@ -22,7 +22,8 @@ from edl.collective.checkpoint.slots import HEADER_NBYTES, Copy, Found, Label, S
 from edl.collective.checkpoint.snapshot import parse_meta
 from edl.collective.checkpoint.state import State
 from edl.collective.replica.states import Keeping
-from edl.errors import ProtocolError
+from edl.errors import ProtocolError, SettingsError
+from edl.settings import read
 
 __all__ = ["Restored", "rank_of", "restore", "world_of"]
 
@@ -40,8 +41,19 @@ class Restored:
 
 
 def world_of(group: transfer.Group) -> int:
-    """Ranks in the group; 1 without a process group."""
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """Ranks in the group; 1 without a process group.
+
+    Raises:
+        SettingsError: there is none, but there are other workers: each would go on from a state of its own.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size(group)
+    workers = read("WORLD_SIZE", int) or 1
+    if workers > 1:
+        raise SettingsError(
+            f"one of {workers} workers: call init_process_group() before a Checkpointer restores or saves"
+        )
+    return 1
 
 
 def rank_of(group: transfer.Group) -> int:

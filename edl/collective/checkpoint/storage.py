@@ -116,8 +116,8 @@ class Persister:
                 _log.info("the state after step %d was overwritten before it was stored: the next one will be", step)
                 return None
             self._write(name, copy)
-        self._done = state
         committed = self._complete(name, world)
+        self._done = state
         if committed is None:
             return None
         if committed:
@@ -143,7 +143,11 @@ class Persister:
         if not all(Piece.name(rank) in there for rank in range(world)):
             return MANIFEST in self._folder.files(Name(name.step, name.generation))
         try:
-            manifest = self._manifest(name, world)
+            try:
+                manifest = self._manifest(name, world)
+            except ProtocolError as exc:
+                _log.info("not complete yet: %s", exc)  # another node is just writing its piece
+                return False
             if not self._fence():
                 _log.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
                 self._folder.remove(name)
@@ -163,6 +167,10 @@ class Persister:
         for rank in range(world):
             data = self._folder.read(name, Piece.name(rank))
             piece = Piece.parse(data)
+            if piece.world != world:
+                raise ProtocolError(
+                    f"{name} has a piece of a world of {piece.world} ranks, not {world}: of another run"
+                )
             pieces.append(piece)
             files[Piece.name(rank)] = Summed.of(data)
             files[piece.file] = piece.summed
@@ -175,7 +183,8 @@ class Persister:
         complete = []
         for name in self._folder.names():
             if not name.temporary and self._is_complete(name):
-                complete.append(name)
+                if name <= Name(newest.step, newest.generation):  # a newer one is not what was just stored: leave it
+                    complete.append(name)
             elif name < Name(newest.step, newest.generation):
                 self._folder.remove(name)
         for name in complete[self._keep :]:

@@ -112,6 +112,11 @@ class ElasticSampler(Sampler[list[int]]):
         return len(share(self.batch_samples, world, rank))
 
     @property
+    def world(self) -> int:
+        """Among how many ranks batches are split, since the present iteration began."""
+        return self._place[1]
+
+    @property
     def finished(self) -> bool:
         """Whether every sample of this epoch was trained."""
         return not self.batch_samples

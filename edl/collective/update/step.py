@@ -70,6 +70,11 @@ def begin_sampled(
         SettingsError: the rows are not the sampler's.
     """
     mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
+    if sampler.world != world:
+        raise SettingsError(
+            f"the sampler splits batches among {sampler.world} ranks, the trainer's group has {world}: give "
+            "ElasticSampler the rank= and world= of the group"
+        )
     if given != max(mine, 1) or not samples:
         raise SettingsError(
             f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="

@@ -103,12 +103,19 @@ class ElasticTrainer:
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._scaler, self._group, self._asked = scaler, group, asked
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._parameters = list(model.parameters())
+        strangers = {id(one) for group in optimizer.param_groups for one in group["params"]} - set(
+            map(id, self._parameters)
+        )
+        if strangers:
+            raise SettingsError(
+                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them"
+            )
         self._meter: NoiseMeter | None = None
         if needs_noise(policy) or auto is not None:
             if is_sharded(model):
                 raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
-            self._meter = NoiseMeter(self._parameters, optimizer)
+            self._meter = NoiseMeter([one for one in self._parameters if one.requires_grad], optimizer)
         self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
         self._step: Step | None = None
         self._board = Board.from_env()
@@ -192,10 +199,9 @@ class ElasticTrainer:
             raise SettingsError(f"{left} micro-batches are under way: go through micro_batches() before step()")
         if step.synchronized:
             return
-        step.synchronized = True
         if step.world > 1 and not averages_itself(self.model):
             began = time.perf_counter()
-            average_gradients(self._parameters, self._group)
+            average_gradients([one for one in self._parameters if one.requires_grad], self._group)
             self._board.waited(time.perf_counter() - began)
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
@@ -203,6 +209,7 @@ class ElasticTrainer:
             self.noise.add(self._meter.finish(step.samples, self._group, step.world))
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+        step.synchronized = True
 
     def step(self) -> None:
         """Update the parameters, forget the gradients, and count the samples as trained."""

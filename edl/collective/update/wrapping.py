@@ -14,7 +14,7 @@ __all__ = ["averages_itself", "in_lockstep", "is_sharded", "without_averaging"]
 
 def averages_itself(module: nn.Module) -> bool:
     """Whether the backward of `module` averages gradients over the ranks, so that every rank needs one."""
-    return isinstance(module, (DistributedDataParallel, FSDPModule))
+    return isinstance(_uncompiled(module), (DistributedDataParallel, FSDPModule))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -30,6 +30,7 @@ def in_lockstep(module: nn.Module) -> bool:
 @contextmanager
 def without_averaging(module: nn.Module) -> Iterator[None]:
     """Forward and backward passes in the block only accumulate gradients on this rank."""
+    module = _uncompiled(module)
     if isinstance(module, DistributedDataParallel):
         with module.no_sync():
             yield
@@ -41,3 +42,8 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
             module.set_requires_gradient_sync(True)
     else:
         yield
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile` was given."""
+    return getattr(module, "_orig_mod", module)

@@ -140,9 +140,7 @@ def main(argv: Sequence[str]) -> int:
         url = _store_url(options, stack)
         told = _launch(options, url, stack)
         if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
-            _say(
-                f"others are told to reach this node at {told.addr}; on several hosts give each its --local-addr ADDRESS"
-            )
+            _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
         store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it switches gRPC's fork handlers off
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background has SIGINT ignored, and so would every program that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tests.plugins_consul", "tests.plugins_triton"]
 

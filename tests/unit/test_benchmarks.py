@@ -162,10 +162,10 @@ def _runs(pid: int) -> bool:
 
 def test_cpu_time_and_page_faults_are_counted() -> None:
     before = usage([os.getpid()])
-    touched = bytearray(8 << 20)
+    touched = bytearray(b"x") * (8 << 20)
     deadline = time.monotonic() + 30
     while (used := usage([os.getpid()]) - before).cpu_s < 0.05:
         assert time.monotonic() < deadline
         sum(range(10_000))
     assert used.cpu_s < 10
-    assert used.faults > len(touched) // 4096 // 600  # huge pages take 512 at a time
+    assert used.faults >= len(touched) // 4096 // 1024  # huge pages take 512 at a time

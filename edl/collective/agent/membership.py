@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.collective.agent.world import Node, World
-from edl.discovery.store import Lease, Store, StoreWatch
+from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
 __all__ = ["Membership", "Records", "prefix"]
 
 _RETRY_S = 2.0
+_GONE_S = 8.0
 """How long a question may take that was asked while the store was away."""
 
 
@@ -55,6 +56,8 @@ class Membership:
         self._written: Node | None = None
         self._known: dict[str, Node] = {}
         self._doubt_until = -math.inf
+        self._last: World | None = None
+        self._gone_since: float | None = None
         self.node = node
         self._seen_alive = time.monotonic()
         self._watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
@@ -97,13 +100,26 @@ class Membership:
             self._write()
         found = [Node.decode(each.value) for each in self._store.list(self._nodes_prefix)]
         nodes = {node.id: node for node in found}
-        world = World() if entry is None else World.decode(entry.value)
+        world = self._believed(entry)
         if time.monotonic() < self._doubt_until:
             members = {member.id for member in world.nodes}
             nodes = {name: node for name, node in self._known.items() if name in members} | nodes
         self._known = nodes
         self._look()
         return Records(world, entry.version if entry is not None else None, nodes)
+
+    def _believed(self, entry: Entry | None) -> World:
+        """The job's record. That it is gone is not believed for a while: a store that was started again may say so."""
+        if entry is not None:
+            self._last, self._gone_since = World.decode(entry.value), None
+            return self._last
+        if self._last is None:
+            return World()
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+        if time.monotonic() - self._gone_since < _GONE_S:
+            raise DiscoveryError("it does not know the job any more")
+        return World(self._last.generation, message="the store lost the job's record")
 
     def world(self) -> World:
         """The job's record alone. Unlike the other methods, for any thread.

@@ -50,7 +50,7 @@ class Job:
             agent.kill()
             agent.wait()
         # What killed agents leave in memory for the next one of their job, which never comes.
-        digest = hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"sqlite:///{self.folder}/store.sqlite {self.name}".encode()).hexdigest()[:16]
         shutil.rmtree(f"/dev/shm/edl-{os.getuid()}/{digest}", ignore_errors=True)
 
     @property

@@ -144,7 +144,7 @@ class Job:
         path = self.folder / f"{name}.out"
         line = [
             EDL, "run", *self.options, "--rdzv-id", self.name,
-            "--store", self.store or f"sqlite:///{self.folder}/store.sqlite",
+            "--store", self.url,
             *options, *(command or self.command or [str(TRAIN), str(self.folder)]),
         ]  # fmt: skip
         environ = {**os.environ, MARK: self.name, "NODE": name, **self.environ}
@@ -210,7 +210,13 @@ class Job:
     @property
     def shared_memory(self) -> Path:
         """Where the job's agents keep what is in memory."""
-        return Path(f"/dev/shm/edl-{os.getuid()}") / hashlib.sha256(self.name.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{self.url} {self.name}".encode()).hexdigest()[:16]
+        return Path(f"/dev/shm/edl-{os.getuid()}") / digest
+
+    @property
+    def url(self) -> str:
+        """Of the store."""
+        return self.store or f"sqlite:///{self.folder}/store.sqlite"
 
     def nothing_is_left(self, *, state: bool = False) -> None:
         """No process, no file in shared memory; with `state`, that stays for whoever continues the job."""

@@ -94,9 +94,10 @@ def test_a_script_of_torchruns_finds_all_that_torchrun_gives(job: Job, tmp_path:
         environ: dict[str, str] = mine["environ"]  # type: ignore[assignment]
         wanted: dict[str, str] = real["environ"]  # type: ignore[assignment]
         assert mine["argv"] == real["argv"]
-        assert set(wanted) - set(environ) <= apart
-        assert {name: environ[name] for name in wanted if name not in different | apart} == {
-            name: wanted[name] for name in wanted if name not in different | apart
+        # OpenMP's own, with a process id in its name, is there once somebody has used it.
+        assert {name for name in set(wanted) - set(environ) if not name.startswith("__KMP_")} <= apart
+        assert {name: environ[name] for name in wanted if name in environ and name not in different | apart} == {
+            name: wanted[name] for name in wanted if name in environ and name not in different | apart
         }
         assert environ["EDL_GENERATION"] == "0"
 
@@ -194,7 +195,7 @@ import torch.distributed as dist
 if __name__ == "__main__":
     how, until = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("gloo")
-    sys.stdout.write(f"generation {os.environ['EDL_GENERATION']}\n")  # one write: ranks share the pipe
+    sys.stdout.write("generation %s\\n" % os.environ["EDL_GENERATION"])  # one write: ranks share the pipe
     if dist.get_rank() == dist.get_world_size() - 1 and int(os.environ["EDL_GENERATION"]) < until:
         if how == "exit":
             sys.exit(3)

@@ -26,9 +26,9 @@ def host_of(job: Job, node: Node) -> Path:
 
 def wait_for_replicas(job: Job, generation: int, nodes: list[Node]) -> None:
     """Until each node has the replica of another one's state, of this generation."""
-    folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
 
     def there() -> bool:
+        folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
         return all(any(one.label.generation == generation for one in folder.found()) for folder in folders)
 
     wait_until(there, f"replicas of generation {generation}", 30.0)

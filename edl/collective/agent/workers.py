@@ -177,12 +177,6 @@ class Workers:
                     self._give_up()  # perhaps they are dead, and it does not say so
                 self._lock.wait(0.05)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to all workers, not to their children."""
-        for pid in self.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
     def close(self, timeout_s: float = 10.0) -> None:
         """Kill the workers and the zygote, and wait for them."""
         with self._lock:

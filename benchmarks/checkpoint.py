@@ -1,9 +1,12 @@
 """How long a save of about 500 MB blocks the training loop: EDL, `torch.save` with fsync, and DCP's `async_save`.
 
-A model with AdamW's moments, in one process. EDL copies it into shared memory that was set up by an earlier save; DCP
-stages to shared memory as well (`DefaultStager` with `use_shared_memory`, the fastest way it has without a GPU).
-What either does in the background afterwards is waited for outside the measured time. `slow_storage` is EDL's own
-blocking time while a checkpoint is being written at 100 MB/s, divided by the same without that limit.
+A model with AdamW's moments, in one process. Between a save and the next update of the parameters 100 ms are slept, in
+place of a GPU's forward and backward pass; what the save call takes, and what the update then has still to wait for,
+is counted, and whatever happens in the background afterwards is not. EDL copies into shared memory that was set up by
+earlier saves. So does DCP (`DefaultStager` with `use_shared_memory`), staging in the call (`vs_dcp_async`), or in a
+thread (`vs_dcp_thread`), for which torch's documentation demands a GPU and which nothing keeps from copying what an
+update has changed already. `slow_storage` is EDL's own blocking time while a checkpoint is being written at 100 MB/s,
+divided by the same without that limit.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ _LAYERS = 10
 _SAVES = 3
 _RATE = 100e6
 _STARTS_WITHIN_S = 60.0
+_PASS_S = 0.1
 
 
 class Throttled(LocalFileSystem):  # type: ignore[misc]
@@ -88,10 +92,13 @@ def measure(options: Options) -> dict[str, list[float]]:
     state = job(options.quick)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        stack.callback(dist.destroy_process_group)
         sides = {
             "edl": stack.enter_context(_edl(state)),
             "torch.save": _torch_save(state, folder / "torch"),
-            "dcp": stack.enter_context(_dcp(state, folder)),
+            "dcp, staging in the call": stack.enter_context(_dcp(state, folder, threaded=False)),
+            "dcp, staging in a thread": stack.enter_context(_dcp(state, folder, threaded=True)),
         }
         rounds = take_turns(sides, options.repeats)
         storage = {
@@ -106,22 +113,30 @@ def measure(options: Options) -> dict[str, list[float]]:
     note("")
     return {
         "vs_torch_save": divide(rounds["torch.save"], rounds["edl"]),
-        "vs_dcp_async": divide(rounds["dcp"], rounds["edl"]),
+        "vs_dcp_async": divide(rounds["dcp, staging in the call"], rounds["edl"]),
+        "vs_dcp_thread": divide(rounds["dcp, staging in a thread"], rounds["edl"]),
         "slow_storage": divide(stored["slow"], stored["fast"]),
     }
 
 
-def _timed(save: Callable[[], object]) -> float:
+def _timed(save: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+    """Seconds of a save, and of what an update of the parameters has to wait for after a forward and backward pass."""
     begin = time.perf_counter()
     save()
-    return time.perf_counter() - begin
+    saved = time.perf_counter()
+    time.sleep(_PASS_S)
+    updating = time.perf_counter()
+    wait()
+    return saved - begin + time.perf_counter() - updating
 
 
 @contextlib.contextmanager
 def _edl(state: State) -> Iterator[Callable[[], float]]:
     with Checkpointer(state, interval_steps=1) as checkpointer:
-        checkpointer.save(0)
-        yield lambda: statistics.median(_timed(lambda: checkpointer.save(1, force=True)) for _ in range(_SAVES))
+        for step in range(2):
+            checkpointer.save(step)
+        save = partial(checkpointer.save, 2, force=True)
+        yield lambda: statistics.median(_timed(save, checkpointer.wait_until_finished) for _ in range(_SAVES))
 
 
 def _torch_save(state: State, path: Path) -> Callable[[], float]:
@@ -135,20 +150,21 @@ def _torch_save(state: State, path: Path) -> Callable[[], float]:
 
 
 @contextlib.contextmanager
-def _dcp(state: State, folder: Path) -> Iterator[Callable[[], float]]:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+def _dcp(state: State, folder: Path, *, threaded: bool) -> Iterator[Callable[[], float]]:
     stager = DefaultStager(
         StagingOptions(
-            use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            use_pinned_memory=False, use_shared_memory=True, use_async_staging=threaded, use_non_blocking_copy=False
         )
     )
 
     def save() -> float:
+        saving: list[Any] = []
         content = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
-        begin = time.perf_counter()
-        saving: Any = async_save(content, checkpoint_id=folder / "dcp", async_stager=stager)
-        blocked = time.perf_counter() - begin
-        getattr(saving, "upload_completion", saving).result()
+        blocked = _timed(
+            lambda: saving.append(async_save(content, checkpoint_id=folder / f"dcp-{threaded}", async_stager=stager)),
+            lambda: saving[0].staging_completion.result() if threaded else None,
+        )
+        getattr(saving[0], "upload_completion", saving[0]).result()
         return blocked
 
     try:
@@ -157,7 +173,6 @@ def _dcp(state: State, folder: Path) -> Iterator[Callable[[], float]]:
             yield lambda: statistics.median(save() for _ in range(_SAVES))
     finally:
         stager.close()
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -171,7 +186,8 @@ def _storing(state: State, folder: Path, kind: type[Throttled]) -> Iterator[Call
             checkpointer.save(0)
             checkpointer.save(1, force=True)
             _wait_for(folder / f"step-1.g-{checkpointer.generation}/__0_0.distcp")  # stored while the next are saved
-            seconds = [_timed(partial(checkpointer.save, 2 + number)) for number in range(_SAVES)]
+            finished = checkpointer.wait_until_finished
+            seconds = [_timed(partial(checkpointer.save, 2 + number), finished) for number in range(_SAVES)]
         shutil.rmtree(folder)
         return statistics.median(seconds)
 

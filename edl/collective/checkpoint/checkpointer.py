@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Final
-
-import torch
 
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import memory as checkpoint_memory
 from edl.collective.checkpoint import storage_read, transfer
-from edl.collective.checkpoint.copying import Copier
 from edl.collective.checkpoint.memory import rank_of, world_of
 from edl.collective.checkpoint.pace import Pace
-from edl.collective.checkpoint.parts import view_of
 from edl.collective.checkpoint.slots import Label, SlotPair
-from edl.collective.checkpoint.snapshot import Entry
 from edl.collective.checkpoint.state import State, WorldChange
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_background import Background
+from edl.collective.checkpoint.writing import Writer
 from edl.collective.replica.states import Keeping
 from edl.errors import ClosedError, SettingsError
 from edl.settings import positive_float, read
@@ -45,9 +39,10 @@ _UNATTENDED_S: Final = 1.0
 class Checkpointer:
     """Saves a `State` while it changes and restores it where it was left.
 
-    `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
-    takes as long as the copy; storage is written from there, by the node's agent or by a thread of this process, and
-    never makes training wait. Under `edl run` it also tells the agent of each step, and pauses when asked to.
+    `save` is called by every rank after every step. It copies the state into shared memory when it is time to: what
+    only an optimizer's step changes while training goes on, until the next such step, and the rest at once. Storage is
+    written from there, by the node's agent or by a thread of this process, and never makes training wait. Under
+    `edl run` it also tells the agent of each step, and pauses when asked to.
     """
 
     def __init__(
@@ -60,6 +55,7 @@ class Checkpointer:
         storage: str | None = None,
         storage_interval_s: float | None = None,
         keep: int = 3,
+        overlap: bool = True,
         pause_s: float = PAUSE_S,
         slots: SlotPair | None = None,
         board: Board | None = None,
@@ -74,6 +70,8 @@ class Checkpointer:
             storage: a folder or URL of fsspec. `EDL_CHECKPOINT`.
             storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
             keep: how many to keep there, if this process writes them itself.
+            overlap: copy parameters and optimizers' moments beside the next forward and backward pass, and have the
+                next `step()` of an optimizer wait for the rest. Without it `save` takes as long as the whole copy.
             pause_s: how long to wait, paused, for the agent.
             slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
             board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
@@ -93,7 +91,6 @@ class Checkpointer:
         self._keeping = Keeping.from_env(self._slots.prefix)
         self._keep_next = self._sharded = False
         self._usual_s = 0.0
-        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
         self._last: tuple[int, float] | None = None
         self._ahead_of = NOTHING
         self._training = False
@@ -107,7 +104,7 @@ class Checkpointer:
         self._stored_at = time.monotonic()
         self._store_next = False
         self._pause_s = pause_s
-        self._copier = Copier()
+        self._writer = Writer(overlap=overlap)
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._background = Background(Persister(self._storage, keep=keep), self._slots)
@@ -127,6 +124,7 @@ class Checkpointer:
             SettingsError: what was saved does not fit the state.
         """
         self._check_open()
+        self._writer.settle()
         reached = self._board.read().step
         with self._board.phase(Phase.LOAD):
             restored = checkpoint_memory.restore(
@@ -149,12 +147,15 @@ class Checkpointer:
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
         """Step `step` (counted from 0) is finished: save the state if it is time to. Every rank calls this.
 
+        What is saved is the state as it is now. Until the next `step()` of an optimizer, or until
+        `wait_until_finished`, do not change parameters or an optimizer's state by other means.
+
         Args:
             force: save now, whatever the interval.
             samples: processed by this rank in this step, for the record only.
 
         Returns:
-            Whether the state was saved.
+            Whether the state is being saved.
         """
         self._check_open()
         self._finished(step)
@@ -168,9 +169,12 @@ class Checkpointer:
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 keep = due and self._keep_next and not wanted
-                save_s = self._save(step, wanted, self._keeping.slots if keep and self._keeping else self._slots)
+                slots = self._keeping.slots if keep and self._keeping else self._slots
+                save_s = self._save(step, wanted, slots, usual=not keep)
+                if pausing and not self._writer.settle():
+                    self._save(step, wanted, slots, usual=False)
                 if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
-                    self._plan_next(step, save_s, usual=not keep)
+                    self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
         if self._board.unattended_s > _UNATTENDED_S:
@@ -178,8 +182,17 @@ class Checkpointer:
         self._interrupt()
         return due or force or pausing
 
+    def wait_until_finished(self) -> bool:
+        """Wait until the last save is complete, to change by hand what only an optimizer changes as a rule.
+
+        Returns:
+            Whether there was one and it is complete; False if it was dropped, because something was changed meanwhile.
+        """
+        return self._writer.settle()
+
     def renew(self, generation: int) -> None:
         """Belong to another world from now on, without a restart of this process: count the interval anew."""
+        self._writer.settle()
         self.generation = generation
         self._pace.restart()
         self._last, self._keep_next = None, False
@@ -196,10 +209,9 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._writer.close()
         if self._background is not None:
             self._background.close(CLOSE_S)
-        self._views.clear()
-        self._copier.close()
         self._slots.close()
         if self._keeping is not None:
             self._keeping.close()
@@ -220,41 +232,26 @@ class Checkpointer:
         """The newest step on storage. Collective."""
         return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
 
-    def _save(self, step: int, persist: bool, slots: SlotPair) -> float:
-        """Copy the state into the older one of two slots. Returns seconds."""
+    def _save(self, step: int, persist: bool, slots: SlotPair, *, usual: bool) -> float:
+        """Copy the state into the older one of two slots. Returns the seconds that it held training up."""
         begin = time.perf_counter()
-        captured = self.state.capture()
-        nbytes = captured.data_nbytes
-        number, memory = slots.begin(nbytes, len(captured.meta))
-        views = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
-        self._copier.copy(views, captured.tensors)
-        self._sharded = any(entry.scope == "shard" for entry in captured.entries)
-        world, rank = world_of(self._group), rank_of(self._group)
-        label = Label(self.generation, step, world, rank, persist=persist, sharded=self._sharded)
-        slots.commit(label, nbytes, captured.meta)
-        self._board.saved(step)
-        if persist and self._background is not None:
-            self._background.notify()
+        label = Label(self.generation, step, world_of(self._group), rank_of(self._group), persist=persist)
+
+        def complete(seconds: float) -> None:
+            self._board.saved(step)
+            if usual:  # the first time that a state is kept for a replica, its memory's pages are paid for
+                self._usual_s = seconds
+            if persist and self._background is not None:
+                self._background.notify()
+
+        self._sharded = self._writer.write(self.state, slots, label, complete)
         return time.perf_counter() - begin
 
-    def _views_of(
-        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int
-    ) -> list[torch.Tensor]:
-        """The tensors of a slot, made once for a layout."""
-        known = self._views.get(number)
-        if known is None or known[0] is not memory or known[1] != entries:
-            data = transfer.slot_bytes(memory, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
-            known = memory, entries, [view_of(data, entry) for entry in entries]
-            self._views[number] = known
-        return known[2]
-
-    def _plan_next(self, step: int, save_s: float, usual: bool) -> None:
+    def _plan_next(self, step: int, save_s: float) -> None:
         """Agree with the other ranks on the next save, and whether it is to be stored, or kept for a replica."""
         now = time.monotonic()
         step_s = 0.0
         first = self._last is None
-        if usual:  # the first time that a state is kept for a replica, its memory's pages are paid for
-            self._usual_s = save_s
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)

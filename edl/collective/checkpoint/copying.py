@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -35,48 +35,102 @@ class Copier:
             threads = max(1, min(cores, _MOST_THREADS))
         self._helpers = threads - 1
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._begun: _Job | None = None
 
-    @torch.no_grad()
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source to its target. Targets are contiguous, on the CPU, and share no memory with sources."""
-        pieces: list[Piece] = []
-        for target, source in zip(targets, sources, strict=True):
-            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-                pieces += _pieces(target, source)
-            else:
-                target.copy_(source)
-        if not self._helpers or len(pieces) <= 1 or sum(piece[0].nbytes for piece in pieces) <= _PIECE_NBYTES:
-            for piece in pieces:
-                np.copyto(*piece)
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix="edl-copy")
-        remaining = iter(pieces)
-        helping = [self._pool.submit(self._work, remaining) for _ in range(self._helpers)]
-        self._work(remaining)
-        for one in helping:
-            if not one.cancel():
-                one.result()
+        job = _Job(targets, sources)
+        if self._helpers and sum(source.nbytes for source in sources) > _PIECE_NBYTES:
+            for _ in range(self._helpers):
+                self._submit(job)
+        job.work()
+        job.done.result()
+
+    def begin(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], then: Callable[[], object]
+    ) -> None:
+        """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`."""
+        self.finish()
+        self._begun = _Job(targets, sources, then)
+        self._submit(self._begun)
+
+    def finish(self) -> None:
+        """Help with what was begun, and wait until it is done.
+
+        Raises:
+            Exception: whatever `then` raised.
+        """
+        job, self._begun = self._begun, None
+        if job is not None:
+            job.work()
+            job.done.result()
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Finish, and stop the threads."""
+        self.finish()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
-    def _work(self, remaining: Iterator[Piece]) -> None:
+    def _submit(self, job: _Job) -> None:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="edl-copy")
+        self._pool.submit(job.work)
+
+
+class _Job:
+    """Pieces that any number of threads copy. Whoever finds that all is copied calls `then`, and ends `done`."""
+
+    def __init__(
+        self,
+        targets: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        then: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.done: Future[None] = Future()
+        self._then = then
+        self._waiting = _plan(targets, sources)
+        self._under_way = 0
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def work(self) -> None:
+        """Copy pieces until none is left to begin with."""
         while True:
             with self._lock:
-                piece = next(remaining, None)
-            if piece is None:
-                return
+                piece = next(self._waiting, None)
+                if piece is None:
+                    if self._under_way or self._ended:
+                        return
+                    self._ended = True
+                    break
+                self._under_way += 1
             np.copyto(*piece)
+            with self._lock:
+                self._under_way -= 1
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self._then()
+        except BaseException as exc:  # noqa: BLE001 - raised again by `finish`
+            self.done.set_exception(exc)
+        else:
+            self.done.set_result(None)
+
+
+def _plan(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Piece]:
+    """What is to be copied, in pieces; what numpy cannot copy is copied on the way."""
+    for target, source in zip(targets, sources, strict=True):
+        if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+            yield from _pieces(target, source.detach())
+        else:
+            target.copy_(source.detach())
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Piece]:
     if not source.numel():
         return
-    to, of = (one.detach().reshape(-1).view(torch.uint8).numpy() for one in (target, source))
+    to, of = (one.reshape(-1).view(torch.uint8).numpy() for one in (target, source))
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]

@@ -205,13 +205,18 @@ class SlotPair:
         memory[:_SEQUENCE_AT] = _MAGIC
         _set_sequence(memory, sequence)
 
+    def retract(self) -> None:
+        """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
+        newest = max((one for one in map(_look, self._paths) if one), key=lambda one: one.sequence, default=None)
+        if newest is not None:
+            _spoil(newest)
+
     def keep_only(self, kept: Found) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = _look(other)
         if found is not None and found.sequence > kept.sequence:
-            with other.open("r+b", buffering=0) as file:
-                os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(8, "little"), _SEQUENCE_AT)
+            _spoil(found)
 
     def close(self) -> None:
         """Let go of the memory; private slots are removed."""
@@ -285,6 +290,11 @@ def _meta(found: Found) -> bytes | None:
     except OSError:
         return None
     return meta if zlib.crc32(meta) == found.meta_crc and len(meta) == found.meta_nbytes else None
+
+
+def _spoil(found: Found) -> None:
+    with found.path.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(8, "little"), _SEQUENCE_AT)
 
 
 def _read_into(file: io.FileIO, data: bytearray) -> int:

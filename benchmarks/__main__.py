@@ -55,9 +55,9 @@ def run(name: str, options: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", "--notes", str(notes), *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False)
         if done.returncode:
-            raise SystemExit(f"benchmarks/{name}.py failed:\n{done.stderr}")
+            raise SystemExit(f"benchmarks/{name}.py failed with exit code {done.returncode}: see above")
         ratios = json.loads(done.stdout)["ratios"]
         return Outcome({key: Spread(**one) for key, one in ratios.items()}, notes.read_text().strip())
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-__all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "take_turns"]
+__all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "progress", "take_turns"]
 
 T = TypeVar("T")
 
@@ -82,6 +82,7 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
     for number in range(repeats):
         turn = number % len(order)
         for name in order[turn:] + order[:turn]:
+            progress(f"round {number + 1} of {repeats}: {name}")
             rounds[name].append(sides[name]())
     return rounds
 
@@ -100,21 +101,31 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def progress(text: str) -> None:
+    """Say what is being done now, to whoever waits for it."""
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
 def main(
     name: str,
     measure: Callable[[Options], Mapping[str, Sequence[float]]],
     goals: Sequence[Goal],
     description: str | None,
     argv: Sequence[str] | None = None,
+    own: Sequence[argparse.ArgumentParser] = (),
 ) -> None:
     """Run one benchmark from the command line.
 
     Args:
         measure: returns for each key what every round gave: ratios, or seconds for a key that ends in `_s`.
         goals: for some or all of the keys.
+        own: options of this benchmark alone, which it has read itself; for the help.
     """
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, prog=f"benchmarks/{name}.py"
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"benchmarks/{name}.py",
+        parents=list(own),
     )
     parser.add_argument("--repeats", type=_positive, help="rounds (default 5)")
     parser.add_argument("--seconds", type=float, help="how long a side runs in a round (default 4)")

@@ -149,7 +149,4 @@ def compared(found: Mapping[str, list[float]], tested: int) -> dict[str, list[fl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--data", type=Path, help="a folder or .tar.gz with train/CLASS/*.jpg and test/CLASS/*.jpg")
-    given, rest = parser.parse_known_args()
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(parser.format_help(), file=sys.stderr)
-    main("accuracy_parity", partial(measure, data=given.data), GOALS, __doc__, rest)
+    main("accuracy_parity", partial(measure, data=parser.parse_known_args()[0].data), GOALS, __doc__, own=[parser])

@@ -33,7 +33,7 @@ from benchmarks._elastic_churn import Churn, goodput, trace
 from benchmarks._elastic_diaries import longest_gap_s
 from benchmarks._elastic_job import Job
 from benchmarks._elastic_task import Task
-from benchmarks._harness import Goal, Options, divide, main, note, take_turns
+from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
 
 GOALS = [Goal("goodput", 0.98), Goal("goodput_in_process", 0.98), Goal("steady", 0.98)]
 _WIDTH = 1024
@@ -126,6 +126,7 @@ def _reference(stay: bool, window_s: float) -> dict[int, float]:
 
 def _one(job: Job, kind: Churn, at: float) -> Callable[[], str]:
     """Let one thing happen at that time. Returns what tells, once the trace is over, how it went."""
+    progress(f"next: {kind.value}")
     _sleep_until(at)
     job.diaries.look()
     before = job.places()

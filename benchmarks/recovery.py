@@ -29,7 +29,7 @@ from benchmarks import _elastic_ways as ways
 from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_rank
 from benchmarks._elastic_job import Hang, Job
 from benchmarks._elastic_task import Task
-from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
 
 GOALS = [
     Goal("sooner", 8),
@@ -49,7 +49,8 @@ _SLEEP_S = 0.06
 _RANKS = 3
 _TIMEOUT_S = 60.0
 _SETTLE_STEPS = 8
-_DEFAULT_KILLS = 30
+_DEFAULT_KILLS = 200
+_WORTH_SAYING = 25
 _TORCHFT = "torchft, join timeout 1 s"
 
 Start = Callable[[Task, ExitStack], Job]
@@ -106,6 +107,8 @@ class Kills:
                     if self._saves:
                         job.saved(3)
                     while len(found) < kills:
+                        if kills > _WORTH_SAYING and len(found) % _WORTH_SAYING == 0:
+                            progress(f"{self.name}: {len(found)} of {kills} kills")
                         found.append(get_over(job, self._kill, _TIMEOUT_S))
                         self._settle(job)
                 except Hang as hang:
@@ -234,6 +237,7 @@ def _adversaries(stay: bool) -> None:
         "| --- | ---: | ---: | ---: |",
     ]
     pending = dict(ADVERSARIES)
+    progress("other adversaries")
     while pending:
         with ExitStack() as stack:
             job = _nodes(_task(stack, stay), stack)
@@ -253,6 +257,5 @@ def _adversaries(stay: bool) -> None:
 
 if __name__ == "__main__":
     own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--kills", type=int, default=_DEFAULT_KILLS)
-    given, rest = own.parse_known_args()
-    main("recovery", partial(measure, kills=given.kills), GOALS, __doc__, rest)
+    own.add_argument("--kills", type=int, default=_DEFAULT_KILLS, help="one after the other (default %(default)s)")
+    main("recovery", partial(measure, kills=own.parse_known_args()[0].kills), GOALS, __doc__, own=[own])

@@ -83,7 +83,6 @@ def job(quick: bool) -> State:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
     return State(model=model, optimizer=optimizer)
 
 
@@ -119,8 +118,9 @@ def measure(options: Options) -> dict[str, list[float]]:
     }
 
 
-def _timed(save: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+def _timed(state: State, save: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
     """Seconds of a save, and of what an update of the parameters has to wait for after a forward and backward pass."""
+    state.optimizer.step()
     begin = time.perf_counter()
     save()
     saved = time.perf_counter()
@@ -136,7 +136,7 @@ def _edl(state: State) -> Iterator[Callable[[], float]]:
         for step in range(2):
             checkpointer.save(step)
         save = partial(checkpointer.save, 2, force=True)
-        yield lambda: statistics.median(_timed(save, checkpointer.wait_until_finished) for _ in range(_SAVES))
+        yield lambda: statistics.median(_timed(state, save, checkpointer.wait_until_finished) for _ in range(_SAVES))
 
 
 def _torch_save(state: State, path: Path) -> Callable[[], float]:
@@ -146,7 +146,7 @@ def _torch_save(state: State, path: Path) -> Callable[[], float]:
             file.flush()
             os.fsync(file.fileno())
 
-    return lambda: statistics.median(_timed(save) for _ in range(_SAVES))
+    return lambda: statistics.median(_timed(state, save) for _ in range(_SAVES))
 
 
 @contextlib.contextmanager
@@ -161,6 +161,7 @@ def _dcp(state: State, folder: Path, *, threaded: bool) -> Iterator[Callable[[],
         saving: list[Any] = []
         content = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
         blocked = _timed(
+            state,
             lambda: saving.append(async_save(content, checkpoint_id=folder / f"dcp-{threaded}", async_stager=stager)),
             lambda: saving[0].staging_completion.result() if threaded else None,
         )
@@ -187,7 +188,7 @@ def _storing(state: State, folder: Path, kind: type[Throttled]) -> Iterator[Call
             checkpointer.save(1, force=True)
             _wait_for(folder / f"step-1.g-{checkpointer.generation}/__0_0.distcp")  # stored while the next are saved
             finished = checkpointer.wait_until_finished
-            seconds = [_timed(partial(checkpointer.save, 2 + number), finished) for number in range(_SAVES)]
+            seconds = [_timed(state, partial(checkpointer.save, 2 + number), finished) for number in range(_SAVES)]
         shutil.rmtree(folder)
         return statistics.median(seconds)
 

@@ -127,6 +127,7 @@ def test_a_change_right_after_the_copy_spoils_the_save(tmp_path: Path, state: St
     """torch counts a write only when it is done, so this may have been one in the middle of the copy."""
     with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(3):
+            train(state)
             checkpointer.save(step)
         while find(tmp_path / "slots")[0].label.step != 2:
             pass
@@ -148,6 +149,7 @@ def test_without_overlap_a_save_is_complete_when_it_returns(tmp_path: Path, stat
 def test_an_end_without_close_loses_nothing(tmp_path: Path, state: State, helper: Held) -> None:
     checkpointer = Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots"))
     for step in range(3):
+        train(state)
         checkpointer.save(step)
     assert checkpointer.wait_until_finished()
     assert same(saved(tmp_path / "slots", 2), tensors(state))
@@ -162,3 +164,18 @@ def test_what_no_optimizer_owns_is_copied_at_once(tmp_path: Path, helper: Held) 
         for step in range(4):
             checkpointer.save(step)
             assert find(tmp_path / "slots")[0].label.step == step
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
+def test_a_compiled_step_is_waited_for_or_not_relied_on(tmp_path: Path, state: State) -> None:
+    """Whether the compiler runs hooks or leaves them out is its own business."""
+    step = torch.compile(state.optimizer.step, backend="eager")
+    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        for number in range(6):
+            for parameter in state.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            before = tensors(state)
+            step()
+            if number:
+                assert same(saved(tmp_path / "slots", number - 1), before)
+            checkpointer.save(number)

@@ -3,8 +3,9 @@
 What only an optimizer's step changes, its parameters and their moments, keeps still during the next forward and
 backward pass, so it is copied beside them, and the next step of any optimizer waits for what is left (the idea of
 CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write` returns: buffers, which a forward pass may
-change, and whatever else is in the state. torch counts what it writes to a tensor; a save during which it wrote to
-one that should have kept still is dropped, and saves take their time from then on.
+change, whatever else is in the state, and what belongs to an optimizer that has not passed here since the last save
+(a compiled step does not). torch counts what it writes to a tensor; a save during which it wrote to one that should
+have kept still is dropped, and saves take their time from then on.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Writer:
         self._watched: _Watched | None = None
         self._complete = False
         self._retract: Callable[[], object] = lambda: None
-        settle = weakref.WeakMethod(self.settle)
-        hook = register_optimizer_step_pre_hook(lambda *_: _call(settle))
+        self._passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        hook = register_optimizer_step_pre_hook(_Gate(self))
         self._unhook = weakref.finalize(self, hook.remove)
 
     def write(self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object]) -> bool:
@@ -91,6 +92,7 @@ class Writer:
         views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
         sharded = any(entry.scope == "shard" for entry in captured.entries)
         later = self._may_wait(state, captured) if known else set()  # new memory's pages are best paid for at once
+        self._passed.clear()
         watched = _Watched.of([captured.tensors[number] for number in sorted(later)])
 
         def commit() -> None:
@@ -125,6 +127,11 @@ class Writer:
                 )
         return self._complete
 
+    def about_to_step(self, optimizer: Optimizer) -> None:
+        """An optimizer will change what belongs to it."""
+        self.settle()
+        self._passed.add(optimizer)
+
     def close(self) -> None:
         """Finish the last save, and let go of everything."""
         self.settle()
@@ -139,7 +146,7 @@ class Writer:
         kept_still = {
             _memory_of(tensor.to_local() if is_sharded(tensor) else tensor)
             for name in state
-            if isinstance(optimizer := getattr(state, name), Optimizer)
+            if isinstance(optimizer := getattr(state, name), Optimizer) and optimizer in self._passed
             for tensor in _tensors_of(optimizer)
         }
         numbers = {
@@ -173,7 +180,15 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _call(settle: weakref.WeakMethod[Callable[[], bool]]) -> None:
-    method = settle()
-    if method is not None:
-        method()
+class _Gate:
+    """What every optimizer of this process calls before its step; it does not keep the writer alive."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = weakref.ref(writer)
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # or a compiled step would be broken in two, or refused
+        writer = self._writer()
+        if writer is not None:
+            writer.about_to_step(optimizer)

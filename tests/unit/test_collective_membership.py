@@ -102,3 +102,13 @@ def test_a_record_goes_with_its_node(stores: tuple[Store, Store]) -> None:
             one.join()
             assert set(other.read().nodes) == {"a"}
         assert other.read().nodes == {}
+
+
+def test_a_record_that_was_taken_away_by_mistake_is_written_again(stores: tuple[Store, Store]) -> None:
+    with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
+        one.join()
+        other.join()
+        other.bury("a")
+        assert set(other.read().nodes) == {"b"}
+        assert set(one.read().nodes) == {"a", "b"}
+        assert set(other.read().nodes) == {"a", "b"}

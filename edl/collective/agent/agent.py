@@ -28,6 +28,7 @@ from edl.collective.agent.membership import Membership, Records
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.storing import Storing
 from edl.collective.agent.stragglers import StepTimes
+from edl.collective.agent.tether import Tethers, neighbours
 from edl.collective.agent.workers import Exited, ZygoteLost
 from edl.collective.agent.world import Moment, Node, State, World, failed, next_world
 from edl.collective.ledger.node import Doing
@@ -64,7 +65,14 @@ class Signalled:
     number: int
 
 
-Event = Exited | ZygoteLost | Signalled | None
+@dataclass(frozen=True)
+class Gone:
+    """The agent of another node is gone, its process at any rate."""
+
+    node: str
+
+
+Event = Exited | ZygoteLost | Signalled | Gone | None
 
 
 class Agent:
@@ -91,7 +99,8 @@ class Agent:
         slots = [self._host.slots(rank) for rank in range(told.workers)]
         prefixes = [Path(each) for each in slots]
         self._replicas = Replication(name, self._host.replicas, prefixes, JobSecret(store, told.job), say)
-        node = Node(name, told.addr, self._spare.port, told.workers, self._replicas.port)
+        self._tethers = Tethers(name, lambda node: self._events.put(Gone(node)))
+        node = Node(name, told.addr, self._spare.port, told.workers, self._replicas.port, self._tethers.port)
         self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
         self._storing = Storing(told.checkpoint, slots, self._may_store, say)
         self._seen_nodes: frozenset[str] = frozenset()
@@ -104,6 +113,7 @@ class Agent:
         self._alone = True
         self._reserve = False
         self._signals: list[int] = []
+        self._gone: set[str] = set()
 
     def run(self) -> int:
         """Take part until the end. Returns the exit code, an `Exit`.
@@ -131,6 +141,7 @@ class Agent:
             return code
         finally:
             self._crew.close()
+            self._tethers.close()  # not before the workers are gone: others go on at once
             self._replicas.close()
             if code == Exit.DONE:
                 self._storing.store_newest()
@@ -206,6 +217,8 @@ class Agent:
         if not (woken or due or paused or self._crew.failing):
             return None
         try:
+            while self._gone:
+                self._membership.bury(self._gone.pop())
             records = self._membership.read()
             self._read_at = time.monotonic()
             if self._unreachable:
@@ -226,6 +239,8 @@ class Agent:
                     self._signals.append(event.number)
                     if len(self._signals) == 1:
                         self._say("asked to leave: the others are told, and this node goes after the next steps")
+                elif isinstance(event, Gone):
+                    self._gone.add(event.node)
                 elif event is not None:
                     self._crew.take(event)
                 event = self._events.get_nowait()
@@ -266,6 +281,7 @@ class Agent:
         if self._crew.running:
             self._chronicle.observe(Doing.RENDEZVOUS, self._crew)  # what follows is no training of the old workers
         self._replicas.world_changed(world)
+        self._tethers.follow(neighbours(world, position))
         self._crew.begin(world, position)
 
     def _wait(self, records: Records) -> int | None:

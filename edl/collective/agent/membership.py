@@ -100,6 +100,9 @@ class Membership:
             self._write()
         found = [Node.decode(each.value) for each in self._store.list(self._nodes_prefix)]
         nodes = {node.id: node for node in found}
+        if self._joined and self.node.id not in nodes:  # somebody took this node for dead
+            self._write()
+            nodes[self.node.id] = self.node
         world = self._believed(entry)
         if time.monotonic() < self._doubt_until:
             members = {member.id for member in world.nodes}
@@ -137,6 +140,14 @@ class Membership:
             DiscoveryError: the store does not answer, and may have written it or not.
         """
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
+
+    def bury(self, node: str) -> None:
+        """Take away the record of another node, whose agent's process is gone for certain.
+
+        Raises:
+            DiscoveryError: the store does not answer. The record's lease ends all the same.
+        """
+        self._store.delete(self._nodes_prefix + node)
 
     def close(self) -> None:
         """Take this node's record away."""

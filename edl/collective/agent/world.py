@@ -50,6 +50,7 @@ class Node:
         port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
         workers: how many it runs.
         replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
+        tether_port: where others learn at once that its agent's process is gone, 0 if nowhere.
         leaving: it wants to go, and must not be a member of the next world.
         paused: the generation in which all of its workers paused, -1 for none.
         finished: the generation in which all of its workers ended well, -1 for none.
@@ -60,6 +61,7 @@ class Node:
     port: int
     workers: int
     replica_port: int = 0
+    tether_port: int = 0
     leaving: bool = False
     paused: int = -1
     finished: int = -1
@@ -85,7 +87,7 @@ class Node:
 class Member:
     """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
 
-    Its agent takes replicas of other nodes' states at `replica_port`, if that is not 0.
+    Its agent takes replicas of other nodes' states at `replica_port`, and is tied to at `tether_port`; 0 for neither.
     """
 
     id: str
@@ -94,6 +96,7 @@ class Member:
     local_world_size: int
     first_rank: int
     replica_port: int = 0
+    tether_port: int = 0
 
 
 @dataclass(frozen=True)
@@ -316,7 +319,7 @@ def arrange(before: list[str], present: Iterable[str]) -> list[str]:
 def _ranked(nodes: Iterable[Node]) -> Iterable[Member]:
     first = 0
     for node in nodes:
-        yield Member(node.id, node.addr, node.port, node.workers, first, node.replica_port)
+        yield Member(node.id, node.addr, node.port, node.workers, first, node.replica_port, node.tether_port)
         first += node.workers
 
 

@@ -165,3 +165,15 @@ def test_a_node_leaves_on_sigterm_and_the_job_ends_for_the_rest(job: Job) -> Non
     assert two_worlds(job.steps()) == []
     steps = sorted({one.step for one in job.steps()})
     assert steps == list(range(len(steps))), "every step was made by some world"
+
+
+def test_a_killed_node_is_gone_before_its_lease(tmp_path: Path) -> None:
+    """A process that is gone on a host that lives is known at once, whatever the lease."""
+    with Job(tmp_path, options=("--nnodes", "1:3", "--lease-ttl", "60")) as job:
+        for _ in range(3):
+            job.start()
+        job.wait_for_world(3)
+        for size in (2, 1):
+            before, at = generation(job), time.monotonic()
+            present(job)[0].signal_all(signal.SIGKILL)
+            assert went_on(job, size, at, before) < 30

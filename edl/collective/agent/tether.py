@@ -1,0 +1,212 @@
+"""Knowing at once that another agent's process is gone: a connection to it that carries nothing but its name.
+
+A lease tells of a death when it has run out, since silence may also be a slow network. A kernel that says that nobody
+listens any more, where that agent did, tells it for certain: the process died (by SIGKILL, preemption, lack of memory)
+on a host that lives. Hosts that vanish, agents that are stopped and networks that fail stay the lease's business.
+
+What does not belong here: what follows from a death (`edl.collective.agent.world`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from edl.collective.agent.world import World
+
+__all__ = ["Address", "Tethers", "neighbours"]
+
+_log = logging.getLogger(__name__)
+
+Address = tuple[str, int]
+
+_NEIGHBOURS: Final = 8
+_HELD: Final = 1024
+"""Connections from others that are kept at most: each costs a file descriptor."""
+_TRIES: Final = 5
+_AGAIN_S: Final = 0.02
+_CONNECT_S: Final = 2.0
+
+
+def neighbours(world: World, position: int) -> dict[str, Address]:
+    """Whom the node at `position` is tied to: the members behind it, around the ring, by id; eight at most."""
+    around = [*world.nodes[position + 1 :], *world.nodes[:position]][:_NEIGHBOURS]
+    return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
+
+
+@dataclass(eq=False)
+class _Tether:
+    """A connection to one agent, or the attempt to make one.
+
+    `proven` is set once the agent has said its name there: a refusal from any other address means nothing.
+    """
+
+    node: str
+    address: Address
+    socket: socket.socket | None = None
+    proven: bool = False
+    tries: int = 0
+    again_at: float | None = 0.0
+    """When to connect; None while connected, or when there is no more to be learnt."""
+    until: float | None = None
+    """When to give up connecting; None if not connecting."""
+
+
+class Tethers:
+    """This agent's ties to others, and theirs to it. Its own thread does the work.
+
+    Args:
+        name: of this node.
+        gone: called with the id of a node whose agent's process is gone for certain; from the thread.
+    """
+
+    def __init__(self, name: str, gone: Callable[[str], object]) -> None:
+        self._name = name.encode()
+        self._gone = gone
+        self._listener = socket.create_server(("", 0), backlog=128)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        """Where others tie themselves to this agent."""
+        self._wanted: Mapping[str, Address] = {}
+        self._tethers: dict[str, _Tether] = {}
+        self._held = 0
+        self._closing = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._wake)
+        self._thread = threading.Thread(target=self._run, name="edl-tether", daemon=True)
+        self._thread.start()
+
+    def follow(self, nodes: Mapping[str, Address]) -> None:
+        """Be tied to these from now on, and to nobody else."""
+        self._wanted = dict(nodes)
+        self._poke()
+
+    def close(self) -> None:
+        """Cut all ties. Others see this agent go."""
+        if not self._closing:
+            self._closing = True
+            self._poke()
+            self._thread.join()
+
+    def _poke(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._waker.send(b"\0")
+
+    # --- In the thread. ---
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                for key, _ in self._selector.select(self._rest_s()):
+                    key.data(key.fileobj)
+                self._tie()
+        finally:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._waker.close()
+            self._selector.close()
+
+    def _rest_s(self) -> float | None:
+        """How long nothing is to be done unless something comes."""
+        times = [at for one in self._tethers.values() for at in (one.again_at, one.until) if at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _wake(self, woken: socket.socket) -> None:
+        woken.recv(4096)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            if self._held >= _HELD:
+                connection.close()
+                return
+            connection.setblocking(False)
+            connection.send(self._name)
+            self._held += 1
+            self._selector.register(connection, selectors.EVENT_READ, self._drop)
+
+    def _drop(self, connection: socket.socket) -> None:
+        """Whoever was tied to this agent has gone, or says something, which nobody should."""
+        self._held -= 1
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _tie(self) -> None:
+        """Have the ties that are wanted."""
+        wanted = self._wanted
+        for node, one in list(self._tethers.items()):
+            if wanted.get(node) != one.address:
+                self._cut(one)
+                del self._tethers[node]
+        now = time.monotonic()
+        for node, address in wanted.items():
+            one = self._tethers.setdefault(node, _Tether(node, address))
+            if one.until is not None and now >= one.until:
+                self._cut(one)  # no answer at all: the host is gone, or the way to it
+                one.again_at = None
+            elif one.again_at is not None and now >= one.again_at:
+                self._connect(one)
+
+    def _connect(self, one: _Tether) -> None:
+        one.again_at, one.until = None, time.monotonic() + _CONNECT_S
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(*one.address, type=socket.SOCK_STREAM)[0]
+            one.socket = socket.socket(family, kind, protocol)
+            one.socket.setblocking(False)
+            code = one.socket.connect_ex(place)
+        except OSError as exc:
+            code = exc.errno or errno.EIO
+        if code == errno.EINPROGRESS and one.socket is not None:
+            self._selector.register(one.socket, selectors.EVENT_WRITE, lambda _: self._connected(one))
+        else:
+            self._settled(one, code)
+
+    def _connected(self, one: _Tether) -> None:
+        assert one.socket is not None
+        self._selector.unregister(one.socket)
+        self._settled(one, one.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+
+    def _settled(self, one: _Tether, code: int) -> None:
+        """An attempt to connect has ended."""
+        one.until = None
+        if code == 0 and one.socket is not None:
+            self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
+            return
+        self._cut(one)
+        if code == errno.ECONNREFUSED and one.proven:
+            _log.info("nobody listens at %s:%d any more, where the agent of %s did", *one.address, one.node)
+            self._gone(one.node)
+
+    def _heard(self, one: _Tether) -> None:
+        """The agent said its name, or the connection has ended: which proves nothing. Does anybody listen there?"""
+        assert one.socket is not None
+        try:
+            said = one.socket.recv(4096)
+        except OSError:
+            said = b""
+        if said:
+            one.proven = one.proven or said == one.node.encode()
+            return
+        self._cut(one)
+        one.tries += 1
+        if one.tries <= _TRIES:
+            one.again_at = time.monotonic() + (0.0 if one.tries == 1 else _AGAIN_S)
+
+    def _cut(self, one: _Tether) -> None:
+        if one.socket is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(one.socket)
+            one.socket.close()
+            one.socket = None
+        one.until = None

@@ -1,0 +1,144 @@
+"""What agents learn from their ties: that a process is gone, and nothing else for that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from subprocess import DEVNULL, PIPE, Popen
+
+import pytest
+
+from edl.collective.agent.tether import Address, Tethers, neighbours
+from edl.collective.agent.world import Member, State, World
+
+DEADLINE_S = 20.0
+QUIET_S = 0.5
+
+OTHER = """
+import sys, time
+from edl.collective.agent.tether import Tethers
+print(Tethers(sys.argv[1], print).port, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def other_agent(name: str) -> Iterator[tuple[Popen[str], Address]]:
+    process = Popen([sys.executable, "-c", OTHER, name], stdout=PIPE, stderr=DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, ("127.0.0.1", int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+def gone() -> queue.SimpleQueue[str]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def tethers(gone: queue.SimpleQueue[str]) -> Iterator[Tethers]:
+    made = Tethers("me", gone.put)
+    yield made
+    made.close()
+
+
+def connected(tethers: Tethers, *names: str) -> Callable[[], bool]:
+    return lambda: all(name in tethers._tethers and tethers._tethers[name].proven for name in names)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def nothing(gone: queue.SimpleQueue[str]) -> bool:
+    try:
+        return gone.get(timeout=QUIET_S) is None
+    except queue.Empty:
+        return True
+
+
+def test_a_killed_process_is_gone_and_one_that_is_stopped_is_not(
+    tethers: Tethers, gone: queue.SimpleQueue[str]
+) -> None:
+    with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
+        tethers.follow({"a": to_a, "b": to_b})
+        wait_for(connected(tethers, "a", "b"))
+        os.kill(b.pid, signal.SIGSTOP)
+        assert nothing(gone)
+        a.kill()
+        assert gone.get(timeout=DEADLINE_S) == "a"
+        b.kill()  # stopped or not
+        assert gone.get(timeout=DEADLINE_S) == "b"
+        assert nothing(gone), "each is told once"
+
+
+def test_an_address_where_that_agent_never_answered_proves_nothing(
+    tethers: Tethers, gone: queue.SimpleQueue[str]
+) -> None:
+    """A firewall refuses, another node has 127.0.0.1 for its address, a port belongs to somebody else now."""
+    with other_agent("somebody else") as (process, to_other), socket.create_server(("127.0.0.1", 0)) as closed:
+        refused = closed.getsockname()[:2]
+        closed.close()
+        tethers.follow({"a": refused, "b": to_other})
+        wait_for(lambda: "b" in tethers._tethers and tethers._tethers["b"].socket is not None)
+        assert nothing(gone)
+        process.kill()
+        assert nothing(gone)
+
+
+def test_a_connection_that_is_cut_is_made_again(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    """By something in between: the agent lives. Later it dies, and that is seen."""
+    with other_agent("a") as (process, to_a):
+        tethers.follow({"a": to_a})
+        wait_for(connected(tethers, "a"))
+        first = tethers._tethers["a"].socket
+        assert first is not None
+        first.shutdown(socket.SHUT_RDWR)
+        wait_for(lambda: tethers._tethers["a"].socket not in (None, first))
+        assert nothing(gone)
+        process.kill()
+        assert gone.get(timeout=DEADLINE_S) == "a"
+
+
+def test_whoever_is_not_followed_any_more_is_nobodys_business(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    with other_agent("a") as (process, to_a):
+        tethers.follow({"a": to_a})
+        wait_for(connected(tethers, "a"))
+        tethers.follow({})
+        wait_for(lambda: not tethers._tethers)
+        process.kill()
+        assert nothing(gone)
+
+
+def test_strangers_do_no_harm(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as stranger:
+        assert stranger.recv(10) == b"me"
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+    assert nothing(gone)
+
+
+def test_everybody_is_tied_to_those_behind_in_a_ring() -> None:
+    def world(size: int) -> World:
+        members = tuple(Member(str(rank), "h", 1, 1, rank, tether_port=rank % 9 and 100 + rank) for rank in range(size))
+        return World(0, State.RUNNING, members)
+
+    assert neighbours(world(1), 0) == {}
+    assert neighbours(world(3), 1) == {"2": ("h", 102)}, "0 has no port: it is of an older version"
+    assert [*neighbours(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]

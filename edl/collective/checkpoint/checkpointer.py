@@ -151,7 +151,7 @@ class Checkpointer:
         `wait_until_finished`, do not change parameters or an optimizer's state by other means.
 
         Args:
-            force: save now, whatever the interval.
+            force: save now, whatever the interval, and wait for all of the copy.
             samples: processed by this rank in this step, for the record only.
 
         Returns:
@@ -170,9 +170,7 @@ class Checkpointer:
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 keep = due and self._keep_next and not wanted
                 slots = self._keeping.slots if keep and self._keeping else self._slots
-                save_s = self._save(step, wanted, slots, usual=not keep)
-                if pausing and not self._writer.settle():
-                    self._save(step, wanted, slots, usual=False)
+                save_s = self._save(step, wanted, slots, usual=not keep, wait=force or pausing)
                 if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                     self._plan_next(step, save_s)
         if pausing:
@@ -232,7 +230,7 @@ class Checkpointer:
         """The newest step on storage. Collective."""
         return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
 
-    def _save(self, step: int, persist: bool, slots: SlotPair, *, usual: bool) -> float:
+    def _save(self, step: int, persist: bool, slots: SlotPair, *, usual: bool, wait: bool) -> float:
         """Copy the state into the older one of two slots. Returns the seconds that it held training up."""
         begin = time.perf_counter()
         label = Label(self.generation, step, world_of(self._group), rank_of(self._group), persist=persist)
@@ -245,6 +243,8 @@ class Checkpointer:
                 self._background.notify()
 
         self._sharded = self._writer.write(self.state, slots, label, complete)
+        if wait:
+            self._writer.settle()
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:

@@ -1,4 +1,4 @@
-# Developer's commands. `make help` lists them. Nothing here is needed to use EDL: `pip install edl`.
+# Developer's commands. `make help` lists them. Nothing here is needed to use EDL: `pip install .`.
 #
 #   make test PYTHON=python3.12 VENV=/tmp/venv      another interpreter, another folder
 #   make test PYTEST_ARGS="-k reader -x"            some of the tests

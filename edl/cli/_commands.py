@@ -28,16 +28,18 @@ GROUP = "edl.commands"
 _ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "bench")
 
 # Which extra brings a module that a command may miss.
-_EXTRAS = {
-    "consul": "consul",
-    "grpc_health": "serving",
-    "matplotlib": "demo",
-    "paddle": "paddle",
-    "plotext": "demo",
-    "sklearn": "demo",
-    "tomli": "serving",
-    "torch": "torch",
+_PROVIDERS = {
+    "consul": ("py-consul", "consul"),
+    "fsspec": ("fsspec", "collective"),
+    "grpc_health": ("grpcio-health-checking", "serving"),
+    "matplotlib": ("matplotlib", "demo"),
+    "paddle": ("paddlepaddle", "paddle"),
+    "plotext": ("plotext", "demo"),
+    "sklearn": ("scikit-learn", "demo"),
+    "tomli": ("tomli", "serving"),
+    "torch": ("torch", "torch"),
 }
+"""A module -> the package that has it, and the extra of EDL that installs it, with whatever else is needed."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def explain_missing(exc: ModuleNotFoundError) -> str | None:
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None
-    extra = _EXTRAS.get(missing)
-    remedy = f"pip install 'edl[{extra}]'" if extra else f"install {missing}"
-    return f"the Python package {missing!r} is not installed: {remedy}"
+    if missing not in _PROVIDERS:
+        return f"the Python package {missing!r} is not installed: install it"
+    package, extra = _PROVIDERS[missing]
+    return f"the Python package {missing!r} is not installed: pip install {package}, or EDL with its extra [{extra}]"

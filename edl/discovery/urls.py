@@ -83,7 +83,7 @@ def _naming_the_extra() -> Iterator[None]:
     except ModuleNotFoundError as exc:
         if (exc.name or "").partition(".")[0] != "consul":
             raise
-        raise SettingsError("a consul: URL needs the package py-consul: pip install 'edl[consul]'") from exc
+        raise SettingsError("a consul: URL needs the package py-consul: pip install py-consul") from exc
 
 
 def _path(url: str, parts: SplitResult) -> str:

@@ -143,10 +143,11 @@ def test_an_error_is_one_line_and_an_exit_code(
     assert error == "" or (error.startswith("edl fail: ") and error.count("\n") == 1)
 
 
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     told = _commands.explain_missing(ModuleNotFoundError("", name="sklearn.datasets"))
     assert told is not None
-    assert "edl[demo]" in told
+    assert "pip install scikit-learn" in told
+    assert "[demo]" in told
     assert _commands.explain_missing(ModuleNotFoundError("", name="edl.gone")) is None
 
 

@@ -20,7 +20,7 @@ from edl_serving.backends.source import ModelSource
 
 __all__ = ["KINDS", "Kind", "ModelSource", "open_backends"]
 
-_EXTRAS = {"torch": "PyTorch", "paddle": "PaddlePaddle"}
+_PACKAGES = {"torch": ("PyTorch", "torch"), "paddle": ("PaddlePaddle", "paddlepaddle")}
 _ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
 _TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
 
@@ -41,16 +41,17 @@ class Kind:
         """Import the loader.
 
         Raises:
-            SettingsError: what it needs is not installed; names the extra.
+            SettingsError: what it needs is not installed; names the package.
         """
         name, _, function = self.loader.partition(":")
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError as exc:
             missing = (exc.name or "").partition(".")[0]
-            if missing not in _EXTRAS:
+            if missing not in _PACKAGES:
                 raise
-            raise SettingsError(f"{_EXTRAS[missing]} is not installed: pip install 'edl[{missing}]'") from exc
+            framework, package = _PACKAGES[missing]
+            raise SettingsError(f"{framework} is not installed: pip install {package}") from exc
         loader: Callable[[ModelSource], Backend] = getattr(module, function)
         return loader
 

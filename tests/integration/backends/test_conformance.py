@@ -21,7 +21,7 @@ Sources = dict[tuple[str, int], ModelSource]
 def form(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if "paddle" in name:
-        pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install 'edl[paddle]'")
+        pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
     return name
 
 

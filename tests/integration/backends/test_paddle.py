@@ -12,7 +12,7 @@ from edl_serving.backend import TensorSpec
 from edl_serving.backends import ModelSource, open_backends
 from tests.integration.backends.models import as_paddle, expected
 
-pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install 'edl[paddle]'")
+pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 

@@ -60,7 +60,8 @@ def store_url(task: Task) -> str:
 def _edl(task: Task, options: list[str], workers: int) -> Job:
     name = job_name(task)
     command = [*_EDL, *options, "--rdzv-id", name, "--store", store_url(task)]
-    memory = Path(f"/dev/shm/edl-{os.getuid()}") / hashlib.sha256(name.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{store_url(task)} {name}".encode()).hexdigest()[:16]
+    memory = Path(f"/dev/shm/edl-{os.getuid()}") / digest
     return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_edl.py", task, node)]), workers, memory)
 
 

@@ -77,9 +77,13 @@ def _show(value: object) -> str:
 
 
 def brief_meta(meta: Any, limit: int = 48) -> str:
-    """Metadata as `key=value key=value`, cut at `limit` characters."""
-    text = " ".join(f"{key}={value}" for key, value in sorted(meta.items()))
+    """Metadata as `key=value key=value`, cut at `limit` characters. `boot` is left out: only programs compare it."""
+    text = " ".join(f"{key}={value}" for key, value in sorted(meta.items(), key=_version_first) if key != "boot")
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _version_first(item: tuple[str, Any]) -> tuple[bool, str]:
+    return item[0] != "version", item[0]
 
 
 def printable(text: str) -> str:

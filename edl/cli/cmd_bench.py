@@ -209,6 +209,7 @@ def _show(result: _Result, load: _Load, *, own: bool) -> None:
     cpu = f"  processor time for a row: {result.reader_cpu_us:.1f} µs in the reader"
     console.print(cpu + (f", {result.teacher_cpu_us:.1f} µs in the teacher" if result.teacher_cpu_us else ""))
     medians = statistics.median(result.teacher_ms.values()) if result.teacher_ms else 0.0
-    console.print(f"  {len(result.teacher_ms)} teachers, a request takes {medians:.1f} ms (median)")
+    teachers = "1 teacher" if len(result.teacher_ms) == 1 else f"{len(result.teacher_ms)} teachers"
+    console.print(f"  {teachers}, a request takes {medians:.1f} ms (median)")
     if result.rows_resent:
         console.print(f"  [yellow]{result.rows_resent:,} rows were sent again[/yellow]")

@@ -20,7 +20,7 @@ smaller students on its soft labels. Meanwhile one teacher is killed with SIGKIL
 with SIGTERM. Beside each distilled student the same student learns from the images' own labels alone.
 
 At the end you see how well they all do, that every sample came exactly once with its own label, who served how many,
-and the throughput over time, with the kill, the join and the drain marked. About a minute and a half on two cores.
+and the throughput over time, with the kill, the join and the drain marked. About two minutes on two cores.
 
 The teachers sleep for a while in each batch, so that the little network takes as long as a large one; everything else
 is real: processes, sockets, signals, discovery."""

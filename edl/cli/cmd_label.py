@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -60,10 +61,17 @@ def main(argv: Sequence[str]) -> int:
         options=Options(teacher_timeout_s=options.timeout),
     )
     data = open_data(options.data, _names(options.inputs), options.ids, options.workers)
+    new = not Path(options.output).exists()
     half: Any = "float16" if options.dtype == "float16" else None  # also where a server does not know how to send it
     with SoftLabelCache(0, options.output, store_dtype=half, flush_interval_s=_FLUSH_S) as cache:
-        with _shown(plan.teachers.name) as show:
-            report = label(data, plan, cache, show)
+        try:
+            with _shown(plan.teachers.name) as show:
+                report = label(data, plan, cache, show)
+        except BaseException:
+            if new:
+                with contextlib.suppress(OSError):  # it is not empty
+                    Path(options.output).rmdir()
+            raise
         _tell(report, options.output, cache.stats().disk_bytes)
     return 0
 

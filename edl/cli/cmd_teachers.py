@@ -85,12 +85,18 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
         console.print(_table(snapshots))
     else:
         whom = f"of service {service!r} " if service else ""
-        console.print(Text(printable(f"No teacher {whom}is registered in {url}.")))
+        console.print(Text(printable(f"No teacher {whom}is registered in {url}.{_others(registry, service)}")))
     for snapshot in snapshots:
         for bad in snapshot.rejected:
             console.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
         if snapshot.stale:
             console.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+
+
+def _others(registry: Registry, service: str | None) -> str:
+    """Which services there are instead of one that has no teacher."""
+    there = registry.services() if service else ()
+    return f" There are teachers of {', '.join(map(repr, there))}." if there else ""
 
 
 def _console() -> Console:

@@ -64,7 +64,7 @@ class ReaderStats:
 
     def line(self) -> str:
         """The state in one line for a person."""
-        parts = [f"{self.rows_delivered:,} rows", f"{self.teachers_live} teachers"]
+        parts = [f"{self.rows_delivered:,} rows", f"{self.teachers_live} teacher{'s' * (self.teachers_live != 1)}"]
         if self.rows_cached:
             parts.append(f"{self.rows_cached:,} from cache")
         if self.rows_resent:

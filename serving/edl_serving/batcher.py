@@ -173,8 +173,8 @@ class Batcher:
         for worker in self._workers:
             worker.discard()
         _, late = await asyncio.wait([worker.closed for worker in self._workers], timeout=timeout_s)
-        if late:
-            _log.warning("%d backends are still computing after %.1f s; left behind", len(late), timeout_s)
+        if late and timeout_s > 0:
+            _log.warning("%d of %d backends still compute after %.1f s: left", len(late), len(self._workers), timeout_s)
 
 
 def _settle(jobs: list[Job]) -> None:

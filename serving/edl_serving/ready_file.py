@@ -28,6 +28,8 @@ class ReadyFile:
         if self._path is not None and not self._path.parent.is_dir():
             raise SettingsError(f"--ready-file: there is no folder {str(self._path.parent)!r}")
         self.remove()
+        self.write({})  # before a model is loaded for nothing
+        self.remove()
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Write `content` as JSON, visible at once and whole.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import socket
 from collections.abc import Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -123,6 +125,7 @@ class TeacherServer:
         self._grpc.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
+        _see_that_it_is_free(settings.host, settings.port)
         self._port = self._bind(self._grpc, f"{settings.host}:{settings.port}")
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{settings.uds}")
@@ -198,3 +201,19 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]
+
+
+def _see_that_it_is_free(host: str, port: int) -> None:
+    """Ask the kernel before gRPC does, which says less, and says it on standard error.
+
+    Raises:
+        SettingsError: it cannot be listened on.
+    """
+    if port == 0:
+        return
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError as exc:
+        remedy = "; another --port does, or 0 for a free one" if exc.errno == errno.EADDRINUSE else ""
+        raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror or exc}{remedy}") from exc

@@ -75,16 +75,26 @@ def watching(*arguments: str) -> Iterator[Watching]:
 
 
 def test_the_table_shows_who_is_there(registry: Registry, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    one = Instance("digits", "one", "127.0.0.1", 8500, model="resnet", capacity=2.0, meta={"gpu": "T4"})
+    one = Instance(
+        "digits",
+        "one",
+        "127.0.0.1",
+        8500,
+        model="resnet",
+        capacity=2.0,
+        meta={"gpu": "T4", "boot": "b2", "version": "7"},
+    )
     with registry.register(one), registry.register(replace(one, id="two", state="draining")):
         assert main(["teachers", "--discovery", url]) == 0
         lines = capsys.readouterr().out.splitlines()
         (first,) = (line for line in lines if "one" in line)
-        assert first.split() == ["digits", "one", "127.0.0.1:8500", "resnet", "2", "ready", "gpu=T4"]
+        assert first.split() == ["digits", "one", "127.0.0.1:8500", "resnet", "2", "ready", "version=7", "gpu=T4"]
         assert any("draining" in line for line in lines)
 
         assert main(["teachers", "others", "--discovery", url]) == 0
-        assert "No teacher of service 'others'" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "No teacher of service 'others'" in said
+        assert "There are teachers of 'digits'." in said
 
 
 def test_an_empty_registry_says_so_and_where_it_looked(url: str, capsys: pytest.CaptureFixture[str]) -> None:

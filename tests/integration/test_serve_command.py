@@ -194,6 +194,7 @@ MODEL = """
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "teacher.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "module.py").write_text("import torch\n\nnet = torch.nn.Linear(4, 2)\n")
     return tmp_path
 
 
@@ -227,6 +228,8 @@ def test_a_config_file_serves_and_flags_win_over_it(folder: Path, url: str) -> N
         (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
         (["--factory", "edl.testing.models:echo", "--config", "none.toml"], "--config 'none.toml': No such file"),
         (["--factory", "edl.testing.models:echo", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}"),
+        (["--factory", "edl.testing.models:echo", "--port", "{taken}"], "another --port does, or 0 for a free one"),
+        (["--callable", "module.py:net", "--input", "x:float32[4]"], "give --torch-factory a function that returns it"),
         (["--factory", "edl.testing.models:echo", "--metrics-port", "{taken}"], "{taken}"),
         (
             ["--factory", "edl.testing.models:echo", "--ready-file", "no/such/folder"],

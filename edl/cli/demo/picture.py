@@ -47,6 +47,7 @@ def draw(timeline: Timeline, path: Path, what: str) -> None:
             color=colour,
             fontsize=9,
             fontweight="bold",
+            bbox={"facecolor": "white", "alpha": 0.85, "edgecolor": "none", "pad": 1.5},  # over other events' lines
         )
     axes.set(xlim=(0, timeline.end_s), ylim=(0, top), xlabel="seconds of the epoch", ylabel="soft labels a second")
     axes.set_title(f"{what}, each labelled once and in order, while teachers come and go", loc="left", fontsize=12)

@@ -15,7 +15,7 @@ from edl.cli.demo.fleet import Fleet
 from edl.cli.demo.plan import Plan
 from edl.cli.demo.report import Result
 from edl.cli.demo.screen import Screen
-from edl.errors import EDLError
+from edl.errors import EDLError, SettingsError
 
 __all__ = ["tell"]
 
@@ -30,7 +30,10 @@ def tell(plan: Plan, screen: Screen) -> Result:
     """
     began = time.monotonic()
     torch.set_num_threads(1)  # the teachers want the other cores
-    plan.out.mkdir(parents=True, exist_ok=True)
+    try:
+        plan.out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise SettingsError(f"--out {str(plan.out)!r}: {exc.strerror or exc}") from exc
     digits = data.load()
 
     screen.step(f"A teacher learns from {len(digits.images):,} labelled images of handwritten digits.")

@@ -12,6 +12,7 @@ number of rows in the same order; a single output may come as the bare array. It
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -90,7 +91,14 @@ class CallableBackend(DescribedBackend):
 
 def from_function(source: ModelSource) -> Backend:
     """`--callable`: the function itself."""
-    return _backend(source, resolve(source.target, "--callable"))
+    function = resolve(source.target, "--callable")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(function, torch.nn.Module):
+        raise SettingsError(
+            f"--callable {source.target!r} is a PyTorch module, not a function of arrays: give --torch-factory a "
+            "function that returns it"
+        )
+    return _backend(source, function)
 
 
 def from_factory(source: ModelSource) -> Backend:

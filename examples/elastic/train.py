@@ -44,7 +44,6 @@ def main() -> None:
                 state.step += 1
                 checkpointer.save(state.step, samples=share)
             report(epoch, sampler.consumed - before, time.monotonic() - begin, network, test)
-        checkpointer.save(state.step, force=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

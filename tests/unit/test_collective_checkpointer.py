@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ def test_lost_steps_are_rolled_back_until_they_are_made_again(tmp_path: Path, ag
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
+        checkpointer.close()  # as when it is killed: the end of the block would save the last step
     state = State(epoch=9)
     with worker(tmp_path, state, interval_steps=4) as checkpointer:
         assert checkpointer.restore() == 4
@@ -108,3 +110,25 @@ def test_a_closed_or_contradictory_one_is_refused(tmp_path: Path, agent: Board) 
     checkpointer.close()
     with pytest.raises(ClosedError):
         checkpointer.save(0)
+
+
+def test_the_end_of_the_block_saves_the_last_step(tmp_path: Path, agent: Board) -> None:
+    with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
+        for step in range(7):
+            checkpointer.save(step)
+        assert steps(tmp_path) == [4, 0]
+    assert steps(tmp_path) == [6, 4]
+    assert agent.read().saved == 6
+    state = State(epoch=9)
+    with worker(tmp_path, state, interval_steps=4) as checkpointer:
+        assert checkpointer.restore() == 6
+    assert steps(tmp_path) == [6, 4], "nothing new was finished"
+
+
+def test_the_end_of_a_block_that_failed_saves_nothing(tmp_path: Path, agent: Board) -> None:
+    """The state may be half of a step."""
+    with contextlib.suppress(ZeroDivisionError), worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
+        for step in range(7):
+            checkpointer.save(step)
+        _ = 1 / 0
+    assert steps(tmp_path) == [4, 0]

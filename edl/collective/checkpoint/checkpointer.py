@@ -43,6 +43,8 @@ class Checkpointer:
     only an optimizer's step changes while training goes on, until the next such step, and the rest at once. Storage is
     written from there, by the node's agent or by a thread of this process, and never makes training wait. Under
     `edl run` it also tells the agent of each step, and pauses when asked to.
+
+    As a context manager it also saves the last step, if the block ends well: nobody wants to lose the finished model.
     """
 
     def __init__(
@@ -92,7 +94,8 @@ class Checkpointer:
         self._keep_next = self._sharded = False
         self._usual_s = 0.0
         self._last: tuple[int, float] | None = None
-        self._ahead_of = NOTHING
+        self._ahead_of = self._step = self._saved = NOTHING
+        self._place: tuple[int, int] | None = None
         self._training = False
         self._closed = False
         told = read("EDL_CHECKPOINT", str)
@@ -136,6 +139,7 @@ class Checkpointer:
         self._last, self._keep_next = None, False
         self._ahead_of = reached
         step = NOTHING if restored is None else restored.step
+        self._step = self._saved = step
         self._training = step >= reached
         self._board.enter(Phase.TRAIN if self._training else Phase.ROLLBACK)
         if restored is not None:
@@ -159,6 +163,7 @@ class Checkpointer:
         """
         self._check_open()
         self._finished(step)
+        self._step = step
         self._board.finish_step(step, samples)
         if not self._training and step >= self._ahead_of:
             self._training = True
@@ -166,11 +171,12 @@ class Checkpointer:
         pausing = self._board.pause_wanted(step)
         due = self._pace.due(step)
         if due or force or pausing:
+            place = world_of(self._group), rank_of(self._group)
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 keep = due and self._keep_next and not wanted
                 slots = self._keeping.slots if keep and self._keeping else self._slots
-                save_s = self._save(step, wanted, slots, usual=not keep, wait=force or pausing)
+                save_s = self._save(step, wanted, slots, place, usual=not keep, wait=force or pausing)
                 if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                     self._plan_next(step, save_s)
         if pausing:
@@ -203,7 +209,7 @@ class Checkpointer:
         self._finished, self._interrupt = finished, interrupt
 
     def close(self) -> None:
-        """Let go of everything. Slots of an agent stay; private ones are removed."""
+        """Let go of everything, without another save. Slots of an agent stay; private ones are removed."""
         if self._closed:
             return
         self._closed = True
@@ -220,7 +226,13 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None and not self._closed and self._place is not None and self._lacks_the_last():
+            with self._board.phase(Phase.SAVE):
+                self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
         self.close()
+
+    def _lacks_the_last(self) -> bool:
+        return self._step != self._saved or not self._writer.settle()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -230,10 +242,16 @@ class Checkpointer:
         """The newest step on storage. Collective."""
         return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
 
-    def _save(self, step: int, persist: bool, slots: SlotPair, *, usual: bool, wait: bool) -> float:
-        """Copy the state into the older one of two slots. Returns the seconds that it held training up."""
+    def _save(
+        self, step: int, persist: bool, slots: SlotPair, place: tuple[int, int], *, usual: bool, wait: bool
+    ) -> float:
+        """Copy the state into the older one of two slots. Returns the seconds that it held training up.
+
+        Args:
+            place: ranks and rank. At the end of a job, when there is no process group any more, those of the last save.
+        """
         begin = time.perf_counter()
-        label = Label(self.generation, step, world_of(self._group), rank_of(self._group), persist=persist)
+        label = Label(self.generation, step, *place, persist=persist)
 
         def complete(seconds: float) -> None:
             self._board.saved(step)
@@ -243,6 +261,7 @@ class Checkpointer:
                 self._background.notify()
 
         self._sharded = self._writer.write(self.state, slots, label, complete)
+        self._saved, self._place = step, place
         if wait:
             self._writer.settle()
         return time.perf_counter() - begin

@@ -100,7 +100,7 @@ class Engine:
     def no_teacher(self) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher."""
         known = [f"{link.instance.id}: {self._state(link)[1] or 'connecting'}" for link in list(self._links.values())]
-        found = "; ".join(known) if known else "none is registered"
+        found = "; ".join(known) if known else "none is registered: `edl teachers` lists those that are"
         stale = f"; discovery: {self.stale}" if self.stale else ""
         return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found}{stale})")
 

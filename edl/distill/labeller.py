@@ -35,6 +35,7 @@ __all__ = ["Labeller", "Options"]
 logger = logging.getLogger("edl.distill")
 
 _CLOSE_S = 10.0
+_SAY_AFTER_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Labeller:
 
     def _add(self, group: Teachers, ask: Ask) -> None:
         engine = Engine(
-            group.name,
+            group.described,
             ask,
             thread=self._thread,
             arena=self._arena,
@@ -269,13 +270,18 @@ class Labeller:
 
     def _spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
         """Wait for the first teacher; None if the epoch was closed meanwhile."""
-        deadline = time.monotonic() + self._options.teacher_timeout_s
+        begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
+        told = False
         while not stopped():
             spec = engine.await_spec(0.2)
             if spec is not None:
                 return spec
-            if time.monotonic() > deadline:
+            waited_s = time.monotonic() - begin
+            if waited_s > timeout_s:
                 raise engine.no_teacher()
+            if not told and waited_s > _SAY_AFTER_S:
+                told = True
+                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, timeout_s)
         return None
 
 

@@ -65,8 +65,13 @@ class Teachers:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """For titles."""
         return self.service or ", ".join(self.endpoints)
+
+    @property
+    def described(self) -> str:
+        """For messages: the name, and where it is looked up."""
+        return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
 def teachers_from_env(*, optional: bool = False) -> list[Teachers]:

@@ -133,6 +133,19 @@ class Announcer:
                 self._registration.close()
                 self._registration = None
         elif self._registration is None:
+            _warn_of_a_namesake(self._registry, wanted)
             self._registration = self._registry.register(wanted, self._ttl_s)
         else:
             self._registration.update(wanted)
+
+
+def _warn_of_a_namesake(registry: Registry, wanted: Instance) -> None:
+    """A process that starts again takes its old place over, which is meant; two that live take turns, which is not."""
+    for instance in registry.snapshot(wanted.service).instances:
+        if instance.id == wanted.id and instance.endpoint != wanted.endpoint:
+            _log.warning(
+                "%s/%s is registered at %s, and is replaced: if that teacher lives, give each an --id of its own",
+                wanted.service,
+                wanted.id,
+                instance.endpoint,
+            )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edl.discovery import Instance, open_registry
 from edl.errors import SettingsError
 from edl_serving import TensorSpec, values
 from edl_serving.address import is_loopback, outward_address
@@ -437,3 +438,14 @@ def test_a_registry_that_refuses_is_an_error_for_whoever_waits(tmp_path: Path) -
             announcer.settle(10)
     finally:
         announcer.close()
+
+
+def test_two_teachers_of_one_id_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = f"sqlite:///{tmp_path}/d.sqlite"
+    for port, warned in ((8500, False), (8501, True)):
+        with open_registry(url) as registry, registry.register(Instance("digits", "one", "127.0.0.1", 8500)):
+            announcer = Announcer(url, 2.0)
+            announcer.want(Instance("digits", "one", "127.0.0.1", port))
+            assert announcer.settle(20.0)
+            assert ("give each an --id of its own" in caplog.text) is warned
+            announcer.close()

@@ -11,7 +11,7 @@ from edl.distill.losses import DistillLoss
 from edl.distill.torch import distill
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--teachers", default="digits", help="a service, or host:port of teachers (default: digits)")
+parser.add_argument("--teachers", default="handwriting", help="a service, or host:port of teachers (%(default)s)")
 parser.add_argument("--discovery", help="URL of the registry (default: EDL_DISCOVERY, or a file of yours)")
 parser.add_argument("--epochs", type=int, default=30)
 options = parser.parse_args()

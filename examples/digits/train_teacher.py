@@ -16,12 +16,13 @@ torch.manual_seed(0)
 train, test = digits.load()
 model = nets.teacher()
 optimizer = torch.optim.Adam(model.parameters(), 2e-3)
-for _ in range(options.epochs):
+for epoch in range(options.epochs):
     model.train()
     for images, labels in DataLoader(train, batch_size=64, shuffle=True):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    print(f"epoch {epoch + 1} of {options.epochs}: {digits.accuracy(model, test):.1%} right", flush=True)
 torch.save(model.state_dict(), options.out)
 print(f"teacher: {digits.accuracy(model, test):.1%} right, weights in {options.out}")

@@ -245,6 +245,15 @@ def test_pieces_of_two_runs_make_no_checkpoint(tmp_path: Path, url: str) -> None
     assert (restored.step, target.epoch) == (5, 2)
 
 
+def test_an_unfinished_checkpoint_is_not_the_newest_step(tmp_path: Path, url: str) -> None:
+    """Or a replica of a newer state than the newest complete one would not be gone on from."""
+    put(tmp_path / "s", job(1), 5)
+    storing(url).persist([tmp_path / "s"])
+    put(tmp_path / "half", job(1), 9, world=2)
+    storing(url).persist([tmp_path / "half"])
+    assert storage_read.newest_step(url) == 5
+
+
 def test_a_piece_that_was_put_into_another_runs_folder_does_not_complete_it(tmp_path: Path) -> None:
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)

@@ -191,7 +191,7 @@ def _storing(state: State, folder: Path, kind: type[Throttled]) -> Iterator[Call
         with Checkpointer(state, interval_steps=1, storage=url, keep=1) as checkpointer:
             checkpointer.save(0)
             checkpointer.save(1, force=True)
-            _wait_for(folder / f"step-1.g-{checkpointer.generation}/__0_0.distcp")  # stored while the next are saved
+            _wait_for(folder, "step-1.g-*/__0_0.distcp")  # stored while the next are saved
             finished = checkpointer.wait_until_finished
             seconds = [_timed(state, partial(checkpointer.save, 2 + number), finished) for number in range(_SAVES)]
         shutil.rmtree(folder)
@@ -200,11 +200,11 @@ def _storing(state: State, folder: Path, kind: type[Throttled]) -> Iterator[Call
     yield save
 
 
-def _wait_for(path: Path) -> None:
+def _wait_for(folder: Path, pattern: str) -> None:
     deadline = time.monotonic() + _STARTS_WITHIN_S
-    while not path.exists():
+    while not any(folder.glob(pattern)):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{path.name} was not begun within {_STARTS_WITHIN_S:.0f} s")
+            raise RuntimeError(f"{pattern} was not begun within {_STARTS_WITHIN_S:.0f} s")
         time.sleep(0.001)
 
 

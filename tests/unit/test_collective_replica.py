@@ -20,13 +20,21 @@ from hypothesis import strategies as st
 
 from edl.collective.agent.world import Member, State, World
 from edl.collective.checkpoint.choice import choose
+from edl.collective.checkpoint.keeping import (
+    NOTHING,
+    Keeping,
+    ReplicaFolder,
+    Stamp,
+    kept_prefix,
+    newest_common,
+    stamp_of,
+)
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, Label, SlotPair, find
 from edl.collective.replica.client import Refused, send_states
 from edl.collective.replica.course import Act, Course, ReplicaPace
 from edl.collective.replica.protocol import Announcement
 from edl.collective.replica.replication import JobSecret, Replication, peer_of
 from edl.collective.replica.server import ReplicaServer
-from edl.collective.replica.states import NOTHING, Keeping, ReplicaFolder, Stamp, kept_prefix, newest_common, stamp_of
 from edl.discovery import open_store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 

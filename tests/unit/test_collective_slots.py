@@ -141,6 +141,38 @@ def test_what_a_killed_process_left_is_swept() -> None:
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
 
+def test_what_a_process_of_another_container_uses_is_not_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may share /dev/shm, but each counts processes for itself: here its owner's number is nobody's."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: child)
+        slots = SlotPair.from_env()
+        write(slots, 1)
+        SlotPair.from_env().close()
+        assert [one.label.step for one in slots.find()] == [1]
+        slots.close()
+    assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
+
+
+def test_a_process_with_a_dead_ones_number_does_not_keep_what_that_one_left() -> None:
+    """As when a container is started again beside others, and all its processes get the numbers that they had."""
+    own = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.getpid = lambda: own
+        slots = SlotPair.from_env()
+        write(slots, 1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    left = set(Path("/dev/shm").glob(f"edl-slots-{own}-*"))
+    assert left
+    SlotPair.from_env().close()
+    assert not left & set(Path("/dev/shm").glob(f"edl-slots-{own}-*"))
+
+
 def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDL_SLOTS", str(prefix))
     slots = SlotPair.from_env()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +27,16 @@ from edl.collective.checkpoint.parts import view_of
 from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.storage_manifest import Summed
 from edl.collective.checkpoint.transfer import slot_bytes
 from edl.errors import SettingsError, TemporaryError
+
+FIRST, SECOND = "346d06b600000001", "346d06b600000002"
+"""Two runs, the second of which began later."""
+
+
+def storing(url: Path | str, run: str = FIRST, **settings: Any) -> Persister:
+    return Persister(str(url), run=lambda: run, **settings)
 
 
 def job(seed: int) -> State:
@@ -77,7 +90,7 @@ def names(url: str) -> list[str]:
 def test_what_is_stored_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
     source = job(3)
     put(tmp_path / "s", source, 7)
-    outcome = Persister(url).persist([tmp_path / "s"])
+    outcome = storing(url).persist([tmp_path / "s"])
     assert outcome is not None
     assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
     wanted = bits(source)
@@ -93,13 +106,13 @@ def test_what_is_stored_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None
 def test_dcp_loads_it(tmp_path: Path) -> None:
     source, target = job(3), job(4)
     put(tmp_path / "s", source, 7)
-    Persister(str(tmp_path / "c")).persist([tmp_path / "s"])
+    storing(tmp_path / "c").persist([tmp_path / "s"])
     wanted: dict[str, Any] = {"model": target.model.state_dict(), "epoch": 0, "table": None, "notes": None}
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "c/step-7.g-1"), no_dist=True)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
     assert torch.equal(wanted["model"]["weight"], source.model.weight)
     assert (wanted["epoch"], wanted["notes"], wanted["table"].tolist()) == (3, [(1, "a"), None], [0, 1, 2])
     moments = {"optimizer": {"state": {"weight": {"exp_avg": torch.zeros(3, 4, dtype=torch.bfloat16)}}}}
-    dcp.load(moments, checkpoint_id=str(tmp_path / "c/step-7.g-1"), no_dist=True)
+    dcp.load(moments, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
     assert torch.equal(
         moments["optimizer"]["state"]["weight"]["exp_avg"], source.optimizer.state[source.model.weight]["exp_avg"]
     )
@@ -110,24 +123,24 @@ def test_nothing_there_is_nothing_restored(url: str) -> None:
 
 
 def test_a_state_is_stored_once_and_old_ones_go(tmp_path: Path, url: str) -> None:
-    persister = Persister(url, keep=2)
+    persister = storing(url, keep=2)
     assert persister.persist([tmp_path / "s"]) is None
     for step in range(5):
         put(tmp_path / "s", job(step), step)
         assert persister.persist([tmp_path / "s"], marked=True) is not None
         assert persister.persist([tmp_path / "s"]) is None
-    assert names(url) == ["step-3.g-1", "step-4.g-1"]
+    assert names(url) == [f"step-3.g-1.r-{FIRST}", f"step-4.g-1.r-{FIRST}"]
 
 
 def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     """The replicated part is stored once, each rank's own part by its node, and the last one completes it."""
     for rank in range(3):
         put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=3)
-    first = Persister(url).persist([tmp_path / "s0", tmp_path / "s1"])
+    first = storing(url).persist([tmp_path / "s0", tmp_path / "s1"])
     assert first is not None
     assert not first.committed
     assert storage_read.restore(job(1), url) is None
-    second = Persister(url).persist([tmp_path / "s2"])
+    second = storing(url).persist([tmp_path / "s2"])
     assert second is not None
     assert second.committed
     restored = storage_read.restore(target := job(1), url)
@@ -135,7 +148,7 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     assert restored.world == 3
     assert target.epoch == 2
     fs, root = fsspec.core.url_to_fs(url)
-    pieces = [json.loads(fs.cat_file(f"{root}/step-5.g-1/piece-{rank}.json")) for rank in range(3)]
+    pieces = [json.loads(fs.cat_file(f"{root}/step-5.g-1.r-{FIRST}/piece-{rank}.json")) for rank in range(3)]
     assert ["model.weight" in piece["tensors"] for piece in pieces] == [True, False, False]
     assert all("rng.torch" in piece["tensors"] for piece in pieces)
 
@@ -144,7 +157,7 @@ def test_nodes_that_finish_together_do_not_harm_each_other(tmp_path: Path) -> No
     url, outcomes = str(tmp_path / "c"), []
 
     def store(rank: int) -> None:
-        outcomes.append(Persister(url).persist([tmp_path / f"s{rank}"]))
+        outcomes.append(storing(url).persist([tmp_path / f"s{rank}"]))
 
     for attempt in range(10):
         for rank in range(2):
@@ -164,11 +177,11 @@ def test_nodes_that_finish_together_do_not_harm_each_other(tmp_path: Path) -> No
 def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    url, persister = tmp_path / "c", Persister(str(tmp_path / "c"))
+    url, persister = tmp_path / "c", storing(tmp_path / "c")
     for step in (1, 2):
         put(tmp_path / "s", job(step), step)
         persister.persist([tmp_path / "s"])
-    data, manifest = url / "step-2.g-1/__0_0.distcp", url / "step-2.g-1/manifest.json"
+    data, manifest = url / f"step-2.g-1.r-{FIRST}/__0_0.distcp", url / f"step-2.g-1.r-{FIRST}/manifest.json"
     content = bytearray(data.read_bytes())
     if harm == "truncate":
         data.write_bytes(content[:-1])
@@ -186,49 +199,198 @@ def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
     assert (restored.step, target.epoch) == (1, 1)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (0 if harm == "no manifest" else 1)
-    assert all("step-2.g-1" in line for line in lines)
+    assert all(f"step-2.g-1.r-{FIRST}" in line for line in lines)
 
 
 def test_a_world_that_was_given_up_completes_nothing(tmp_path: Path, url: str) -> None:
     put(tmp_path / "s", job(1), 1)
-    assert Persister(url, fence=lambda: False).persist([tmp_path / "s"]) is None
+    assert storing(url, fence=lambda: False).persist([tmp_path / "s"]) is None
     assert storage_read.restore(job(2), url) is None
-    assert Persister(url).persist([tmp_path / "s"]) is not None
+    assert storing(url).persist([tmp_path / "s"]) is not None
 
 
 def test_what_was_left_half_done_is_removed_later(tmp_path: Path) -> None:
     url = str(tmp_path / "c")
     put(tmp_path / "half", job(1), 1, world=2)
-    Persister(url).persist([tmp_path / "half"])
-    assert names(url) == ["step-1.g-1.tmp"]
+    storing(url).persist([tmp_path / "half"])
+    assert names(url) == [f"step-1.g-1.r-{FIRST}.tmp"]
     put(tmp_path / "s", job(2), 2)
-    Persister(url).persist([tmp_path / "s"])
-    assert names(url) == ["step-2.g-1"]
+    storing(url).persist([tmp_path / "s"])
+    assert names(url) == [f"step-2.g-1.r-{FIRST}"]
 
 
 def test_a_step_made_again_by_a_later_world_replaces_nothing_half_way(tmp_path: Path, url: str) -> None:
     for generation in (1, 2):
         put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
-        Persister(url).persist([tmp_path / f"s{generation}"])
+        storing(url).persist([tmp_path / f"s{generation}"])
     storage_read.restore(target := job(9), url)
     assert target.epoch == 2
 
 
-def test_another_jobs_checkpoint_of_the_same_name_is_replaced(tmp_path: Path, url: str) -> None:
-    for seed in (1, 2):
-        put(tmp_path / f"s{seed}", job(seed), 4)
-        Persister(url).persist([tmp_path / f"s{seed}"])
+def test_pieces_of_two_runs_make_no_checkpoint(tmp_path: Path, url: str) -> None:
+    """A new job at the same place, whose worlds count their generations as the one before it did."""
+    for rank in range(2):
+        put(tmp_path / f"dead{rank}", job(1), 5, rank=rank, world=2)
+        put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=2)
+    storing(url, FIRST).persist([tmp_path / "dead0"])
+    half = storing(url, SECOND).persist([tmp_path / "s1"])
+    assert half is not None
+    assert not half.committed
+    assert storage_read.restore(job(9), url) is None
+    whole = storing(url, SECOND).persist([tmp_path / "s0"])
+    assert whole is not None
+    assert whole.committed
+    restored = storage_read.restore(target := job(9), url)
+    assert restored is not None
+    assert (restored.step, target.epoch) == (5, 2)
+
+
+def test_an_unfinished_checkpoint_is_not_the_newest_step(tmp_path: Path, url: str) -> None:
+    """Or a replica of a newer state than the newest complete one would not be gone on from."""
+    put(tmp_path / "s", job(1), 5)
+    storing(url).persist([tmp_path / "s"])
+    put(tmp_path / "half", job(1), 9, world=2)
+    storing(url).persist([tmp_path / "half"])
+    assert storage_read.newest_step(url) == 5
+
+
+def test_a_piece_that_was_put_into_another_runs_folder_does_not_complete_it(tmp_path: Path) -> None:
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
+    storing(tmp_path / "c", FIRST).persist([tmp_path / "s0"])
+    (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
+    outcome = storing(tmp_path / "c", SECOND).persist([tmp_path / "s1"])
+    assert outcome is not None
+    assert not outcome.committed
+
+
+def test_nothing_is_stored_before_the_run_has_a_name(tmp_path: Path, url: str) -> None:
+    put(tmp_path / "s", job(1), 1)
+    name = ""
+    persister = Persister(url, run=lambda: name)
+    assert persister.persist([tmp_path / "s"]) is None
+    name = FIRST
+    assert persister.persist([tmp_path / "s"]) is not None
+
+
+def test_of_two_runs_that_stored_the_same_step_the_later_one_is_restored(tmp_path: Path, url: str) -> None:
+    for seed, run in ((2, SECOND), (1, FIRST)):
+        put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
+        storing(url, run).persist([tmp_path / f"s{seed}"])
     storage_read.restore(target := job(9), url)
-    assert (target.epoch, names(url)) == (2, ["step-4.g-1"])
+    assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
+
+
+def test_what_was_stored_before_runs_had_names_is_restored(tmp_path: Path) -> None:
+    put(tmp_path / "s", job(3), 4)
+    storing(tmp_path / "c").persist([tmp_path / "s"])
+    old = tmp_path / "c/step-4.g-1"
+    (tmp_path / f"c/step-4.g-1.r-{FIRST}").rename(old)
+    piece, manifest = (json.loads((old / name).read_text()) for name in ("piece-0.json", "manifest.json"))
+    assert (piece.pop("run"), manifest.pop("run")) == (FIRST, FIRST)
+    (old / "piece-0.json").write_text(json.dumps(piece))
+    manifest["files"]["piece-0.json"] = asdict(Summed.of(json.dumps(piece).encode()))
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    restored = storage_read.restore(target := job(9), str(tmp_path / "c"))
+    assert restored is not None
+    assert (restored.step, target.epoch) == (4, 3)
+
+
+def test_an_agent_that_starts_again_writes_nothing_anew(tmp_path: Path, url: str) -> None:
+    """Others may be completing the checkpoint with what its predecessor has written."""
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
+    storing(url).persist([tmp_path / "s0"])
+    fs, root = fsspec.core.url_to_fs(url)
+    folder = fs.ls(root, detail=False)[0]
+    written = {path: fs.modified(path) for path in fs.ls(folder, detail=False)}
+    again = storing(url).persist([tmp_path / "s0"])
+    assert again is not None
+    assert not again.committed
+    fs.invalidate_cache()
+    assert {path: fs.modified(path) for path in fs.ls(folder, detail=False)} == written
+    assert storing(url).persist([tmp_path / "s1"]) is not None
+    restarted = storing(url)
+    again = restarted.persist([tmp_path / "s0", tmp_path / "s1"])
+    assert again is not None
+    assert again.committed
+    assert restarted.taken == 0
+    assert names(url) == [f"step-5.g-1.r-{FIRST}"]
+
+
+def test_a_node_that_cannot_tell_whether_its_world_goes_on_leaves_the_others_pieces(tmp_path: Path, url: str) -> None:
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
+    other = storing(url)
+    assert other.persist([tmp_path / "s0"]) is not None
+    assert storing(url, fence=lambda: False).persist([tmp_path / "s1"]) is None
+    again = storing(url).persist([tmp_path / "s0"])
+    assert again is not None
+    assert again.committed
+
+
+def test_what_a_later_run_is_just_writing_is_left_alone(tmp_path: Path) -> None:
+    """The last nodes of a job may still store when another job has begun; not the other way round."""
+    for step in (1, 2):
+        put(tmp_path / f"half{step}", job(1), step, world=2)
+    put(tmp_path / "s", job(2), 3)
+    storing(tmp_path / "c", SECOND).persist([tmp_path / "half2"])
+    storing(tmp_path / "c", FIRST).persist([tmp_path / "half1"])
+    storing(tmp_path / "c", FIRST).persist([tmp_path / "s"])
+    assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
+
+
+def test_killed_at_any_instant_a_complete_checkpoint_is_there(tmp_path: Path) -> None:
+    """A job stores the step that one before it had stored, keeps one, and dies before any call that changes a file."""
+    put(tmp_path / "s1", job(1), 4)
+    put(tmp_path / "s2", job(2), 4)
+    ends = []
+    for instant in itertools.count():
+        url = tmp_path / f"c{instant}"
+        storing(url, FIRST).persist([tmp_path / "s1"])
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                _die_at(instant, str(url))
+                storing(url, SECOND, keep=1).persist([tmp_path / "s2"])
+                os._exit(0)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, _KILLED)
+        restored = storage_read.restore(target := job(9), str(url))
+        assert restored is not None
+        ends.append(target.epoch)
+        if code == 0:
+            break
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (1, 2)
+    assert names(str(url)) == [f"step-4.g-1.r-{SECOND}"]
+
+
+_KILLED = 77
+_CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+
+def _die_at(instant: int, under: str) -> None:
+    """End this process before the call number `instant` that changes a file below a folder."""
+    calls = itertools.count()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        inside = bool(arguments) and str(arguments[0]).startswith(under)
+        if inside and (opens or event in _CHANGING) and next(calls) == instant:
+            os._exit(_KILLED)
+
+    sys.addaudithook(hook)
 
 
 def test_storage_that_fails_is_a_temporary_error(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("not a folder")
     put(tmp_path / "s", job(1), 1)
     with pytest.raises(TemporaryError, match="did not take step 1"):
-        Persister(str(tmp_path / "c")).persist([tmp_path / "s"])
+        storing(tmp_path / "c").persist([tmp_path / "s"])
     with pytest.raises(SettingsError, match="nowhere"):
-        Persister("nowhere://x")
+        storing("nowhere://x")
 
 
 def test_without_an_agent_the_worker_stores_by_itself(tmp_path: Path, url: str) -> None:

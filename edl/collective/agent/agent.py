@@ -26,7 +26,7 @@ from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, meeting_place
 from edl.collective.agent.membership import Membership, Records
 from edl.collective.agent.nodecheck_run import CheckSettings
-from edl.collective.agent.storing import Storing
+from edl.collective.agent.storing import JobRun, Storing
 from edl.collective.agent.stragglers import StepTimes
 from edl.collective.agent.tether import Tethers, neighbours
 from edl.collective.agent.workers import Exited, ZygoteLost
@@ -102,7 +102,7 @@ class Agent:
         self._tethers = Tethers(name, lambda node: self._events.put(Gone(node)))
         node = Node(name, told.addr, self._spare.port, told.workers, self._replicas.port, self._tethers.port)
         self._membership = Membership(store, told.job, node, told.ttl_s, lambda: self._events.put(None))
-        self._storing = Storing(told.checkpoint, slots, self._may_store, say)
+        self._storing = Storing(told.checkpoint, slots, JobRun(store, told.job), self._may_store, say)
         self._seen_nodes: frozenset[str] = frozenset()
         self._seen_nodes_at = time.monotonic()
         self._seen_pause: tuple[int, int | None] = (-1, None)
@@ -145,7 +145,7 @@ class Agent:
             self._replicas.close()
             if code == Exit.DONE:
                 self._storing.store_newest()
-            self._storing.close(_STORE_LAST_S)
+            self._storing.close(_STORE_LAST_S, patient=code == Exit.DONE)
             self._chronicle.close(self._crew, took_part=joined)
             self._membership.close()
             # Whoever leaves last keeps the state in memory for a later start on this host.

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from edl.collective.agent.membership import prefix
 from edl.collective.checkpoint.storage import Persister
-from edl.errors import EDLError
+from edl.collective.checkpoint.storage_run import new_run, run_name
+from edl.discovery.store import Store
+from edl.errors import DiscoveryError, EDLError, ProtocolError
 
-__all__ = ["Storing"]
+__all__ = ["JobRun", "Storing"]
+
+_log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
+_RETRY_MOST_S = 30.0
+_CLOSING_LOOK_S = 0.1
+
+
+class JobRun:
+    """The name of the job's run in its checkpoints (`edl.collective.checkpoint.storage_run`).
+
+    It lasts as long as the job's records in the Store: a job that is stopped and started again there goes on counting
+    generations, so it is the same run.
+    """
+
+    def __init__(self, store: Store, job: str) -> None:
+        self._store = store
+        self._key = prefix(job) + "run"
+        self._known = ""
+
+    def __call__(self) -> str:
+        """The name, made by whichever agent needs it first.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+            ProtocolError: something else is in its place.
+        """
+        if not self._known:
+            entry = self._store.get(self._key)
+            if entry is None:
+                self._store.compare_and_set(self._key, run_name(new_run()).encode(), None)
+                entry = self._store.get(self._key)
+            if entry is None:
+                raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
+            if re.fullmatch(rb"[0-9a-f]{16}", entry.value) is None:
+                raise ProtocolError(f"{self._key} in the store is not the name of a run: remove it")
+            self._known = entry.value.decode()
+        return self._known
 
 
 class Storing:
@@ -20,6 +62,7 @@ class Storing:
     Args:
         url: of the storage, in words of fsspec; empty for none, and then nothing happens here.
         slots: the prefixes of this node's slots.
+        run: names the job's run.
         fence: whether this node may still complete a checkpoint.
         say: called with a line for each checkpoint that was completed and each that failed.
 
@@ -27,15 +70,23 @@ class Storing:
         SettingsError: nothing here can reach such a URL.
     """
 
-    def __init__(self, url: str, slots: Sequence[str], fence: Callable[[], bool], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        slots: Sequence[str],
+        run: Callable[[], str],
+        fence: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:
         self._url = url
         self._say = say
         self._slots = [Path(prefix) for prefix in slots]
         self._wake = threading.Event()
-        self._urgent = self._stopping = False
+        self._urgent = self._stopping = self._patient = False
+        self._complaint = ""
         self._thread: threading.Thread | None = None
         if url:
-            self._persister = Persister(url, fence=fence)
+            self._persister = Persister(url, run=run, fence=fence)
             self._thread = threading.Thread(target=self._run, name="edl-storing", daemon=True)
             self._thread.start()
 
@@ -44,27 +95,62 @@ class Storing:
         self._urgent = True
         self._wake.set()
 
-    def close(self, timeout_s: float) -> None:
-        """Finish what is asked for or marked. Says so if that takes longer than `timeout_s`."""
+    def close(self, timeout_s: float, *, patient: bool = False) -> bool:
+        """Finish what is asked for or marked. Says so if that takes longer than `timeout_s`, and leaves it incomplete.
+
+        Args:
+            timeout_s: how long it may take.
+            patient: at the end of a job, whose last state is what it was for: try again what fails, and give up only
+                when the storage has taken nothing for `timeout_s`.
+
+        Returns:
+            Whether all of it is stored.
+        """
         if self._thread is None:
-            return
-        self._stopping = True
+            return True
+        self._patient, self._stopping = patient, True
         self._wake.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._say(f"the last checkpoint was not stored within {timeout_s:g} s, and is left incomplete")
+        taken, since = self._persister.taken, time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_CLOSING_LOOK_S)
+            if patient and self._persister.taken != taken:
+                taken, since = self._persister.taken, time.monotonic()
+            if self._thread.is_alive() and time.monotonic() - since > timeout_s:
+                what = f"{self._url} took nothing for {timeout_s:g} s" if patient else f"it took over {timeout_s:g} s"
+                self._patient = False
+                self._say(f"the last checkpoint is left incomplete: {what}; what was stored before is as it was")
+                return False
+        return not self._complaint
 
     def _run(self) -> None:
+        wait_s = _LOOK_EVERY_S
         while True:
-            self._wake.wait(_LOOK_EVERY_S)
+            self._wake.wait(wait_s)
             self._wake.clear()
+            stopping = self._stopping  # what is stored from here on is all that there will be
             urgent, self._urgent = self._urgent, False
-            try:
-                outcome = self._persister.persist(self._slots, marked=not urgent)
-            except EDLError as exc:
-                self._say(f"{exc}; what was stored before is as it was")
-            else:
-                if outcome is not None and outcome.committed:
-                    self._say(f"stored the state after step {outcome.step} at {self._url}")
-            if self._stopping and not self._wake.is_set():
+            stored = self._store(urgent)
+            if not stored:
+                self._urgent = self._urgent or urgent
+            if stopping and (stored or not self._patient):
                 return
+            wait_s = _LOOK_EVERY_S if stored or stopping else min(2 * wait_s, _RETRY_MOST_S)
+
+    def _store(self, urgent: bool) -> bool:
+        """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
+        try:
+            outcome = self._persister.persist(self._slots, marked=not urgent)
+        except EDLError as exc:
+            complaint = f"{exc}; what was stored before is as it was, and it is tried again"
+        except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
+            _log.exception("a checkpoint was not stored")
+            complaint = f"a checkpoint was not stored, by a fault in EDL ({exc!r}); it is tried again"
+        else:
+            self._complaint = ""
+            if outcome is not None and outcome.committed:
+                self._say(f"stored the state after step {outcome.step} at {self._url}")
+            return True
+        if complaint != self._complaint:
+            self._complaint = complaint
+            self._say(complaint)
+        return False

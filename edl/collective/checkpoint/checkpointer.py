@@ -11,14 +11,14 @@ from typing import Final
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import memory as checkpoint_memory
 from edl.collective.checkpoint import storage_read, transfer
+from edl.collective.checkpoint.keeping import Keeping
 from edl.collective.checkpoint.memory import rank_of, world_of
 from edl.collective.checkpoint.pace import Pace
 from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.state import State, WorldChange
-from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_background import Background
+from edl.collective.checkpoint.storage_run import new_run
 from edl.collective.checkpoint.writing import Writer
-from edl.collective.replica.states import Keeping
 from edl.errors import ClosedError, SettingsError
 from edl.settings import positive_float, read
 
@@ -108,9 +108,10 @@ class Checkpointer:
         self._store_next = False
         self._pause_s = pause_s
         self._writer = Writer(overlap=overlap)
+        self._run = new_run()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
-            self._background = Background(Persister(self._storage, keep=keep), self._slots)
+            self._background = Background(self._storage, self._slots, keep)
         self._finished: Callable[[int], object] = _nothing
         self._interrupt: Callable[[], object] = _nothing
 
@@ -278,10 +279,13 @@ class Checkpointer:
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
         if world_of(self._group) > 1:
-            steps, stored, kept_not = transfer.agree_on_most([steps, int(store), int(not keep)], self._group)
+            values = [steps, int(store), int(not keep), self._run]
+            steps, stored, kept_not, self._run = transfer.agree_on_most(values, self._group)
             store, keep = bool(stored), not kept_not
         self._pace.agreed(step, steps)
         self._store_next, self._keep_next = store, keep
+        if self._background is not None:
+            self._background.agreed(self._run)
         if store:
             self._stored_at = now
 

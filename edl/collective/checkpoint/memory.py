@@ -2,7 +2,7 @@
 
 Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
 and the state is in one more place. Only a sharded state in a world of another size is put together on the way. A part
-of a sharded state that is in no rank's own slots any more comes from a replica (`edl.collective.replica.states`).
+of a sharded state that is in no rank's own slots any more comes from a replica (`edl.collective.checkpoint.keeping`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 from edl.collective.checkpoint import transfer
 from edl.collective.checkpoint.choice import Choice, choose
 from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.keeping import Keeping
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
 from edl.collective.checkpoint.snapshot import parse_meta
 from edl.collective.checkpoint.state import State
-from edl.collective.replica.states import Keeping
 from edl.errors import ProtocolError, SettingsError
 from edl.settings import read
 

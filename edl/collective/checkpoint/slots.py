@@ -12,16 +12,20 @@ metadata have one each. Tensors get theirs when they leave memory (`edl.collecti
 
 A reader in another process copies a slot and then looks whether the sequence number is still the one before: it never
 makes the worker wait. This module knows nothing of torch.
+
+Where there is no agent, a process makes slots of its own, which go with it. If it is killed, the next one removes them.
+It knows them by a lock that their owner holds on a file beside them: process ids say nothing across containers that
+share `/dev/shm`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import mmap
 import os
-import re
 import secrets
 import struct
 import weakref
@@ -45,7 +49,8 @@ _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _ALIGN: Final = 64
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for
 _SHM_FOLDER: Final = Path("/dev/shm")
-_PRIVATE_NAME: Final = re.compile(r"edl-slots-(\d+)-[0-9a-f]+\.[01]")
+_PRIVATE: Final = "edl-slots-"
+_LOCK: Final = ".lock"
 
 
 @dataclass(frozen=True, order=True)
@@ -139,14 +144,16 @@ class SlotPair:
         """Use the files `prefix`.0 and .1, which are made when first needed.
 
         Args:
-            private: remove them when this object is closed or the process exits.
+            private: remove them when this object is closed or the process exits, and hold a lock on `prefix`.lock until
+                then. Processes that are forked meanwhile hold it as well, for as long as they live.
         """
         self.prefix = prefix
         self._paths = _paths(prefix)
         self._maps: list[mmap.mmap | None] = [None, None]
         self._writing: int | None = None
         self._closed = False
-        self._remove = weakref.finalize(self, _remove, self._paths, os.getpid()) if private else None
+        owned = (self._paths, *_locked(prefix), os.getpid()) if private else ()
+        self._remove = weakref.finalize(self, _remove, *owned) if private else None
 
     @classmethod
     def from_env(cls) -> SlotPair:
@@ -155,7 +162,7 @@ class SlotPair:
         if prefix is not None:
             return cls(prefix)
         _sweep()
-        return cls(_SHM_FOLDER / f"edl-slots-{os.getpid()}-{secrets.token_hex(6)}", private=True)
+        return cls(_SHM_FOLDER / f"{_PRIVATE}{os.getpid()}-{secrets.token_hex(6)}", private=True)
 
     def find(self) -> list[Found]:
         """The complete ones, newest first."""
@@ -319,22 +326,32 @@ def _set_sequence(memory: mmap.mmap, sequence: int) -> None:
     memory[_SEQUENCE_AT:_FIELDS_AT] = sequence.to_bytes(8, "little")
 
 
-def _remove(paths: tuple[Path, Path], owner: int) -> None:
+def _locked(prefix: Path) -> tuple[Path, int]:
+    """The lock file of private slots, and its descriptor, by which this process holds the lock."""
+    path = prefix.with_name(prefix.name + _LOCK)
+    while True:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # somebody swept between these two lines
+
+
+def _remove(paths: tuple[Path, Path], lock: Path, file: int, owner: int) -> None:
     if os.getpid() == owner:  # not in a fork
-        for path in paths:
+        for path in (*paths, lock):
             path.unlink(missing_ok=True)
+        os.close(file)
 
 
 def _sweep() -> None:
-    """Remove what killed processes of this user left behind."""
-    for path in _SHM_FOLDER.glob("edl-slots-*"):
-        match = _PRIVATE_NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            os.kill(int(match[1]), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        except PermissionError:
-            pass  # alive, and somebody else's
+    """Remove what killed processes of this user left behind, the lock last: what has none is nobody's to judge."""
+    for lock in _SHM_FOLDER.glob(f"{_PRIVATE}*{_LOCK}"):
+        with contextlib.suppress(OSError):  # somebody else's, or held, or just removed
+            file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for path in (*_paths(lock.with_suffix("")), lock):
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(file)

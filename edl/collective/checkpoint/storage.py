@@ -2,14 +2,15 @@
 
 `Persister` is used by the agent, or by a thread of the worker where there is no agent. It needs no process group and
 never makes a worker wait. Every node writes the files of its own ranks; whoever finds all ranks' pieces there completes
-the checkpoint. A world that was given up must not do that, so `fence` is asked last.
+the checkpoint. A world that was given up must not do that, so `fence` is asked last. What belongs together is told by
+the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage_run`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +47,14 @@ class Outcome:
 class Persister:
     """Writes one node's part of checkpoints to a URL. One thread at a time."""
 
-    def __init__(self, url: str, *, keep: int = 3, fence: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, url: str, *, run: Callable[[], str], keep: int = 3, fence: Callable[[], bool] | None = None
+    ) -> None:
         """A writer to `url`, a folder or any URL of fsspec.
 
         Args:
+            run: names the run that the slots are of, the same on all ranks and never again; "" if that is not known
+                yet, and then nothing is stored. May raise a TemporaryError.
             keep: how many complete checkpoints to keep there.
             fence: says whether this node's world is still the current one; asked before a checkpoint is completed.
 
@@ -57,9 +62,15 @@ class Persister:
             SettingsError: nothing here can reach such a URL.
         """
         self._folder = Folder(url)
+        self._run = run
         self._keep = max(1, keep)
         self._fence = fence or (lambda: True)
         self._done: State | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many bytes the storage has taken so far. May be asked by another thread."""
+        return self._folder.taken
 
     def persist(
         self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False
@@ -76,16 +87,28 @@ class Persister:
             What was stored; None if there was nothing to store, or it was overwritten too soon, or the fence says no.
 
         Raises:
-            TemporaryError: the storage failed. What was stored before is as it was.
+            TemporaryError: the storage failed, or memory is short. What was stored before is as it was.
         """
         chosen = self._choose(slots, step, generation, marked)
-        if chosen is None:
+        run = self._run() if chosen is not None else ""
+        if chosen is None or not run:
             return None
         state, found = chosen
+        generation, step, world = state
+        name = self._folder.working(step, run, generation)
         try:
-            return self._store(state, found)
+            if not self._store(name, found):
+                _log.info("the state after step %d was overwritten before it was stored: the next one will be", step)
+                return None
+            committed = self._complete(name, world)
+            self._done = state
+            if committed:
+                self._prune(name.final)
         except OSError as exc:
-            raise TemporaryError(f"storage {self._folder.url} did not take step {state[1]}: {exc}") from exc
+            raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
+        except MemoryError as exc:
+            raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
+        return None if committed is None else Outcome(step, generation, world, committed)
 
     def _choose(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
@@ -106,23 +129,32 @@ class Persister:
         ]
         return (max(wanted), [labels[max(wanted)] for labels in held]) if wanted else None
 
-    def _store(self, state: State, found: list[Found]) -> Outcome | None:
-        generation, step, world = state
-        name = self._folder.working(step, generation)
-        self._folder.begin(name)
-        for one in found:
-            copy = one.copy()
-            if copy is None:
-                _log.info("the state after step %d was overwritten before it was stored: the next one will be", step)
-                return None
-            self._write(name, copy)
-        committed = self._complete(name, world)
-        self._done = state
-        if committed is None:
-            return None
-        if committed:
-            self._prune(name)
-        return Outcome(step, generation, world, committed)
+    def _store(self, name: Name, found: list[Found]) -> bool:
+        """Write what is not there yet. Returns whether all of it is there: a slot may be overwritten meanwhile."""
+        try:
+            if self._folder.is_published(name):
+                return True  # by this agent's predecessor, or by the other nodes with its part
+            self._folder.begin(name)
+            there = self._folder.files(name)
+            for one in found:
+                if Piece.name(one.label.rank) in there and self._has(name, one):
+                    continue
+                copy = one.copy()
+                if copy is None:
+                    return False
+                self._write(name, copy)
+        except FileNotFoundError:
+            if not self._folder.is_published(name):
+                raise
+        return True
+
+    def _has(self, name: Name, found: Found) -> bool:
+        """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
+        try:
+            piece = Piece.parse(self._folder.read(name, Piece.name(found.label.rank)))
+        except ProtocolError:
+            return False
+        return (piece.run, piece.world) == (name.run, found.label.world)
 
     def _write(self, name: Name, copy: Copy) -> None:
         from edl.collective.checkpoint.storage_dcp import Items, write_rank  # torch, which only this needs
@@ -134,28 +166,32 @@ class Persister:
             write_rank(copy, stream, items)
 
         summed = self._folder.write(name, file, write)
-        piece = items.piece(copy, file, summed).pack()
-        self._folder.write(name, Piece.name(rank), lambda stream: stream.write(piece))
+        piece = replace(items.piece(copy, file, summed), run=name.run)
+        self._folder.put(name, Piece.name(rank), piece.pack())
 
     def _complete(self, name: Name, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's piece is there. None if the fence says no."""
-        there = self._folder.files(name)
-        if not all(Piece.name(rank) in there for rank in range(world)):
-            return MANIFEST in self._folder.files(Name(name.step, name.generation))
+        """Complete the checkpoint if every rank's piece is there. None if the fence says no.
+
+        What a world that was given up has written stays, incomplete: the fence also says no where it cannot tell, and
+        other nodes may be writing there. A newer checkpoint removes it.
+        """
+        if self._folder.is_published(name):
+            return True
         try:
-            try:
-                manifest = self._manifest(name, world)
-            except ProtocolError as exc:
-                _log.info("not complete yet: %s", exc)  # another node is just writing its piece
-                return False
+            there = self._folder.files(name)
+            if not all(Piece.name(rank) in there for rank in range(world)):
+                return self._folder.is_published(name)
+            manifest = self._manifest(name, world)
             if not self._fence():
                 _log.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
-                self._folder.remove(name)
                 return None
-            self._folder.write(name, MANIFEST, lambda stream: stream.write(manifest.pack()))
+            self._folder.put(name, MANIFEST, manifest.pack())
             self._folder.publish(name)
+        except ProtocolError as exc:
+            _log.info("not complete yet: %s", exc)  # another node is just writing its piece
+            return False
         except FileNotFoundError:
-            if MANIFEST not in self._folder.files(Name(name.step, name.generation)):
+            if not self._folder.is_published(name):
                 raise
         return True  # or another node was faster
 
@@ -167,26 +203,27 @@ class Persister:
         for rank in range(world):
             data = self._folder.read(name, Piece.name(rank))
             piece = Piece.parse(data)
-            if piece.world != world:
+            if (piece.run, piece.world) != (name.run, world):
                 raise ProtocolError(
-                    f"{name} has a piece of a world of {piece.world} ranks, not {world}: of another run"
+                    f"{name} has a piece of another run, or of a world of {piece.world} ranks, not {world}"
                 )
             pieces.append(piece)
             files[Piece.name(rank)] = Summed.of(data)
             files[piece.file] = piece.summed
         packed = metadata(pieces)
-        files[METADATA] = self._folder.write(name, METADATA, lambda stream: stream.write(packed))
-        return Manifest(name.step, name.generation, world, files)
+        files[METADATA] = self._folder.put(name, METADATA, packed)
+        return Manifest(name.step, name.generation, world, files, name.run)
 
     def _prune(self, newest: Name) -> None:
         """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
         complete = []
         for name in self._folder.names():
+            if name > newest:
+                continue  # not what was just stored: leave it
             if not name.temporary and self._is_complete(name):
-                if name <= Name(newest.step, newest.generation):  # a newer one is not what was just stored: leave it
-                    complete.append(name)
-            elif name < Name(newest.step, newest.generation):
-                self._folder.remove(name)
+                complete.append(name)
+            elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
+                self._folder.remove(name)  # of a run that began later, somebody may be just writing it
         for name in complete[self._keep :]:
             self._folder.remove(name)
 

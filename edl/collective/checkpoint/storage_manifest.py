@@ -2,21 +2,23 @@
 
 ::
 
-    step-1000.g-3/
+    step-1000.g-3.r-346d06b6a1b2c3d4/
         __0_0.distcp      a rank's tensors, and with rank 0 what all ranks share
         piece-0.json      what is where in it, and the rank's metadata
         .metadata         the same for torch.distributed.checkpoint
         manifest.json     sizes and checksums of all of these; where it is, the checkpoint is complete
 
-The name carries the step and the generation of the world that saved it. While a checkpoint is written to a folder, the
-folder's name ends in `.tmp`; a store that has no renaming is written in place, and the manifest comes last.
+The name carries the step, the generation of the world that saved it, and the run that generation belongs to: pieces of
+two runs, which may count generations alike, never meet in one folder. While a checkpoint is written to a folder, the
+folder's name ends in `.tmp`; a store that has no renaming is written in place, and the manifest comes last. What was
+written before runs had names has none in its own, and loads as well.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from edl.collective.checkpoint.encoding import from_json, to_json
@@ -27,25 +29,39 @@ __all__ = ["MANIFEST", "METADATA", "Manifest", "Name", "Piece", "Summed"]
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
 _FORMAT: Final = 1
-_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(\.tmp)?")
+_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
 
 
 @dataclass(frozen=True, order=True)
 class Name:
-    """A checkpoint's name. Names sort from old to new."""
+    """A checkpoint's name. Names sort from old to new: by the step, then by when the run began.
+
+    Attributes:
+        step: the last one finished.
+        run: 16 hexadecimal digits (`edl.collective.checkpoint.storage_run`); empty for what older versions wrote.
+        generation: of the world, counted within the run.
+        temporary: whether it is a folder to be renamed when it is complete.
+    """
 
     step: int
+    run: str
     generation: int
     temporary: bool = False
 
     def __str__(self) -> str:
-        return f"step-{self.step}.g-{self.generation}{'.tmp' if self.temporary else ''}"
+        run = f".r-{self.run}" if self.run else ""
+        return f"step-{self.step}.g-{self.generation}{run}{'.tmp' if self.temporary else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
         """The name of a folder, or None for a folder that is something else."""
         match = _NAME.fullmatch(text)
-        return None if match is None else cls(int(match[1]), int(match[2]), match[3] is not None)
+        return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
+
+    @property
+    def final(self) -> Name:
+        """The name when it is complete."""
+        return replace(self, temporary=False)
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class Piece:
         values: the same for plain values (rank 0).
         paths: where each of both is in the nested state (rank 0).
         meta: the metadata of the rank's snapshot, as JSON has it.
+        run: the one that it is of.
     """
 
     rank: int
@@ -83,6 +100,7 @@ class Piece:
     values: dict[str, tuple[int, int]]
     paths: dict[str, tuple[Any, ...]]
     meta: Any
+    run: str = ""
 
     @staticmethod
     def name(rank: int) -> str:
@@ -111,6 +129,7 @@ class Piece:
                 values={key: (int(offset), int(length)) for key, (offset, length) in form["values"].items()},
                 paths={key: tuple(path) for key, path in form["paths"].items()},
                 meta=form["meta"],
+                run=str(form.get("run", "")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"a piece of a checkpoint cannot be read: {exc!r}") from exc
@@ -124,6 +143,7 @@ class Manifest:
     generation: int
     world: int
     files: dict[str, Summed]
+    run: str = ""
 
     def pack(self) -> bytes:
         """As JSON."""
@@ -139,7 +159,8 @@ class Manifest:
         form = _form(data)
         try:
             files = {str(name): Summed(**one) for name, one in form["files"].items()}
-            return cls(int(form["step"]), int(form["generation"]), int(form["world"]), files)
+            step, generation, world = (int(form[key]) for key in ("step", "generation", "world"))
+            return cls(step, generation, world, files, run=str(form.get("run", "")))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
             raise ProtocolError(f"a manifest cannot be read: {exc!r}") from exc
 

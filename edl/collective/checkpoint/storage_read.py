@@ -54,8 +54,9 @@ def newest_step(url: str, group: transfer.Group = None) -> int:
 
 
 def _shared(folder: Folder, group: transfer.Group) -> Iterator[Name]:
-    """The names that the first rank sees, so that all ranks look at the same."""
-    names = [str(name) for name in folder.names() if not name.temporary] if rank_of(group) == 0 else []
+    """The names of the complete ones that the first rank sees, so that all ranks look at the same."""
+    mine = folder.names() if rank_of(group) == 0 else []
+    names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
     src = transfer.global_rank(0, group)
     for text in transfer.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
         name = Name.parse(text)

@@ -16,7 +16,7 @@ from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair
 from edl.collective.checkpoint.snapshot import parse_meta
 from edl.collective.checkpoint.state import State
-from edl.errors import ProtocolError
+from edl.errors import SettingsError
 
 __all__ = [
     "Group",
@@ -52,7 +52,7 @@ def broadcast_state(state: State, src: int, group: Group = None) -> None:
     captured = state.capture() if sending else None
     meta = parse_meta(broadcast_bytes(captured.meta if captured else b"", src, group))
     if meta.sharded:
-        raise ProtocolError("a sharded state cannot be broadcast: each rank has another part of it")
+        raise SettingsError("a sharded state cannot be broadcast: each rank has another part of it")
     loading = None if sending else state.begin_load(meta, local=False)
     for number, entry in enumerate(meta.entries):
         if entry.scope != "replicated" or not entry.nbytes:

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from edl.collective.checkpoint.keeping import NOTHING, stamp_of
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, find
 from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, PRESENT, Announcement, Link, translated
-from edl.collective.replica.states import NOTHING, stamp_of
 from edl.errors import PermanentError, TemporaryError
 
 __all__ = ["Refused", "send_states"]

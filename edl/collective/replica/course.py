@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from edl.collective.replica.states import NOTHING, Stamp
+from edl.collective.checkpoint.keeping import NOTHING, Stamp
 from edl.errors import SettingsError
 
 __all__ = ["Act", "Course", "ReplicaPace"]

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from edl.collective.checkpoint.keeping import ReplicaFolder, stamp_of
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
 from edl.collective.replica.protocol import GO_ON, PRESENT, Announcement, Link
-from edl.collective.replica.states import ReplicaFolder, stamp_of
 from edl.errors import EDLError
 
 __all__ = ["ReplicaServer"]

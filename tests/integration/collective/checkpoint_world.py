@@ -252,6 +252,18 @@ def broadcast(kind: str) -> dict[str, Any]:
     return told_of(state)
 
 
+def broadcast_refused(kind: str) -> str:
+    """Nobody has all of it. What is raised, which must be the same on all ranks."""
+    from edl.collective.checkpoint.transfer import broadcast_state
+    from edl.errors import SettingsError
+
+    try:
+        broadcast_state(job(kind, 7), 1)
+    except SettingsError as exc:
+        return str(exc)
+    return ""
+
+
 def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
     """Load as a user of `torch.distributed.checkpoint` would, who knows nothing of EDL."""
     import torch.distributed.checkpoint as dcp
@@ -271,6 +283,7 @@ CASES: dict[str, Case] = {
     "restore": restore,
     "resume": resume,
     "broadcast": broadcast,
+    "broadcast_refused": broadcast_refused,
     "dcp_load": dcp_load,
 }
 

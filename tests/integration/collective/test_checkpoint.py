@@ -79,6 +79,11 @@ def test_a_live_state_is_given_to_all(tmp_path: Path) -> None:
         same(said[0], one)
 
 
+def test_a_sharded_live_state_is_refused_on_all_ranks_in_words(tmp_path: Path) -> None:
+    said = run(2, "broadcast_refused", tmp_path, kind="fsdp")
+    assert ["sharded" in one for one in said] == [True, True]
+
+
 @pytest.mark.parametrize(("width", "behind"), [(300, 0), (1500, 1)], ids=["copied at once", "copied beside the next"])
 def test_killed_at_any_instant_a_job_goes_on_from_one_of_its_last_steps(
     tmp_path: Path, width: int, behind: int

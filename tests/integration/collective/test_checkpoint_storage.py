@@ -17,7 +17,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     folder = tmp_path_factory.mktemp("world")
     said = run(4, "save", folder, kind="fsdp")
     slots = [folder / f"slots-{rank}" for rank in range(4)]
-    node, other = Persister(str(folder / "c")), Persister(str(folder / "c"))
+    node, other = (Persister(str(folder / "c"), run=lambda: "0" * 16) for _ in range(2))
     first, second = node.persist(slots[:2]), other.persist(slots[2:])
     assert first is not None
     assert second is not None
@@ -49,3 +49,17 @@ def test_dcp_alone_loads_it_in_two(tmp_path: Path, stored: tuple[dict[str, Any],
     for after in run(2, "dcp_load", tmp_path, kind="fsdp", checkpoint=str(checkpoint)):
         for key in ("model", "optimizer"):
             assert after[key] == saved[key], key
+
+
+def test_without_an_agent_the_ranks_agree_on_their_run(tmp_path: Path) -> None:
+    """Under plain torchrun all generations are 0: a world's pieces must find each other, and no other world's."""
+    url = tmp_path / "c"
+    for attempt in range(2):
+        slots = [f"slots-{attempt}-{rank}" for rank in range(2)]
+        run(2, "save", tmp_path, kind="fsdp", storage=str(url), slots=slots)
+        stored = {path.name: {one.name for one in path.glob("piece-*")} for path in url.iterdir()}
+        assert len(stored) == attempt + 1
+        for name, pieces in stored.items():
+            assert name.startswith("step-4.g-0.r-")
+            assert not name.endswith(".tmp")
+            assert pieces == {"piece-0.json", "piece-1.json"}

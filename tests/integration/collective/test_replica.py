@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from edl.collective.agent.world import Member, State, World
+from edl.collective.checkpoint.keeping import ReplicaFolder, kept_prefix, stamp_of
 from edl.collective.checkpoint.slots import find
 from edl.collective.replica.replication import Replication
-from edl.collective.replica.states import ReplicaFolder, kept_prefix, stamp_of
 from tests.integration.collective.checkpoint_world import run
 from tests.integration.collective.job import wait_until
 from tests.integration.collective.test_checkpoint import same

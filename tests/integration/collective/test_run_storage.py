@@ -1,0 +1,54 @@
+"""`edl run --checkpoint`: the nodes of a job store together, and another job goes on from there as a run of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.collective.job import Job, wait_until
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+from edl.collective import Checkpointer, State
+
+dist.init_process_group("gloo")
+state = State(total=torch.zeros(3))
+with Checkpointer(state, interval_steps=1) as checkpointer:
+    first = checkpointer.restore() + 1
+    if dist.get_rank() == 0:
+        print("BEGINS AT", first, state.total.tolist(), flush=True)
+    for step in range(first, first + 5):
+        dist.all_reduce(torch.ones(1))
+        state.total += 1
+        checkpointer.save(step)
+    checkpointer.save(step, force=True)
+dist.destroy_process_group()
+"""
+
+
+def test_two_jobs_one_after_the_other_at_one_place(tmp_path: Path) -> None:
+    url, script = tmp_path / "checkpoints", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for attempt in range(2):
+        options = ("--nnodes", "2", "--checkpoint", str(url), "--checkpoint-interval", "1000")
+        with Job(tmp_path / f"job{attempt}", options=options, command=[str(script)]) as job:
+            nodes = [job.start(), job.start()]
+            assert [node.wait() for node in nodes] == [0, 0]
+            begins = f"BEGINS AT {5 * attempt} {[5.0 * attempt] * 3}"
+            assert any(begins in node.output for node in nodes)
+            assert any(f"stored the state after step {5 * attempt + 4}" in node.output for node in nodes)
+            job.nothing_is_left()
+        stored = sorted(url.iterdir())
+        wait_until(lambda: not any(path.name.endswith(".tmp") for path in url.iterdir()), "all are complete", 5)
+        assert len({path.name.partition(".r-")[2] for path in stored}) == attempt + 1, "each job is a run of its own"
+        newest = max(stored, key=lambda path: int(path.name.partition("-")[2].partition(".")[0]))
+        manifest = json.loads((newest / "manifest.json").read_text())
+        assert (manifest["step"], manifest["world"]) == (5 * attempt + 4, 2)

@@ -1,0 +1,198 @@
+"""The agent's thread of storing: what fails is said once and tried again; at its end a job waits for a slow storage."""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from edl.collective.agent.storing import JobRun, Storing
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.transfer import slot_bytes
+from edl.discovery import open_store
+from edl.errors import ProtocolError
+
+RUN = "346d06b600000001"
+
+
+class ApiError(Exception):
+    """What a library of an object store raises, which knows nothing of OSError."""
+
+
+class Balky(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that calls `before` whenever a file is to be opened."""
+
+    protocol = "balky"
+    before: Callable[[], object] = staticmethod(lambda: None)
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        type(self).before()
+        return super()._open(*arguments, **settings)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    fsspec.register_implementation("balky", Balky, clobber=True)
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    name = f"balky://edl-{uuid.uuid4().hex}"
+    yield name
+    fs, root = fsspec.core.url_to_fs(name)
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def put(prefix: Path, step: int) -> None:
+    state = State(values=torch.full((10,), step))
+    captured = state.capture()
+    slots = SlotPair(prefix)
+    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    data = slot_bytes(memory, captured.data_nbytes)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    slots.commit(Label(1, step, 1, 0, persist=True), captured.data_nbytes, captured.meta)
+
+
+def storing(url: str, prefix: Path, lines: list[str]) -> Storing:
+    return Storing(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail(error: Exception) -> Callable[[], object]:
+    def before() -> None:
+        raise error
+
+    return before
+
+
+@pytest.mark.parametrize("error", [ApiError("slow down"), OSError("slow down"), MemoryError("slow down")])
+def test_whatever_a_storage_raises_the_next_state_is_stored(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(error)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "slow down" in lines[0] or "memory" in lines[0]
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    put(tmp_path / "s", 2)
+    one.store_newest()
+    wait_for(lambda: "stored the state after step 2" in lines[-1])
+    assert one.close(20)
+
+
+def test_a_fault_of_our_own_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    put(tmp_path / "s", 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Persister, "_choose", lambda *arguments: 1 / 0)
+        one = storing(url, tmp_path / "s", lines)
+        wait_for(lambda: bool(lines))
+        assert "fault in EDL" in lines[0]
+    one.store_newest()
+    wait_for(lambda: "stored the state after step 1" in lines[-1])
+    assert one.close(20)
+
+
+def test_what_fails_again_and_again_is_said_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    tries = threading.Semaphore(0)
+
+    def before() -> None:
+        tries.release()
+        raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    for _ in range(3):
+        one.store_newest()
+        assert tries.acquire(timeout=20)
+    assert not one.close(20)
+    assert [line for line in lines if "slow down" in line] == lines[:1]
+
+
+def test_the_end_of_a_job_tries_again_until_its_last_state_is_stored(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    failing = iter(range(2))
+
+    def before() -> None:
+        if next(failing, None) is not None:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    one = storing(url, tmp_path / "s", lines)
+    put(tmp_path / "s", 1)
+    one.store_newest()
+    assert one.close(20, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_storage_that_takes_nothing_is_given_up_and_that_is_said(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    lines: list[str] = []
+    released = threading.Event()
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: released.wait(60)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    one.store_newest()
+    try:
+        assert not one.close(0.3, patient=patient)
+        assert "left incomplete" in lines[-1]
+    finally:
+        released.set()
+
+
+def test_the_end_of_a_job_waits_for_a_slow_storage_as_long_as_it_takes_something(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file takes less than the limit, and all of them together more."""
+    lines: list[str] = []
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.5)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    began = time.monotonic()
+    one.store_newest()
+    assert one.close(1.0, patient=True)
+    assert time.monotonic() - began > 1.0
+    assert "stored the state after step 1" in lines[-1]
+
+
+def test_without_a_storage_nothing_is_waited_for(tmp_path: Path) -> None:
+    assert storing("", tmp_path / "s", []).close(0)
+
+
+def test_the_agents_of_a_job_agree_on_its_run(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    with open_store(url) as first, open_store(url) as second:
+        run = JobRun(first, "job")()
+        assert (JobRun(second, "job")(), JobRun(first, "job")()) == (run, run)
+        assert JobRun(second, "another")() != run
+        put(tmp_path / "s", 1)
+        outcome = Persister(str(tmp_path / "c"), run=JobRun(first, "job")).persist([tmp_path / "s"])
+        assert outcome is not None
+        assert (tmp_path / f"c/step-1.g-1.r-{run}").is_dir()
+        first.put("jobs/third/run", b"../..")
+        with pytest.raises(ProtocolError, match="not the name of a run"):
+            JobRun(second, "third")()

@@ -12,13 +12,13 @@ from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import memory as checkpoint_memory
 from edl.collective.checkpoint import storage_read, transfer
 from edl.collective.checkpoint.keeping import Keeping
-from edl.collective.checkpoint.memory import rank_of, world_of
 from edl.collective.checkpoint.pace import Pace
 from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.state import State, WorldChange
 from edl.collective.checkpoint.storage_background import Background
 from edl.collective.checkpoint.storage_run import new_run
 from edl.collective.checkpoint.writing import Writer
+from edl.collective.ranks import rank_of, world_of
 from edl.errors import ClosedError, SettingsError
 from edl.settings import positive_float, read
 

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from edl.collective.checkpoint.parts import box_of
+from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
-__all__ = ["Kind", "aliased", "kind_of", "load", "names_of", "take", "templates", "unwrapped"]
+__all__ = ["Kind", "aliased", "kind_of", "load", "names_of", "take", "templates"]
 
 Kind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
@@ -31,24 +32,6 @@ def kind_of(value: Any) -> Kind:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return "object"
     return "value"
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that the user wrote.
-
-    Raises:
-        SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
-    """
-    while True:
-        inner = getattr(module, "_orig_mod", None)
-        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            module = module.module
-        elif isinstance(inner, nn.Module):
-            module = inner
-        elif type(module).__name__ == "FullyShardedDataParallel":
-            raise SettingsError("FullyShardedDataParallel is not supported: use torch.distributed.fsdp.fully_shard")
-        else:
-            return module
 
 
 def names_of(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from edl.collective.checkpoint import transfer
 from edl.collective.checkpoint.choice import Choice, choose
@@ -22,10 +21,10 @@ from edl.collective.checkpoint.keeping import Keeping
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
 from edl.collective.checkpoint.snapshot import parse_meta
 from edl.collective.checkpoint.state import State
-from edl.errors import ProtocolError, SettingsError
-from edl.settings import read
+from edl.collective.ranks import rank_of, world_of
+from edl.errors import ProtocolError
 
-__all__ = ["Restored", "rank_of", "restore", "world_of"]
+__all__ = ["Restored", "restore"]
 
 T = TypeVar("T")
 
@@ -38,27 +37,6 @@ class Restored:
 
     step: int
     world: int
-
-
-def world_of(group: transfer.Group) -> int:
-    """Ranks in the group; 1 without a process group.
-
-    Raises:
-        SettingsError: there is none, but there are other workers: each would go on from a state of its own.
-    """
-    if dist.is_initialized():
-        return dist.get_world_size(group)
-    workers = read("WORLD_SIZE", int) or 1
-    if workers > 1:
-        raise SettingsError(
-            f"one of {workers} workers: call init_process_group() before a Checkpointer restores or saves"
-        )
-    return 1
-
-
-def rank_of(group: transfer.Group) -> int:
-    """This rank in the group; 0 without a process group."""
-    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterator
 
 from edl.collective.checkpoint import transfer
-from edl.collective.checkpoint.memory import Restored, rank_of, world_of
+from edl.collective.checkpoint.memory import Restored
 from edl.collective.checkpoint.snapshot import Entry, overlap, read_meta
 from edl.collective.checkpoint.state import Loading, State
 from edl.collective.checkpoint.storage_files import Folder
 from edl.collective.checkpoint.storage_manifest import Manifest, Name, Piece
+from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError, TemporaryError
 
 __all__ = ["newest_step", "restore"]

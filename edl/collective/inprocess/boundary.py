@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from edl.collective.checkpoint import rng as state_rng
-from edl.collective.checkpoint.fields import kind_of, unwrapped
+from edl.collective.checkpoint.fields import kind_of
 from edl.collective.checkpoint.state import State
+from edl.collective.unwrapping import unwrapped
 
 __all__ = ["Boundary"]
 

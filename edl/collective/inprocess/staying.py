@@ -33,12 +33,12 @@ from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import transfer
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.encoding import from_json, to_json
-from edl.collective.checkpoint.fields import unwrapped
 from edl.collective.checkpoint.state import State, WorldChange
 from edl.collective.inprocess import regroup
 from edl.collective.inprocess.boundary import Boundary
 from edl.collective.inprocess.control import Control
 from edl.collective.inprocess.process_group import LEFT, BreakableGroup, doubt
+from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 from edl.settings import read
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from edl.collective.ranks import rank_of, world_of
 from edl.collective.update.split import Tail, batch_at, batches_left, share
 from edl.errors import ProtocolError, SettingsError
 
@@ -112,9 +112,15 @@ class ElasticSampler(Sampler[list[int]]):
         return len(share(self.batch_samples, world, rank))
 
     @property
-    def world(self) -> int:
-        """Among how many ranks batches are split, since the present iteration began."""
-        return self._place[1]
+    def place(self) -> tuple[int, int]:
+        """(rank, world): whose share of how many is handed out, since the present iteration began."""
+        return self._place
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """Which batch of which iteration is the next one to train; another one after an `advance`, a new iteration, a
+        new epoch, and a restored state."""
+        return self._pass, self.epoch, self.consumed
 
     @property
     def finished(self) -> bool:
@@ -122,7 +128,7 @@ class ElasticSampler(Sampler[list[int]]):
         return not self.batch_samples
 
     def advance(self) -> None:
-        """The next global batch was trained, by all ranks."""
+        """The next global batch was trained, by all ranks; or it is to be left out of this epoch, by all of them."""
         with self._lock:
             samples = self.batch_samples
             if not samples:
@@ -184,7 +190,8 @@ class ElasticSampler(Sampler[list[int]]):
         """This rank's share of each global batch that is not trained yet, as indices.
 
         Raises:
-            SettingsError: this epoch was passed through and is finished, so `set_epoch` was forgotten.
+            SettingsError: this epoch was passed through and is finished, so `set_epoch` was forgotten; or there are
+                other workers and no process group yet.
         """
         with self._lock:
             if self.finished and self._passed:
@@ -192,7 +199,7 @@ class ElasticSampler(Sampler[list[int]]):
                     f"epoch {self.epoch} is finished: call set_epoch({self.epoch + 1}), or use epochs()"
                 )
             self._passed = not self.finished
-            self._place = self._fixed_place or _place()
+            self._place = self._fixed_place or (rank_of(None), world_of(None))
             self._handed = self.consumed
             self._pass += 1
             order, number = self._indices(), self._pass
@@ -278,9 +285,3 @@ class ElasticSampler(Sampler[list[int]]):
                     f"the order of epoch {self.epoch} is not that of the state: shuffle={self.shuffle} is new, or "
                     "PyTorch is of another version. Restore what differs, or begin the epoch anew"
                 )
-
-
-def _place() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1

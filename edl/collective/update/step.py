@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from edl.collective.update.ranks import exchange, world_of
+from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.split import micro_sizes
 from edl.errors import SettingsError
@@ -43,6 +43,8 @@ class Step:
         sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
         left: micro-batches without a backward yet.
         due: rows of the micro-batch that is in the user's hands, None if there is none.
+        mark: of the sampler when the step began, None without a sampler.
+        unscaled: the scaler has taken its factor out of the gradients, or begun to.
         synchronized: gradients are those of the global batch.
         began_at: `time.perf_counter()`.
     """
@@ -52,6 +54,8 @@ class Step:
     sizes: list[int]
     left: int = field(init=False)
     due: int | None = None
+    mark: tuple[int, int, int] | None = None
+    unscaled: bool = False
     synchronized: bool = False
     began_at: float = field(default_factory=time.perf_counter)
 
@@ -60,20 +64,34 @@ class Step:
 
 
 def begin_sampled(
-    given: int, sampler: ElasticSampler, how: How, group: dist.ProcessGroup | None, device: torch.device
+    given: int,
+    told: int | None,
+    sampler: ElasticSampler,
+    how: How,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> Step:
     """A step over the next global batch of `sampler`, of which this rank was `given` so many rows.
 
     Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
 
+    Args:
+        told: how many of them count, as the user says; None for what the sampler says.
+
     Raises:
         SettingsError: the rows are not the sampler's.
     """
     mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
-    if sampler.world != world:
+    if sampler.place != (rank_of(group), world):
         raise SettingsError(
-            f"the sampler splits batches among {sampler.world} ranks, the trainer's group has {world}: give "
-            "ElasticSampler the rank= and world= of the group"
+            f"the sampler gives the share of rank {sampler.place[0]} of {sampler.place[1]}, but this is rank "
+            f"{rank_of(group)} of {world} in the trainer's group: iterate over the sampler in this world, or give it "
+            "the rank= and world= of the group"
+        )
+    if told is not None and told != mine:
+        raise SettingsError(
+            f"rows={told}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), since "
+            "rows= is for training without a sampler"
         )
     if given != max(mine, 1) or not samples:
         raise SettingsError(
@@ -84,7 +102,7 @@ def begin_sampled(
     if how.lockstep and world > 1:
         counts = exchange([len(sizes)], group, device)
         sizes = micro_sizes(mine, how.most, max(count for (count,) in counts))
-    return Step(samples, world, sizes or [0])
+    return Step(samples, world, sizes or [0], mark=sampler.mark)
 
 
 def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | None, device: torch.device) -> Step:

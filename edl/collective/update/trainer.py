@@ -13,8 +13,9 @@ such dependence; SyncBatchNorm has it only between micro-batches. Modules with c
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -23,21 +24,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from edl.collective.board import Board
+from edl.collective.ranks import exchange
 from edl.collective.update.adjust import Policy, Scaling, needs_noise
 from edl.collective.update.goodput import AutoBatch
 from edl.collective.update.gradients import NoiseMeter, average_gradients, rate_times
 from edl.collective.update.noise import Noise
-from edl.collective.update.ranks import exchange
 from edl.collective.update.rows import count_rows, cut_rows
 from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.schedule import SampleSchedule
 from edl.collective.update.split import micro_sizes
 from edl.collective.update.step import How, Step, begin_counted, begin_sampled
 from edl.collective.update.tune import Now, Tuner
-from edl.collective.update.wrapping import averages_itself, in_lockstep, is_sharded, without_averaging
+from edl.collective.update.wrapping import averages_itself, check_wrapping, in_lockstep, is_sharded, without_averaging
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
+
+logger = logging.getLogger("edl.collective")
 
 B = TypeVar("B")
 
@@ -58,8 +61,9 @@ class ElasticTrainer:
                 trainer.step()
 
     Args:
-        model: a module, or one wrapped in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
-        optimizer: any of PyTorch's.
+        model: a module, also wrapped as a whole in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
+        optimizer: any of PyTorch's, of parameters of the model. If there are others that it does not have, their
+            gradients are averaged, too, and left to you: step another optimizer between `synchronize` and `step`.
         sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
         global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
             each step, by one small exchange.
@@ -70,8 +74,11 @@ class ElasticTrainer:
         auto: choose the global batch by itself, within these bounds; needs a policy that says what the rate does then.
         schedule: moved on by the samples trained, after every step.
         scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
-        clip_norm: largest norm of the whole gradient of a step.
+        clip_norm: largest norm of the whole gradient of a step, of the optimizer's parameters.
         group: the process group of the ranks, the default one if None. With DDP it must be its own.
+
+    Raises:
+        SettingsError: arguments contradict each other, or gradients would not be averaged once over the ranks.
     """
 
     def __init__(
@@ -103,21 +110,23 @@ class ElasticTrainer:
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._scaler, self._group, self._asked = scaler, group, asked
+        measures = needs_noise(policy) or auto is not None
+        check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
         self._parameters = list(model.parameters())
-        strangers = {id(one) for group in optimizer.param_groups for one in group["params"]} - set(
-            map(id, self._parameters)
-        )
+        strangers = set(map(id, self._updated())) - set(map(id, self._parameters))
         if strangers:
             raise SettingsError(
-                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them"
+                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Give "
+                "ElasticTrainer a module that holds them all, such as an nn.ModuleList"
             )
         self._meter: NoiseMeter | None = None
-        if needs_noise(policy) or auto is not None:
+        if measures:
             if is_sharded(model):
                 raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
-            self._meter = NoiseMeter([one for one in self._parameters if one.requires_grad], optimizer)
+            self._meter = NoiseMeter([one for one in self._updated() if one.requires_grad], optimizer)
         self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
         self._step: Step | None = None
+        self._cuts: Generator[Any, None, None] | None = None
         self._board = Board.from_env()
 
     @property
@@ -150,7 +159,8 @@ class ElasticTrainer:
 
         Args:
             batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.update.rows`.
-            rows: how many of its rows count, all if None; 0 for a rank that has none but must have a batch.
+            rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
+                batch. A sampler knows that by itself.
 
         Raises:
             SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, or no
@@ -158,8 +168,11 @@ class ElasticTrainer:
         """
         if self._step is not None:
             raise SettingsError("the step before was not finished: call step(), or discard() after an error")
-        given = count_rows(batch)
-        self._step = step = self._begin(given, given if rows is None else rows)
+        self._step = self._begin(count_rows(batch), rows)
+        self._cuts = self._cut(batch, self._step)
+        return self._cuts
+
+    def _cut(self, batch: B, step: Step) -> Generator[B, None, None]:
         begin = 0
         for number, size in enumerate(step.sizes, 1):
             with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
@@ -186,7 +199,7 @@ class ElasticTrainer:
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
         if not step.left and step.world > 1 and averages_itself(self.model):
-            self._board.waited(time.perf_counter() - began)  # the last backward is in it, on every rank
+            self._waited(began)  # the last backward is in it, on every rank
 
     def synchronize(self) -> None:
         """Make every rank's gradients those of the whole global batch, unscaled and clipped.
@@ -202,19 +215,20 @@ class ElasticTrainer:
         if step.world > 1 and not averages_itself(self.model):
             began = time.perf_counter()
             average_gradients([one for one in self._parameters if one.requires_grad], self._group)
-            self._board.waited(time.perf_counter() - began)
-        if self._scaler is not None:
+            self._waited(began)
+        if self._scaler is not None and not step.unscaled:
+            step.unscaled = True  # even if it fails half-way: `discard` must undo it
             self._scaler.unscale_(self.optimizer)
         if self._meter is not None:
             self.noise.add(self._meter.finish(step.samples, self._group, step.world))
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self._parameters, self.clip_norm)
+            nn.utils.clip_grad_norm_(self._updated(), self.clip_norm)
         step.synchronized = True
 
     def step(self) -> None:
-        """Update the parameters, forget the gradients, and count the samples as trained."""
+        """Update the parameters, forget the optimizer's gradients, and count the samples as trained."""
         self.synchronize()
-        step, self._step = self._step, None
+        step = self._step
         assert step is not None
         batch = self.global_batch
         with rate_times(self.optimizer, self.rate_factor):
@@ -223,6 +237,7 @@ class ElasticTrainer:
         self._scaling.trained(step.samples, self.noise)
         if self.sampler is not None:
             self.sampler.advance()
+        self._step = self._cuts = None
         if self.schedule is not None and updated:
             self.schedule.move_to(self.progress)
         if self._tuner is not None:
@@ -233,10 +248,35 @@ class ElasticTrainer:
             if wanted != batch:
                 self.resize(wanted)
 
-    def discard(self) -> None:
-        """Forget a step that was begun, after an error: its gradients are worth nothing, its samples not trained."""
-        self._step = None
-        self.optimizer.zero_grad(set_to_none=True)
+    def discard(self, *, retry: bool = False) -> None:
+        """Forget a step that was begun, after an error. Every rank must do this, in the same step.
+
+        With DDP none may have begun its last micro-batch unless all have, with FSDP all must have got equally far: a
+        forward pass sends there, and a rank that did so alone stays out of step.
+
+        The loader has moved on. So the step's samples are left out of this epoch, by all ranks alike, which one warning
+        says; the next batch follows, and `samples` and schedules do not count those that were not trained. With `retry`
+        they are still due: give `micro_batches` the same batch again, after lowering `max_micro_batch` for instance.
+
+        Nothing is left out where the sampler was restored or iterated over anew since the step began: then the samples
+        come again. Without a step under way only gradients are forgotten.
+        """
+        step = self._step
+        self._forget()
+        if step is None or retry or self.sampler is None or step.mark != self.sampler.mark:
+            return
+        self.sampler.advance()
+        logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
+
+    def _forget(self) -> None:
+        """Be as before the step under way."""
+        step, self._step = self._step, None
+        cuts, self._cuts = self._cuts, None
+        if cuts is not None:
+            cuts.close()  # or it would keep DDP from averaging until an exception lets go of it
+        self.model.zero_grad(set_to_none=True)
+        if self._scaler is not None and step is not None and step.unscaled:
+            self._scaler.update(self._scaler.get_scale())  # begin anew with the same scale
         if self._meter is not None:
             self._meter.forget()
 
@@ -278,7 +318,7 @@ class ElasticTrainer:
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
-        self.discard()
+        self._forget()
         self._scaling.load_state_dict(state["scaling"])
         self.noise.load_state_dict(state["noise"])
         if self.sampler is None and state["asked"] != self._asked:
@@ -297,13 +337,22 @@ class ElasticTrainer:
     def _device(self) -> torch.device:
         return self._parameters[0].device
 
-    def _begin(self, given: int, mine: int) -> Step:
+    def _updated(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _waited(self, began: float) -> None:
+        """Gradients were synchronized since `began`. On a GPU the host's clock tells when kernels were started."""
+        if self._device.type == "cpu":
+            self._board.waited(time.perf_counter() - began)
+
+    def _begin(self, given: int, rows: int | None) -> Step:
         parts = 2 if self._meter is not None else 1
         how = How(self.max_micro_batch, parts, averages_itself(self.model), in_lockstep(self.model))
         if self.sampler is None:
-            return begin_counted(given, mine, how, self._group, self._device)
+            return begin_counted(given, given if rows is None else rows, how, self._group, self._device)
         self._scaling.resize(self.sampler.global_batch, self.noise)
-        return begin_sampled(given, self.sampler, how, self._group, self._device)
+        return begin_sampled(given, rows, self.sampler, how, self._group, self._device)
 
     def _update(self) -> bool:
         """Step the optimizer; False if the scaler skipped it because of infinite gradients."""

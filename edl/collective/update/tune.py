@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from edl.collective.ranks import exchange
 from edl.collective.update.goodput import AutoBatch, Decision, choose, shape
 from edl.collective.update.noise import Noise
-from edl.collective.update.ranks import exchange
 from edl.collective.update.step_time import Measured
 
 __all__ = ["Now", "Tuner"]

@@ -5,16 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["averages_itself", "in_lockstep", "is_sharded", "without_averaging"]
+from edl.collective.unwrapping import layers
+from edl.errors import SettingsError
+
+__all__ = ["averages_itself", "check_wrapping", "in_lockstep", "is_sharded", "without_averaging"]
+
+
+def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
+    """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than `group`.
+
+    Args:
+        accumulates: a step may have several micro-batches.
+
+    Raises:
+        SettingsError: it is such a one; the message says what to wrap.
+    """
+    own = layers(module)
+    inside = [one for one in module.modules() if all(one is not layer for layer in own)]
+    if any(isinstance(one, DistributedDataParallel) for one in inside):
+        raise SettingsError(
+            "a part of the model is wrapped in DistributedDataParallel, which would average its gradients once more: "
+            "wrap the whole model, and give ElasticTrainer what comes of it"
+        )
+    if any(type(one).__name__ == "FullyShardedDataParallel" for one in inside):
+        raise SettingsError("FullyShardedDataParallel is not supported: use torch.distributed.fsdp.fully_shard")
+    whole = any(isinstance(one, FSDPModule) for one in own)
+    if not whole and any(isinstance(one, DTensor) for one in module.parameters()):
+        raise SettingsError(
+            "parts of the model are sharded, but not by fully_shard of the whole, which averages what is in none of "
+            "them: call fully_shard(model), too, after its parts"
+        )
+    for one in own:
+        if not isinstance(one, DistributedDataParallel):
+            continue
+        if one.static_graph and accumulates:
+            raise SettingsError(
+                "DistributedDataParallel(static_graph=True) fails where a step has several micro-batches: leave out "
+                "static_graph, or max_micro_batch, AdaScale and auto"
+            )
+        if _ranks(one.process_group) != _ranks(group):
+            raise SettingsError(
+                "DistributedDataParallel averages over other ranks than ElasticTrainer counts: pass both the same group"
+            )
 
 
 def averages_itself(module: nn.Module) -> bool:
     """Whether the backward of `module` averages gradients over the ranks, so that every rank needs one."""
-    return isinstance(_uncompiled(module), (DistributedDataParallel, FSDPModule))
+    return any(isinstance(one, (DistributedDataParallel, FSDPModule)) for one in layers(module))
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -30,20 +73,21 @@ def in_lockstep(module: nn.Module) -> bool:
 @contextmanager
 def without_averaging(module: nn.Module) -> Iterator[None]:
     """Forward and backward passes in the block only accumulate gradients on this rank."""
-    module = _uncompiled(module)
-    if isinstance(module, DistributedDataParallel):
-        with module.no_sync():
-            yield
-    elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            module.set_requires_gradient_sync(True)
-    else:
-        yield
+    for one in layers(module):
+        if isinstance(one, DistributedDataParallel):
+            with one.no_sync():
+                yield
+            return
+        if isinstance(one, FSDPModule):
+            one.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                one.set_requires_gradient_sync(True)
+            return
+    yield
 
 
-def _uncompiled(module: nn.Module) -> nn.Module:
-    """What `torch.compile` was given."""
-    return getattr(module, "_orig_mod", module)
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Of all processes, those in the group."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,0 +1,165 @@
+"""Steps that were given up: what happens to their samples, to the scaler, and to the steps after them."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from edl.collective.update.sampler import ElasticSampler  # noqa: E402
+from edl.collective.update.trainer import ElasticTrainer  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
+
+LENGTH, BATCH = 22, 4
+
+
+class Job:
+    """A trainer over numbered samples."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Linear(2, 1).double()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.sampler = ElasticSampler(LENGTH, global_batch=BATCH)
+        self.trainer = ElasticTrainer(self.model, self.optimizer, sampler=self.sampler, **options)
+        numbers = torch.arange(LENGTH, dtype=torch.float64)
+        self.loader = DataLoader(TensorDataset(torch.stack([numbers / LENGTH, numbers], 1)), batch_sampler=self.sampler)
+        self.trained: list[int] = []
+
+    def compute(self, batch: Tensor, *, fail_in: int | None = None) -> None:
+        for number, (rows,) in enumerate(self.trainer.micro_batches((batch,))):
+            loss = self.model(rows / LENGTH).square().mean()
+            if number == fail_in:
+                raise MemoryError
+            self.trainer.backward(loss)
+
+    def step(self, batch: Tensor) -> None:
+        self.compute(batch)
+        self.trainer.step()
+        self.trained += batch[:, 1].int().tolist()
+
+    def parameters(self) -> list[Tensor]:
+        return [one.detach() for one in self.model.parameters()]
+
+
+def test_the_samples_of_a_discarded_step_are_left_out_and_everything_else_comes_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job, lost = Job(max_micro_batch=2), []
+    with caplog.at_level(logging.WARNING, "edl.collective"):
+        for number, (batch,) in enumerate(job.loader):
+            if number == 2:
+                with pytest.raises(MemoryError):
+                    job.compute(batch, fail_in=1)
+                job.trainer.discard()
+                lost = batch[:, 1].int().tolist()
+                saved = job.sampler.state_dict()
+            else:
+                job.step(batch)
+    assert sorted(job.trained + lost) == list(range(LENGTH))
+    assert job.sampler.finished
+    assert job.trainer.samples == LENGTH - BATCH
+    assert [record.message for record in caplog.records] == ["a step was discarded: 4 samples are left out of epoch 0"]
+    resumed = Job()  # the position in a checkpoint is that of the loader
+    resumed.sampler.load_state_dict(saved)
+    for (batch,) in resumed.loader:
+        resumed.step(batch)
+    assert sorted(job.trained[: 2 * BATCH] + lost + resumed.trained) == list(range(LENGTH))
+
+
+def test_a_discarded_step_can_be_tried_again_in_smaller_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
+    clean, job = Job(), Job()
+    for (batch,) in clean.loader:
+        clean.step(batch)
+    with caplog.at_level(logging.WARNING, "edl.collective"):
+        for number, (batch,) in enumerate(job.loader):
+            if number == 2:
+                with pytest.raises(MemoryError):
+                    job.compute(batch, fail_in=0)
+                job.trainer.discard(retry=True)
+                job.trainer.max_micro_batch = 1
+            job.step(batch)
+    assert not caplog.records
+    assert job.trained == clean.trained
+    for mine, theirs in zip(job.parameters(), clean.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_is_left_out_where_the_samples_come_again_by_themselves() -> None:
+    anew, restored = Job(), Job()
+    (batch,) = next(iter(anew.loader))
+    with pytest.raises(MemoryError):
+        anew.compute(batch, fail_in=0)
+    again = iter(anew.loader)
+    next(again)
+    anew.trainer.discard()
+    before = restored.sampler.state_dict()
+    (batch,) = next(iter(restored.loader))
+    with pytest.raises(MemoryError):
+        restored.compute(batch, fail_in=0)
+    restored.sampler.load_state_dict(before)
+    restored.trainer.discard()
+    assert (anew.sampler.consumed, restored.sampler.consumed) == (0, 0)
+
+
+def test_an_optimizer_that_fails_leaves_a_step_that_can_be_discarded() -> None:
+    job = Job()
+    batches = iter(job.loader)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    hook = job.optimizer.register_step_pre_hook(fail)
+    (batch,) = next(batches)
+    with pytest.raises(MemoryError):
+        job.step(batch)
+    hook.remove()
+    job.trainer.discard()
+    assert job.sampler.consumed == BATCH
+    for (batch,) in batches:
+        job.step(batch)
+    assert job.sampler.finished
+
+
+def test_a_scaler_goes_on_after_an_error_between_unscaling_and_the_step() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    clean, job = Job(), Job(scaler=scaler, clip_norm=1e9)
+    for (batch,) in clean.loader:
+        clean.step(batch)
+    for (batch,) in job.loader:
+        job.compute(batch)
+        job.trainer.synchronize()  # unscales; and now something of the user's fails
+        job.trainer.discard(retry=True)
+        job.step(batch)
+    assert scaler.get_scale() == 8.0
+    for mine, theirs in zip(job.parameters(), clean.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_whose_synchronization_failed_after_unscaling_can_be_finished() -> None:
+    clean, job = Job(), Job(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    clean.step(next(iter(clean.loader))[0])
+    (batch,) = next(iter(job.loader))
+    job.compute(batch)
+    job.trainer.clip_norm = "one"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="one"):
+        job.trainer.step()
+    job.trainer.clip_norm = None
+    job.trainer.step()
+    for mine, theirs in zip(job.parameters(), clean.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_contradict_the_sampler_are_refused_before_the_step_begins() -> None:
+    job = Job()
+    (batch,) = next(iter(job.loader))
+    with pytest.raises(SettingsError, match="rows=3, but the sampler says that 4 rows"):
+        job.trainer.micro_batches((batch,), 3)
+    job.step(batch)
+    assert job.sampler.consumed == BATCH

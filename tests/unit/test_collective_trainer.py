@@ -145,6 +145,32 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message:
         setup(**options)
 
 
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    model, stranger = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
+    with pytest.raises(SettingsError, match=r"2 parameters that the model has not.*nn\.ModuleList"):
+        ElasticTrainer(model, optimizer, global_batch=8)
+    ElasticTrainer(nn.ModuleList([model, stranger]), optimizer, global_batch=8)
+
+
+def test_a_worker_of_several_without_a_process_group_is_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer, _, _ = setup()
+    with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
+        next(trainer.micro_batches(rows(8)))
+    with pytest.raises(SettingsError, match=r"call init_process_group\(\)"):
+        iter(ElasticSampler(8, global_batch=4))
+    assert list(ElasticSampler(8, global_batch=4, shuffle=False, rank=1, world=2)) == [[2, 3], [6, 7]]
+
+
+def test_waiting_for_others_is_not_timed_by_the_host_where_the_device_has_a_clock_of_its_own() -> None:
+    for device, told in (("cpu", True), ("meta", False)):
+        model = nn.Linear(4, 1, device=device)
+        trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=8)
+        trainer._waited(0.0)
+        assert (trainer._board.read().waited_s > 0) == told
+
+
 def test_a_batch_that_is_not_the_samplers_is_refused() -> None:
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
     with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
@@ -170,11 +196,11 @@ def test_a_policy_changes_the_step_and_neither_the_rate_nor_the_moments_that_are
 
 def test_moments_survive_a_change_of_the_batch() -> None:
     trainer, _, optimizer = one = setup(torch.optim.Adam, policy=AdaScale())
-    train(one, 3)
+    train(one, 12)
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
     trainer.resize(32)
     assert all(torch.equal(state["exp_avg"], old) for state, old in zip(optimizer.state.values(), moments, strict=True))
-    assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {12.0}
     train(one, count=32)
     assert trainer.rate_factor > 1.0
 
@@ -262,6 +288,76 @@ def test_adams_noise_is_that_of_gradients_divided_by_its_own_scale() -> None:
     second = TRUTH.square() + SPREADS.square() / 12
     assert noise.variance == pytest.approx(float((SPREADS.square() / second).sum()), rel=0.2)
     assert noise.square == pytest.approx(float((TRUTH.square() / second).sum()), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.AdamW]
+)
+def test_the_first_steps_of_an_adaptive_optimizer_do_not_spoil_the_noise(kind: type[torch.optim.Optimizer]) -> None:
+    def scale(steps: int) -> float:
+        generator = torch.Generator().manual_seed(1)
+        model = Quadratic()
+        optimizer = kind(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+        trainer = ElasticTrainer(model, optimizer, global_batch=12, max_micro_batch=5, policy=AdaScale())
+        for _ in range(steps):
+            targets = TRUTH + SPREADS * torch.randn(12, 3, generator=generator, dtype=torch.float64)
+            for some in trainer.micro_batches(targets):
+                trainer.backward(model(some))
+            trainer.step()
+        assert trainer.noise.known == (steps > 10)
+        return trainer.noise.scale
+
+    scale(10)
+    second = TRUTH.square() + SPREADS.square() / 12
+    wanted = float((SPREADS.square() / second).sum()) / float((TRUTH.square() / second).sum())
+    for steps in (30, 60):
+        assert scale(steps) == pytest.approx(wanted, rel=0.5)
+
+
+def test_a_parameter_that_is_new_to_the_optimizer_does_not_spoil_the_noise() -> None:
+    model, late = Quadratic(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model.register_parameter("late", late)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    trainer = ElasticTrainer(model, optimizer, global_batch=12, max_micro_batch=5, policy=AdaScale())
+    generator = torch.Generator().manual_seed(1)
+
+    def train_with(share: float, steps: int) -> None:
+        for _ in range(steps):
+            targets = TRUTH + SPREADS * torch.randn(12, 3, generator=generator, dtype=torch.float64)
+            for some in trainer.micro_batches(targets):
+                loss: Tensor = model(some)
+                trainer.backward(loss if not share else loss + share * (late * (some - TRUTH)).sum(1).mean())
+            trainer.step()
+
+    train_with(0.0, 60)
+    before = trainer.noise.scale
+    train_with(1e6, 10)  # undivided, its gradients, which are only noise, would be all that counts
+    assert trainer.noise.scale == pytest.approx(before, rel=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
+def test_parameters_that_the_optimizer_does_not_have_are_neither_clipped_nor_measured(options: dict[str, Any]) -> None:
+    class Headed(Quadratic):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, targets: Tensor) -> Tensor:
+            loss: Tensor = super().forward(targets)
+            return loss + 1e3 * (self.body * targets).sum(1).mean()
+
+    found = []
+    for kind in (Quadratic, Headed):
+        model = kind()
+        optimizer = torch.optim.SGD([model.x], lr=0.1, **options)
+        trainer = ElasticTrainer(model, optimizer, global_batch=12, max_micro_batch=5, policy=AdaScale(), clip_norm=0.1)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(5):
+            for some in trainer.micro_batches(TRUTH + torch.randn(12, 3, generator=generator, dtype=torch.float64)):
+                trainer.backward(model(some))
+            trainer.step()
+        found.append((model.x.tolist(), trainer.noise.state_dict()))
+    assert found[0] == found[1]
 
 
 def test_an_optimizer_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,11 +33,11 @@ def main() -> None:
         checkpointer.restore()
         model = DistributedDataParallel(network) if dist.is_initialized() else network
         trainer = ElasticTrainer(model, optimizer, sampler=sampler)
-        loader = DataLoader(train, batch_sampler=sampler)
+        loader = DataLoader(train, batch_sampler=sampler, generator=torch.Generator())  # leaves torch's own alone
         for epoch in sampler.epochs(options.epochs):
             begin, before = time.monotonic(), sampler.consumed
             for batch in loader:
-                for images, labels in trainer.micro_batches(batch, sampler.share_rows):
+                for images, labels in trainer.micro_batches(batch):
                     trainer.backward(cross_entropy(model(images), labels))
                 share = sampler.share_rows
                 trainer.step()

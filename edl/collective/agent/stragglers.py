@@ -1,8 +1,8 @@
 """Naming the rank that the others wait for: every agent tells of its own ranks, the first node's compares them.
 
 Keys: `jobs/JOB/steps/NODE`, without a lease, replaced every window. What a rank itself took for a step is the step
-without the wait for others (`ElasticTrainer` measures that on CPU; on a GPU backward returns before it is done, so all
-ranks look alike there, and nobody is named).
+without the wait for others. `ElasticTrainer` measures that on CPU; on a GPU backward returns before it is done, so
+nothing is measured there, and nobody is named.
 """
 
 from __future__ import annotations

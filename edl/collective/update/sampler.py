@@ -38,7 +38,7 @@ class ElasticSampler(Sampler[list[int]]):
     ::
 
         sampler = ElasticSampler(len(dataset), global_batch=256, seed=0)
-        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, generator=torch.Generator())
         for epoch in sampler.epochs(90):
             for batch in loader:        # this rank's share of each global batch that has not been trained yet
                 ...

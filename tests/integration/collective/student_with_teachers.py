@@ -66,7 +66,7 @@ def main() -> None:
                 share = sampler.share_rows
                 step = {"step": state.step + 1, "epoch": epoch}
                 say({**step, "ids": ids[:share].tolist(), "labels": soft[:share].tolist()})
-                for micro, targets in trainer.micro_batches((rows, soft), share):
+                for micro, targets in trainer.micro_batches((rows, soft)):
                     trainer.backward(soft_cross_entropy(network(micro), targets.softmax(-1)))
                 time.sleep(sleep_s)
                 trainer.step()

@@ -44,6 +44,7 @@ class Step:
         left: micro-batches without a backward yet.
         due: rows of the micro-batch that is in the user's hands, None if there is none.
         mark: of the sampler when the step began, None without a sampler.
+        begun: whether a backward was begun.
         unscaled: the scaler has taken its factor out of the gradients, or begun to.
         synchronized: gradients are those of the global batch.
         began_at: `time.perf_counter()`.
@@ -55,6 +56,7 @@ class Step:
     left: int = field(init=False)
     due: int | None = None
     mark: tuple[int, int, int] | None = None
+    begun: bool = False
     unscaled: bool = False
     synchronized: bool = False
     began_at: float = field(default_factory=time.perf_counter)

@@ -116,8 +116,8 @@ class ElasticTrainer:
         strangers = set(map(id, self._updated())) - set(map(id, self._parameters))
         if strangers:
             raise SettingsError(
-                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Give "
-                "ElasticTrainer a module that holds them all, such as an nn.ModuleList"
+                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Make it "
+                "after fully_shard, and give ElasticTrainer a module that holds all of them, such as an nn.ModuleList"
             )
         self._meter: NoiseMeter | None = None
         if measures:
@@ -187,7 +187,7 @@ class ElasticTrainer:
         step = self._step
         if step is None or step.due is None:
             raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
-        rows, step.due = step.due, None
+        rows, step.due, step.begun = step.due, None, True
         weight = step.world * rows / step.samples
         scaled = loss * weight if self._scaler is None else self._scaler.scale(loss * weight)
         began = time.perf_counter()
@@ -260,6 +260,9 @@ class ElasticTrainer:
 
         Nothing is left out where the sampler was restored or iterated over anew since the step began: then the samples
         come again. Without a step under way only gradients are forgotten.
+
+        Raises:
+            SettingsError: FSDP keeps gradients of the step where nobody can reach them.
         """
         step = self._step
         self._forget()
@@ -270,7 +273,13 @@ class ElasticTrainer:
 
     def _forget(self) -> None:
         """Be as before the step under way."""
-        step, self._step = self._step, None
+        step = self._step
+        if step is not None and step.begun and step.left and is_sharded(self.model):
+            raise SettingsError(
+                "a step of a module sharded by fully_shard was broken off between two micro-batches, and FSDP cannot "
+                "forget the gradients of the first: let the error end this worker, and go on from a saved state"
+            )
+        self._step = None
         cuts, self._cuts = self._cuts, None
         if cuts is not None:
             cuts.close()  # or it would keep DDP from averaging until an exception lets go of it

@@ -67,6 +67,16 @@ def test_gradients_that_would_not_be_averaged_once_are_refused(ranks: RanksPool,
         ranks.run(2, trainer_cases.refused, kind)
 
 
+def test_a_sharded_step_is_given_up_cleanly_or_not_at_all(ranks: RanksPool) -> None:
+    wanted = trainer_cases.alone(Case())
+    for given_up in (0, 2):
+        for found in ranks.run(2, trainer_cases.sharded, given_up):
+            for mine, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    with pytest.raises(AssertionError, match="FSDP cannot forget the gradients"):
+        ranks.run(2, trainer_cases.sharded, 1)
+
+
 def test_a_sampler_and_a_trainer_of_different_ranks_are_refused(ranks: RanksPool) -> None:
     with pytest.raises(AssertionError, match=r"the share of rank \d of 3, but this is rank \d of 2"):
         ranks.run(2, trainer_cases.other_group, None)

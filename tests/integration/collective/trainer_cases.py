@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from edl.collective.update.adjust import AdaScale
@@ -179,6 +180,29 @@ def refused(group: dist.ProcessGroup, rank: int, world: int, kind: str) -> None:
     if kind == "part, compiled":
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
     ElasticTrainer(model, optimizer, global_batch=BATCH, **options)
+
+
+def sharded(group: dist.ProcessGroup, rank: int, world: int, given_up: int) -> list[Tensor]:
+    """The parameters after steps of which each was given up once, after so many of its two micro-batches."""
+    model, _ = _made(Case())
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    sampler = ElasticSampler(LENGTH, global_batch=BATCH, rank=rank, world=world)
+    trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=3, group=group)
+    inputs, targets = data(LENGTH)
+    batches = endless(sampler)
+    for _ in range(STEPS):
+        rows = torch.tensor(next(batches))
+        for last, again in ((given_up, True), (2, False)):
+            for number, (some_inputs, some_targets) in enumerate(trainer.micro_batches((inputs[rows], targets[rows]))):
+                loss = nn.functional.mse_loss(model(some_inputs), some_targets)
+                if number == last:
+                    break
+                trainer.backward(loss)
+            if again:
+                trainer.discard(retry=True)
+        trainer.step()
+    return [one.full_tensor().detach() for one in model.parameters() if isinstance(one, DTensor)]
 
 
 def other_group(group: dist.ProcessGroup, rank: int, world: int, place: tuple[int, int] | None) -> None:

@@ -24,8 +24,8 @@ def world_of(group: dist.ProcessGroup | None) -> int:
     workers = read("WORLD_SIZE", int) or 1
     if workers > 1:
         raise SettingsError(
-            f"one of {workers} workers, but there is no process group: call init_process_group() (with Paddle "
-            "init_parallel_env()) before data is read, a step is made, or a Checkpointer restores or saves"
+            f"one of {workers} workers, but there is no process group: call init_process_group(), or with Paddle "
+            "edl.collective.paddle.init_parallel_env(), before data is read, a step made, or a state restored or saved"
         )
     return 1
 

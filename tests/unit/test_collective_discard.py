@@ -108,6 +108,34 @@ def test_nothing_is_left_out_where_the_samples_come_again_by_themselves() -> Non
     assert (anew.sampler.consumed, restored.sampler.consumed) == (0, 0)
 
 
+def test_a_loop_that_is_begun_anew_needs_no_word_about_the_step_that_it_repeats() -> None:
+    clean, job = Job(max_micro_batch=2), Job(max_micro_batch=2)
+    for (batch,) in clean.loader:
+        clean.step(batch)
+    batches = iter(job.loader)
+    job.step(next(batches)[0])
+    (batch,) = next(batches)
+    with pytest.raises(MemoryError):
+        job.compute(batch, fail_in=1)
+    with pytest.raises(SettingsError, match=r"discard\(\)"):
+        job.compute(next(batches)[0])  # this one is another batch
+    for (batch,) in job.loader:
+        job.step(batch)
+    assert job.trained == clean.trained
+    assert all(torch.equal(*both) for both in zip(job.parameters(), clean.parameters(), strict=True))
+
+
+def test_a_step_that_was_forgotten_at_the_end_of_an_epoch_is_not_taken_for_repeated() -> None:
+    job = Job()
+    for (batch,) in job.loader:
+        job.compute(batch)
+        if job.sampler.consumed < LENGTH - BATCH:
+            job.trainer.step()
+    job.sampler.set_epoch(1)
+    with pytest.raises(SettingsError, match=r"call step\(\)"):
+        job.compute(next(iter(job.loader))[0])
+
+
 def test_an_optimizer_that_fails_leaves_a_step_that_can_be_discarded() -> None:
     job = Job()
     batches = iter(job.loader)

@@ -167,7 +167,9 @@ class ElasticTrainer:
                 rank has a sample.
         """
         if self._step is not None:
-            raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+            if not self._comes_again(self._step):
+                raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+            self._forget()
         self._step = self._begin(count_rows(batch), rows)
         self._cuts = self._cut(batch, self._step)
         return self._cuts
@@ -270,6 +272,14 @@ class ElasticTrainer:
             return
         self.sampler.advance()
         logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
+
+    def _comes_again(self, step: Step) -> bool:
+        """Whether a new iteration over the sampler began with the batch of a step that was not finished.
+
+        So it is after an error that made `stay` call the training loop anew, with a trainer from outside of it.
+        """
+        mark = self.sampler.mark if self.sampler is not None else None
+        return mark is not None and step.mark is not None and mark != step.mark and mark[1:] == step.mark[1:]
 
     def _forget(self) -> None:
         """Be as before the step under way."""

@@ -9,10 +9,24 @@ What does not belong here: the student's side, balancing, and training. Only pub
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from edl.protocol import transport as _transport  # noqa: F401 - before grpc_health imports gRPC its own way
 from edl_serving.backend import Array, Backend, TensorSpec
-from edl_serving.run import serve
-from edl_serving.server import TeacherServer
 from edl_serving.settings import ServerSettings
 
+if TYPE_CHECKING:
+    from edl_serving.run import serve
+    from edl_serving.server import TeacherServer
+
 __all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"]
+
+_HOMES = {"TeacherServer": "server", "serve": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the server only when it is asked for: `edl serve --help` shall print without what it needs."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

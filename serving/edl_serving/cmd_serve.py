@@ -19,7 +19,6 @@ from edl_serving.logs import log_to_stderr
 from edl_serving.parser import Parser
 from edl_serving.presence import Presence
 from edl_serving.ready_file import ReadyFile
-from edl_serving.run import serve
 from edl_serving.serve_config import GROUPS, ServeConfig
 
 __all__ = ["main"]
@@ -77,6 +76,8 @@ def run(config: ServeConfig) -> int:
     Raises:
         SettingsError: something that the user said cannot be used.
     """
+    from edl_serving.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
+
     if config.exit_with is not None:
         exit_with(config.exit_with)
     with contextlib.ExitStack() as stack:

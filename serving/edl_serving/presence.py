@@ -8,13 +8,16 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edl.discovery import Instance
 from edl_serving.address import warn_of_loopback
 from edl_serving.announce import Announcer
 from edl_serving.ready_file import ReadyFile
 from edl_serving.serve_config import ServeConfig
-from edl_serving.server import TeacherServer
+
+if TYPE_CHECKING:
+    from edl_serving.server import TeacherServer
 
 __all__ = ["Presence"]
 

@@ -175,3 +175,11 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         os.close(write_end)
     assert done.stderr == b""
     assert done.returncode == 141
+
+
+@pytest.mark.parametrize("command", ["serve", "register"])
+def test_help_is_there_before_what_the_command_needs(command: str) -> None:
+    without = "import sys; sys.modules['grpc_health'] = None; from edl.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", without, command, "-h"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "examples:" in done.stdout

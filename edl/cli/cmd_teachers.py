@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from rich import box
 from rich.console import Console
@@ -66,12 +68,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     url = DiscoverySettings.of(options.discovery).url
+    if not options.watch and not options.json and _no_file(url):
+        print(printable(f"No teacher is registered in {url}: there is no such file."))
+        return 0
     with open_registry(url) as registry:
         if options.watch:
             _watch(registry, url, options.service, as_json=options.json)
         else:
             _show(registry, url, options.service, as_json=options.json)
     return 0
+
+
+def _no_file(url: str) -> bool:
+    """Whether this is a SQLite file that nobody has made yet. To look should not make it."""
+    parts = urlsplit(url)
+    try:
+        return parts.scheme == "sqlite" and not Path(unquote(parts.path)).stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False  # opening it says why
 
 
 def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:

@@ -62,7 +62,9 @@ class Follower:
         if not self._failing:
             self._failing = True
             self._settled_at = None
-            log.warning("service %s: keeping the last known %d: %s", self._service, len(self._last.instances), reason)
+            known = len(self._last.instances)
+            what = f"keeping the last known {known}" if known else "nobody is known yet"
+            log.warning("service %s: %s: %s", self._service, what, reason)
         self._last = Snapshot(self._service, self._last.instances, self._last.rejected, stale=reason)
         return self._last
 

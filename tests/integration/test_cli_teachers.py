@@ -97,9 +97,16 @@ def test_the_table_shows_who_is_there(registry: Registry, url: str, capsys: pyte
         assert "There are teachers of 'digits'." in said
 
 
-def test_an_empty_registry_says_so_and_where_it_looked(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["teachers", "--discovery", url]) == 0
+def test_an_empty_registry_says_so_and_where_it_looked(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_registry(url):
+        assert main(["teachers", "--discovery", url]) == 0
     assert capsys.readouterr().out == f"No teacher is registered in {url}.\n"
+    nowhere = f"sqlite:///{tmp_path}/nowhere/x.sqlite"
+    assert main(["teachers", "--discovery", nowhere]) == 0
+    assert capsys.readouterr().out == f"No teacher is registered in {nowhere}: there is no such file.\n"
+    assert not (tmp_path / "nowhere").exists()
 
 
 def test_the_environment_names_the_registry(

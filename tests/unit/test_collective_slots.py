@@ -238,3 +238,17 @@ def test_killed_at_any_instant_a_complete_step_is_there(prefix: Path) -> None:
         copy = newest.copy()
         assert copy is not None
         assert copy.data == struct.pack("<q", newest.label.step)[:1] * nbytes
+
+
+def test_where_somebody_waits_the_other_slot_gets_its_memory_in_the_background(prefix: Path) -> None:
+    pair = SlotPair(prefix)
+    pair.begin(3_000_000, 10, hurry=True)
+    pair.commit(Label(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    other = prefix.with_name(prefix.name + ".1")
+    deadline = time.monotonic() + 20
+    while not other.exists() or other.stat().st_blocks * 512 < 3_000_000:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    number, memory = pair.begin(3_000_000, 10)
+    assert (number, len(memory) > 3_000_000) == (1, True)
+    pair.close()

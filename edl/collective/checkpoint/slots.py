@@ -28,6 +28,7 @@ import mmap
 import os
 import secrets
 import struct
+import threading
 import weakref
 import zlib
 from dataclasses import dataclass
@@ -168,11 +169,14 @@ class SlotPair:
         """The complete ones, newest first."""
         return find(self.prefix)
 
-    def begin(self, data_nbytes: int, meta_nbytes: int) -> tuple[int, mmap.mmap]:
+    def begin(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state.
 
         The first time, and whenever more room is needed, both slots are given their memory, so that no later save
         pays for the pages.
+
+        Args:
+            hurry: somebody waits: the slot that is not written now gets its memory in the background.
 
         Returns:
             The slot's number, and the mapping: tensors go at `HEADER_NBYTES`. It is the same mapping as the last time
@@ -188,7 +192,10 @@ class SlotPair:
         number = 1 if newest is not None and newest.path == self._paths[0] else 0
         room = _after(data_nbytes) + meta_nbytes
         memory = self._room(number, room)
-        self._room(1 - number, room)
+        if hurry:
+            self._ask_for_room(1 - number, room)
+        else:
+            self._room(1 - number, room)
         _set_sequence(memory, (0 if newest is None else newest.sequence) + 1)
         self._writing = number
         return number, memory
@@ -238,9 +245,9 @@ class SlotPair:
         if memory is not None and len(memory) >= nbytes:
             return memory
         path = self._paths[number]
-        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        file = self._open(number)
         try:
-            wanted = max(-(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE, os.fstat(file).st_size)
+            wanted = max(_whole_pages(nbytes), os.fstat(file).st_size)
             os.posix_fallocate(file, 0, wanted)  # a full /dev/shm is an error here, not a SIGBUS later
             memory = mmap.mmap(file, wanted)
         except OSError as exc:
@@ -257,8 +264,25 @@ class SlotPair:
         self._maps[number] = memory
         return memory
 
+    def _ask_for_room(self, number: int, nbytes: int) -> None:
+        """Have the kernel give a slot its pages; if it cannot, `_room` will say so when they are needed."""
+
+        def allocate(file: int) -> None:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file, 0, _whole_pages(nbytes))
+            os.close(file)
+
+        threading.Thread(target=allocate, args=(self._open(number),), name="edl-room", daemon=True).start()
+
+    def _open(self, number: int) -> int:
+        return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
 
 _SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from step to step
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _paths(prefix: Path) -> tuple[Path, Path]:

@@ -135,7 +135,7 @@ def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
     """Receive a slot's contents from the global rank `src` into the one that is older here."""
     head, meta = (_receive_bytes(src, group) for _ in range(2))
     generation, step, world, rank, sharded, nbytes = (int(one) for one in from_json(head))
-    _, memory = slots.begin(nbytes, len(meta))
+    _, memory = slots.begin(nbytes, len(meta), hurry=True)
     if nbytes:
         _receive(slot_bytes(memory, nbytes), src, group)
     slots.commit(Label(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)

@@ -38,18 +38,21 @@ def check_before_joining(
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
-        number, nodes = _list(store, folder, node, lease, quiet_s)
+        number, nodes = _list(store, folder, node, lease, quiet_s, settings.heed)
         say(
             f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
         )
         return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
 
 
-def _list(store: Store, folder: str, node: str, lease: Lease, quiet_s: float) -> tuple[int, Sequence[str]]:
+def _list(
+    store: Store, folder: str, node: str, lease: Lease, quiet_s: float, heed: Callable[[], object]
+) -> tuple[int, Sequence[str]]:
     """The list that this node is in, and its number."""
     before: set[str] = set()
     since = time.monotonic()
     while True:
+        heed()
         lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
         for number, nodes in enumerate(lists):
             if node in nodes:

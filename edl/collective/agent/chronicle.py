@@ -66,9 +66,9 @@ class Chronicle:
             self._times = (generation, own_s, leads)
             self._waiting.notify()
 
-    def close(self, crew: Crew, *, took_part: bool = True, timeout_s: float = 5.0) -> None:
-        """This node's part is over, if it had one. What is not written within `timeout_s` is not."""
-        if took_part:
+    def close(self, crew: Crew | None, *, timeout_s: float = 5.0) -> None:
+        """The part of this node is over, with this crew; None if it had none. What is not written in time is not."""
+        if crew is not None:
             now = time.monotonic()
             self._ledger.observe(now, self._doing, list(crew.readings().values()))
             self._ledger.end(now)

@@ -47,12 +47,20 @@ class Crew:
         told: this node's part of the job.
         host: the node's folder in memory.
         report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have.
+        heed: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
-    def __init__(self, told: Launch, host: HostFolder, report: Callable[[Exited | ZygoteLost], None]) -> None:
+    def __init__(
+        self,
+        told: Launch,
+        host: HostFolder,
+        report: Callable[[Exited | ZygoteLost], None],
+        heed: Callable[[], object],
+    ) -> None:
         self._told = told
         self._host = host
         self._report = report
+        self._heed = heed
         self._workers = Workers(told.warm, report)
         self._output = Output(told.role)
         self._boards = {rank: Board.create(host.board(rank)) for rank in range(told.workers)}
@@ -81,7 +89,7 @@ class Crew:
         Raises:
             EDLError: the process that forks workers died, or took too long.
         """
-        self._workers.warm_up()
+        self._workers.warm_up(heed=self._heed)
         return self._workers.complaint
 
     def begin(self, world: World, position: int) -> None:
@@ -101,7 +109,7 @@ class Crew:
         except EDLError:  # the zygote has died, and with it all that it had forked
             self._workers.close()
             self._workers = Workers(self._told.warm, self._report)
-            self._workers.warm_up()
+            self._workers.warm_up(heed=self._heed)
             self._workers.start(world.generation, jobs)
         self._output.stop()
         self.running = True

@@ -89,12 +89,17 @@ class HostFolder:
             os.mkfifo(path, 0o600)
         return path
 
-    def close(self, keep: bool) -> None:
-        """Give the folder up; with `keep`, leave the state that is in it to the next agent of this job."""
+    def close(self, keep: bool, used: bool = True) -> None:
+        """Give the folder up; with `keep`, leave the state that is in it to the next agent of this job.
+
+        `used` says that the state may be of this node, and not only of the one whose folder this was.
+        """
         if not (keep and any(self.path.glob("slots-*"))):
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
+        elif self.heir_of and not used:
+            (self.path / "node").write_text(self.heir_of)
         os.close(self._lock)
 
 

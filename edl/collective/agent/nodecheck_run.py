@@ -36,10 +36,12 @@ class CheckSettings:
     Attributes:
         timeout_s: for one round of one node; the check takes at most about twice that.
         factor: how many times the median of all nodes is slow.
+        heed: called again and again while something is waited for; may raise, to leave the check.
     """
 
     timeout_s: float = 60.0
     factor: float = 2.0
+    heed: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _Me:
     prefix: str
     node: str
     host: str
+    heed: Callable[[], object]
 
 
 def check_nodes(
@@ -64,7 +67,7 @@ def check_nodes(
         DiscoveryError: the store cannot be reached.
         ProtocolError: what others wrote makes no sense.
     """
-    me = _Me(store, prefix.rstrip("/"), node, host)
+    me = _Me(store, prefix.rstrip("/"), node, host, settings.heed)
     groups = _agreed(me, "1/groups", first_groups(sorted(nodes)))
     first = _round(me, 1, groups, nodes, settings)
     again = _agreed(me, "2/groups", second_groups(sorted(nodes), first, settings.factor))
@@ -107,6 +110,7 @@ def _round(me: _Me, number: int, groups: Groups, nodes: Sequence[str], settings:
         results = {entry.key.removeprefix(folder): _result(entry.value, entry.key) for entry in me.store.list(folder)}
         if time.monotonic() > waited:
             break
+        me.heed()
         time.sleep(_POLL_S)
     return {node: result for node, result in results.items() if node in nodes}
 
@@ -121,27 +125,26 @@ def _probe(me: _Me, meet_key: str, group: Sequence[str], deadline: float) -> Res
         "timeout_s": max(1.0, deadline - time.monotonic()),
     }
     if task["rank"]:
-        place = _wait_for(me.store, meet_key, deadline)
+        place = _wait_for(me, meet_key, deadline)
         if place is None:
             # Its first node is silent. What this node can do alone is still worth knowing.
             task |= {"rank": 0, "world_size": 1}
         else:
             task |= {"host": str(place["host"]), "port": int(place["port"])}
-    told = _run(
-        task, deadline, lambda port: me.store.put(meet_key, json.dumps({"host": me.host, "port": port}).encode())
-    )
+    told = _run(me, task, deadline, meet_key)
     alone = len(group) > 1 and task["world_size"] == 1
     if alone:
         told |= {"reduce_s": None, "error": f"{group[0]} did not say where to meet"}
     return _result(json.dumps(told).encode(), "a probe's words")
 
 
-def _wait_for(store: Store, key: str, deadline: float) -> Mapping[str, Any] | None:
+def _wait_for(me: _Me, key: str, deadline: float) -> Mapping[str, Any] | None:
     """The value at `key`; None if nobody wrote it in half of the time that is left."""
     until = time.monotonic() + (deadline - time.monotonic()) / 2
-    while (entry := store.get(key)) is None:
+    while (entry := me.store.get(key)) is None:
         if time.monotonic() > until:
             return None
+        me.heed()
         time.sleep(_POLL_S)
     place = _parsed(entry.value, key)
     if not isinstance(place, dict) or not isinstance(place.get("port"), int) or "host" not in place:
@@ -149,8 +152,8 @@ def _wait_for(store: Store, key: str, deadline: float) -> Mapping[str, Any] | No
     return place
 
 
-def _run(task: Mapping[str, Any], deadline: float, meet: Callable[[int], object]) -> dict[str, Any]:
-    """All that the probe said; killed at the deadline."""
+def _run(me: _Me, task: Mapping[str, Any], deadline: float, meet_key: str) -> dict[str, Any]:
+    """All that the probe said; killed at the deadline. Its partners learn under `meet_key` where it waits for them."""
     command = [sys.executable, "-m", "edl.collective.agent.nodecheck_probe", json.dumps(dict(task))]
     said: dict[str, Any] = {}
     errors: list[str] = []
@@ -163,7 +166,7 @@ def _run(task: Mapping[str, Any], deadline: float, meet: Callable[[int], object]
         for thread in threads:
             thread.start()
         try:
-            _listen(process, lines, said, deadline, meet)
+            _listen(me, process, lines, said, deadline, meet_key)
         finally:
             late = process.poll() is None
             process.kill()
@@ -178,13 +181,15 @@ def _run(task: Mapping[str, Any], deadline: float, meet: Callable[[int], object]
 
 
 def _listen(
+    me: _Me,
     process: subprocess.Popen[str],
     lines: queue.SimpleQueue[str],
     said: dict[str, Any],
     deadline: float,
-    meet: Callable[[int], object],
+    meet_key: str,
 ) -> None:
     while "reduce_s" not in said and (left := deadline - time.monotonic()) > 0:
+        me.heed()
         try:
             words = json.loads(lines.get(timeout=min(left, _POLL_S)))
         except queue.Empty:
@@ -192,7 +197,7 @@ def _listen(
                 return
             continue
         if "port" in words:
-            meet(words.pop("port"))
+            me.store.put(meet_key, json.dumps({"host": me.host, "port": words.pop("port")}).encode())
         said |= words
 
 

@@ -24,6 +24,7 @@ __all__ = ["Exited", "Workers", "ZygoteLost"]
 
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
+_HEED_S = 0.05
 _ATTEMPTS = 4
 """To import ahead of time; the last one imports nothing."""
 
@@ -85,8 +86,11 @@ class Workers:
         with self._lock:
             return {rank: pid for pid, (_, rank) in self._running.items()}
 
-    def warm_up(self, timeout_s: float = 120.0) -> None:
+    def warm_up(self, timeout_s: float = 120.0, heed: Callable[[], object] = lambda: None) -> None:
         """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
+
+        Args:
+            heed: called again and again meanwhile; if it raises, only `close` is left to call.
 
         Raises:
             EDLError: it died, or was not ready in time.
@@ -95,7 +99,7 @@ class Workers:
         unfit: dict[str, str] = {}
         for attempt in range(1, _ATTEMPTS + 1):
             self._start()
-            ready = self._wait_until_ready(deadline, timeout_s)
+            ready = self._wait_until_ready(deadline, timeout_s, heed)
             unfit |= ready.unfit
             if not ready.unfit:
                 break
@@ -106,13 +110,14 @@ class Workers:
         complaints = [f"importing {name} {why}" for name, why in unfit.items()]
         self.complaint = "; ".join([*complaints, *ready.failed])
 
-    def _wait_until_ready(self, deadline: float, timeout_s: float) -> Imported:
+    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Imported:
         with self._lock:
             while self._ready is None and not self._gone:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise EDLError(f"importing what {self._warm.target} imports took more than {timeout_s:g} s")
-                self._lock.wait(left)
+                heed()
+                self._lock.wait(min(left, _HEED_S))
             if self._ready is None:
                 raise EDLError("the process that forks workers died while it imported; its output above says why")
             return self._ready

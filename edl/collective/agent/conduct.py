@@ -1,0 +1,213 @@
+"""What one node does as its job's records change: its workers begin, stop and pause, its own record follows.
+
+What should become of the job is decided by `world.next_world`, what ended workers mean by `failures.judge`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from edl.collective.agent.crew import HANGING
+from edl.collective.agent.exits import Exit
+from edl.collective.agent.launch import MeetingPlace, meeting_place
+from edl.collective.agent.membership import Records
+from edl.collective.agent.part import Part, is_member
+from edl.collective.agent.sightings import Sightings
+from edl.collective.agent.tether import neighbours
+from edl.collective.agent.world import Moment, State, World, failed, next_world
+from edl.collective.ledger.node import Doing
+from edl.errors import DiscoveryError
+
+__all__ = ["Conduct"]
+
+
+class Conduct:
+    """Acts for one node that has joined. Used from the agent's thread only."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._say, self._told, self._crew = part.say, part.told, part.crew
+        self._membership, self._signals = part.membership, part.signals
+        self._spare: MeetingPlace = part.spare
+        self._meeting: MeetingPlace | None = None
+        self._sightings = Sightings(time.monotonic())
+        self._waiting_since = time.monotonic()
+        self._unreachable = False
+        self._reserve = False
+
+    @property
+    def pausing(self) -> bool:
+        """Whether this node's workers are to pause, so that every moment counts."""
+        return self._crew.running and self._sightings.pausing
+
+    @property
+    def paused_unsaid(self) -> bool:
+        """Whether they have, and the others do not know it yet."""
+        return self.pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
+
+    @property
+    def doing(self) -> Doing:
+        """What this node's time is spent on, as far as the workers' boards do not say more."""
+        if self._crew.finished:
+            return Doing.IDLE
+        if self._crew.running:
+            return Doing.RUNNING
+        return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
+
+    def act(self, records: Records) -> int | None:
+        """Do what follows from the records. Returns the exit code if this node's part is over.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+        """
+        if self._unreachable:
+            self._unreachable = False
+            self._say("the store answers again")
+        world = records.world
+        self._sightings.note(world, records.nodes, time.monotonic())
+        self._part.ending.alone = frozenset(records.nodes) <= {self._part.id}
+        if world.ended:
+            return self._end(world)
+        position = world.position(self._part.id) if world.state is State.RUNNING else None
+        self._reserve = position is None and len(world.nodes) >= self._told.rules.max_nodes
+        if position is None:
+            code = self._wait(records)
+            if code is not None:
+                return code
+        elif world.generation != self._crew.generation:
+            self._begin(world, position)
+        if self._crew.running:
+            self._crew.ask_pause(world.pause_at)
+        self._tell(world)
+        return self._decide(records)
+
+    def without_store(self, exc: DiscoveryError) -> int | None:
+        """The store does not answer. Workers go on, but not so long that others may have taken the job over."""
+        if not self._unreachable:
+            self._unreachable = True
+            self._say(f"the store does not answer ({exc}): going on without it for a while")
+        cut_s = self._membership.cut_s
+        if self._crew.running and cut_s > 0.8 * self._told.rules.takeover_s:
+            self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
+            self._crew.halt()
+        return self._signals.exit_code if self._signals.asked and not self._crew.running else None
+
+    # --- The record of the job. ---
+
+    def _begin(self, world: World, position: int) -> None:
+        member = world.nodes[position]
+        last = member.first_rank + member.local_world_size - 1
+        ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
+        self._say(f"generation {world.generation} ({world.message}): {_count(world.size, 'rank')}, {ranks} here")
+        self._part.chronicle.tell("generation", world.message, world.generation)
+        if world.message.startswith(HANGING) and self._crew.running:
+            self._say(f"what the workers of this node did:\n{self._crew.stacks()}")
+            self._part.chronicle.tell("hang", world.message, world.generation - 1)
+        if position == 0:
+            self._meeting, self._spare = self._spare, meeting_place(self._told)
+        if self._crew.running:
+            self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew)  # what follows is no training of the old workers
+        self._part.replicas.world_changed(world)
+        self._part.tethers.follow(neighbours(world, position))
+        self._crew.begin(world, position)
+
+    def _wait(self, records: Records) -> int | None:
+        """This node is not a member now. Returns the exit code if it is not to wait for that."""
+        if self._crew.running:
+            self._crew.halt()
+            self._waiting_since = time.monotonic()
+            if records.world.state is State.RUNNING and not self._signals.asked:
+                self._say("the others went on without this node, which was silent: it joins them again")
+                self._part.replicas.world_changed(records.world)
+                self._part.host.forget_slots()  # theirs are newer, and must not be mixed up with these
+        if self._signals.asked:
+            saved = self._membership.node.paused >= 0
+            self._part.chronicle.tell("leave", "asked to", records.world.generation)
+            self._say("left; every step until now is saved" if saved else "left")
+            return self._signals.exit_code
+        waited_s = time.monotonic() - self._waiting_since
+        if records.world.state is State.FORMING and waited_s > self._told.join_timeout_s:
+            wanted = self._told.rules.min_nodes
+            self._say(
+                f"only {_count(len(records.nodes), 'node')} of at least {wanted} came within {waited_s:.0f} s "
+                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.NO_QUORUM:d}"
+            )
+            return Exit.NO_QUORUM
+        return None
+
+    def _end(self, world: World) -> int:
+        self._crew.halt()
+        if world.state is State.DONE:
+            self._say(f"job {self._told.job} has ended: {world.message}")
+            return Exit.DONE
+        self._say(f"job {self._told.job} has failed: {world.message}")
+        return Exit.FAILED
+
+    def _decide(self, records: Records) -> int | None:
+        """Propose what the job's record should become."""
+        world = records.world
+        ended = any(node.finished == world.generation for node in records.nodes.values())
+        verdict = self._crew.verdict(others_ended=ended)
+        if verdict is not None and verdict.fatal:
+            proposal: World | None = failed(world, verdict.fatal)
+        else:
+            moment = self._moment(verdict.restart if verdict is not None else self._stopped_before(world))
+            proposal = next_world(world, records.nodes, moment, self._told.rules)
+        if proposal is None or proposal == world:
+            return None
+        if not self._membership.propose(proposal, records.version):
+            self._part.events.put(None)  # somebody was first: look again
+            return None
+        if verdict is not None:
+            self._crew.restarted(verdict)
+            self._part.storing.store_newest()
+            kind, text = ("error", verdict.fatal) if verdict.fatal else ("restart", verdict.restart)
+            self._part.chronicle.tell(kind, text, world.generation)
+        return self.act(self._membership.read())  # the others learn of it by their watches
+
+    def _stopped_before(self, world: World) -> str:
+        """Why this node's part of the present generation does not run any more, if it is so.
+
+        It cannot begin again: its ranks have met, and others may have gone on.
+        """
+        same = world.state is State.RUNNING and world.generation == self._crew.generation
+        over = self._crew.running or self._membership.node.finished == world.generation
+        stopped = same and is_member(world, self._part.id) and not over
+        return "its workers were stopped while the store was away" if stopped else ""
+
+    def _moment(self, restart: str) -> Moment:
+        now = time.monotonic()
+        return Moment(
+            node=self._part.id,
+            quiet_s=self._sightings.quiet_s(now),
+            pausing_s=self._sightings.pausing_s(now),
+            pause_step=self._crew.pause_step(),
+            pause_needs_s=self._crew.pause_needs_s(),
+            restart=restart,
+            dead=frozenset({self._part.host.heir_of}),
+        )
+
+    # --- The record of this node. ---
+
+    def _tell(self, world: World) -> None:
+        """Bring this node's record up to date."""
+        node, crew = self._membership.node, self._crew
+        changes: dict[str, Any] = {}
+        if self._signals.asked and not node.leaving:
+            changes["leaving"] = True
+        paused = crew.generation if crew.paused and world.pause_at is not None else -1
+        if paused >= 0 and self._signals.asked and not self._part.replicas.hand_over():
+            paused = -1  # whoever goes on needs what only this node has
+        if node.paused != paused and (paused >= 0 or not self._signals.asked):
+            changes["paused"] = paused
+        if node.finished != crew.generation and crew.finished:
+            changes["finished"] = crew.generation
+        if node.port != self._spare.port:
+            changes["port"] = self._spare.port
+        if changes:
+            self._membership.update(**changes)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

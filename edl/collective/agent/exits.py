@@ -1,0 +1,19 @@
+"""How `edl run` ends."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Exit"]
+
+
+class Exit(IntEnum):
+    """Exit codes; a node that left on a signal ends with 128 and the signal's number, as 143 for SIGTERM."""
+
+    DONE = 0
+    FAILED = 1
+    """The script raised, or ended with another code than 0."""
+    NO_QUORUM = 75
+    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later."""
+    FAULTY_NODE = 69
+    """This node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""

@@ -1,0 +1,171 @@
+"""What an agent holds while it takes part in a job: acquired in order, and given back in the opposite order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from edl.collective.agent.chronicle import Chronicle
+from edl.collective.agent.crew import Crew
+from edl.collective.agent.exits import Exit
+from edl.collective.agent.host import HostFolder
+from edl.collective.agent.launch import Launch, MeetingPlace, meeting_place
+from edl.collective.agent.membership import Membership
+from edl.collective.agent.signals import Signals
+from edl.collective.agent.storing import JobRun, Storing
+from edl.collective.agent.tether import Tethers
+from edl.collective.agent.workers import Exited, ZygoteLost
+from edl.collective.agent.world import Node, State, World
+from edl.collective.replica.replication import JobSecret, Replication
+from edl.discovery.store import Store
+from edl.errors import ClosedError, DiscoveryError
+
+__all__ = ["Ending", "Event", "Events", "Gone", "Part", "is_member", "take_part"]
+
+_STORE_LAST_S = 30.0
+_TELL_LAST_S = 5.0
+_HURRIED_S = 0.5
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The agent of another node is gone, its process at any rate."""
+
+    node: str
+
+
+Event = Exited | ZygoteLost | Gone | None
+"""None: something changed that has to be looked at."""
+Events = queue.SimpleQueue[Event]
+
+
+@dataclass
+class Ending:
+    """What has to be known when everything is given back.
+
+    Attributes:
+        code: the exit code, None while there is none.
+        joined: the others have seen this node.
+        alone: no other node was there last.
+    """
+
+    code: int | None = None
+    joined: bool = False
+    alone: bool = True
+
+
+@dataclass
+class Part:
+    """One node's part in a job; `spare` is where the next world that this node is first in will meet."""
+
+    told: Launch
+    store: Store
+    say: Callable[[str], None]
+    signals: Signals
+    events: Events
+    host: HostFolder
+    membership: Membership
+    chronicle: Chronicle
+    storing: Storing
+    replicas: Replication
+    tethers: Tethers
+    crew: Crew
+    spare: MeetingPlace
+    ending: Ending = field(default_factory=Ending)
+
+    @property
+    def id(self) -> str:
+        """The node's name in the job."""
+        return self.membership.node.id
+
+
+@contextmanager
+def take_part(
+    told: Launch, store: Store, say: Callable[[str], None], signals: Signals, events: Events
+) -> Iterator[Part]:
+    """Everything that one node needs for its part in a job. The block says in `Part.ending` how it ended.
+
+    Whatever happens, nothing of it is left behind but a state in memory that somebody may go on from.
+
+    Raises:
+        SettingsError: checkpoints cannot be stored where they shall be.
+        DiscoveryError: the store cannot be reached.
+    """
+    ending = Ending()
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    with ExitStack() as stack:
+        host = HostFolder(f"{told.store} {told.job}", name)
+        stack.callback(lambda: host.close(keep=_keeps(told, ending), used=ending.joined))
+        spare = meeting_place(told)
+        node = Node(name, told.addr, spare.port, told.workers)
+        membership = Membership(store, told.job, node, told.ttl_s, lambda: events.put(None))
+        stack.callback(membership.close)
+        chronicle = Chronicle(store, told.job, name, told.workers, say)
+        stack.callback(
+            lambda: chronicle.close(
+                crew if ending.joined else None, timeout_s=_HURRIED_S if signals.urgent else _TELL_LAST_S
+            )
+        )
+        slots = [host.slots(rank) for rank in range(told.workers)]
+        fence = partial(_may_store, membership, signals)
+        storing = Storing(told.checkpoint, slots, JobRun(store, told.job), fence, say)
+        stack.callback(lambda: _store_last(storing, signals, say, done=ending.code == Exit.DONE))
+        replicas = Replication(name, host.replicas, [Path(each) for each in slots], JobSecret(store, told.job), say)
+        stack.callback(replicas.close)
+        tethers = Tethers(name, lambda node: events.put(Gone(node)))
+        stack.callback(tethers.close)  # not before the workers are gone: others go on at once
+        membership.update(replica_port=replicas.port, tether_port=tethers.port)
+        crew = Crew(told, host, events.put, signals.heed)
+        stack.callback(crew.close)
+        yield Part(
+            told, store, say, signals, events, host, membership, chronicle, storing, replicas, tethers, crew, spare,
+            ending,
+        )  # fmt: skip
+
+
+def is_member(world: World, node: str) -> bool:
+    """Whether a node is in a world."""
+    return world.position(node) is not None
+
+
+def _may_store(membership: Membership, signals: Signals) -> bool:
+    """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread."""
+    try:
+        world = membership.world()
+    except (DiscoveryError, ClosedError):
+        return False
+    return signals.asked or world.state is not State.RUNNING or is_member(world, membership.node.id)
+
+
+def _keeps(told: Launch, ending: Ending) -> bool:
+    """Whoever leaves last keeps the state in memory for a later start on this host."""
+    return ending.code not in (Exit.DONE, Exit.FAILED) and ending.alone and told.resumable
+
+
+def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], *, done: bool) -> None:
+    """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
+    if done:
+        storing.store_newest()
+    # In a thread, since a storage that hangs cannot be called back. That one ends with the process; what it has not
+    # completed by then is left incomplete, which readers know.
+    close = partial(storing.close, _STORE_LAST_S, patient=done)
+    closing = threading.Thread(target=close, name="edl-store-last", daemon=True)
+    closing.start()
+    began, warned = time.monotonic(), False
+    while closing.is_alive() and not signals.urgent:
+        closing.join(_LOOK_S)
+        if signals.asked and not warned and time.monotonic() - began > 1.0 and closing.is_alive():
+            warned = True
+            say("the last checkpoint is being stored; asked once more, this node leaves without it")
+    if closing.is_alive():
+        say("the last checkpoint was not stored; what was stored before is as it was")

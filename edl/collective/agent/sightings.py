@@ -1,0 +1,41 @@
+"""Since when an agent has seen the job's records as they are: what `world.next_world` wants to know besides them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from edl.collective.agent.world import World
+
+__all__ = ["Sightings"]
+
+
+class Sightings:
+    """Remembers the nodes that were seen last, and the wish to pause. Without a clock: `now_s` is the caller's."""
+
+    def __init__(self, now_s: float) -> None:
+        self._nodes: frozenset[str] = frozenset()
+        self._nodes_at = now_s
+        self._pause: tuple[int, int | None] = (-1, None)
+        self._pause_at = now_s
+
+    def note(self, world: World, nodes: Iterable[str], now_s: float) -> None:
+        """The records were read."""
+        nodes = frozenset(nodes)
+        if nodes != self._nodes:
+            self._nodes, self._nodes_at = nodes, now_s
+        pause = (world.generation, world.pause_at)
+        if pause != self._pause:
+            self._pause, self._pause_at = pause, now_s
+
+    def quiet_s(self, now_s: float) -> float:
+        """For how long no node has come or gone."""
+        return now_s - self._nodes_at
+
+    @property
+    def pausing(self) -> bool:
+        """Whether the job's workers are to pause."""
+        return self._pause[1] is not None
+
+    def pausing_s(self, now_s: float) -> float:
+        """For how long they have been asked to, 0 if they are not."""
+        return now_s - self._pause_at if self.pausing else 0.0

@@ -1,0 +1,70 @@
+"""The signals that ask an agent to leave: the first one politely, the second at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+__all__ = ["AskedToLeaveError", "Signals"]
+
+_ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class AskedToLeaveError(Exception):
+    """Somebody asked this node to leave while it waited for something that would have taken longer."""
+
+
+class Signals:
+    """Counts what arrives between `__enter__` and `__exit__`, which are for the main thread.
+
+    Each is only noted: when it can be acted on is for those to know who are in the middle of something.
+
+    Args:
+        wake: called with each signal, in the main thread, wherever that is.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._numbers: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    @property
+    def asked(self) -> bool:
+        """Whether this node shall leave."""
+        return bool(self._numbers)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether it was asked a second time, and shall leave at once."""
+        return len(self._numbers) > 1
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that left for the last signal, as a shell says it."""
+        return 128 + self._numbers[-1]
+
+    def heed(self) -> None:
+        """To be called now and then by whoever waits.
+
+        Raises:
+            AskedToLeaveError: a signal came.
+        """
+        if self._numbers:
+            raise AskedToLeaveError
+
+    def __enter__(self) -> Signals:
+        heeded = [number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
+        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        self._numbers.append(number)
+        self._wake()

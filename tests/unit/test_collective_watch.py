@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.agent.stacks import dump_stacks
-from edl.collective.agent.watch import HangLimits, Straggler, StragglerRules, Stragglers, blamed, hang, own_step_s
+from edl.collective.agent.watch import HangLimits, Straggler, StragglerRules, Stragglers, hang, own_step_s
 from edl.collective.board import Board, Phase, Reading
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
@@ -69,14 +69,6 @@ def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_al
     assert hang(reading(Phase.START, step=-1), 1e9, LIMITS) is None
     assert hang(reading(Phase.PAUSE), 1e9, LIMITS) is None
     assert hang(reading(Phase.EXIT), 1e9, LIMITS) is None
-
-
-def test_who_is_behind_is_blamed() -> None:
-    even = {rank: reading(step=5) for rank in range(3)}
-    assert blamed({**even, 1: reading(step=4)}) == (1,)
-    assert blamed(even) == ()
-    assert blamed(even, {0: 6, 1: 6, 2: 5}) == (2,)
-    assert blamed(even, {0: 6, 1: 6, 2: 6, 9: 1}) == ()
 
 
 # --- Stragglers. ---

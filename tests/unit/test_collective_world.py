@@ -73,6 +73,24 @@ def test_a_lost_member_is_replaced_by_a_node_that_waits() -> None:
     ]
 
 
+def test_errors_that_were_forgiven_are_counted_through_all_worlds() -> None:
+    there = nodes(node("a"), node("b"))
+    world = next_world(running("a", "b"), there, Moment(restart="it raised", forgives=True), RULES)
+    assert world is not None
+    assert world.forgiven == 1
+    for moment in (Moment(restart="a worker died"), Moment(restart="it raised", forgives=True)):
+        members = tuple(replace(member, port=1) for member in world.nodes)  # they have another one for the next world
+        world = next_world(replace(world, nodes=members), there, moment, RULES)
+        assert world is not None
+    assert world.forgiven == 2
+    world = next_world(world, nodes(node("a")), Moment(), replace(RULES, min_nodes=2))
+    assert world is not None
+    assert (world.state, world.forgiven) == (State.FORMING, 2)
+    world = next_world(world, there, Moment(quiet_s=1e9), RULES)
+    assert world is not None
+    assert World.decode(world.encode()).forgiven == 2
+
+
 def test_too_few_survivors_form_again() -> None:
     world = next_world(running("a", "b"), nodes(node("a")), Moment(), replace(RULES, min_nodes=2))
     assert world is not None

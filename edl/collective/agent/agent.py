@@ -87,14 +87,17 @@ class Agent:
         due = time.monotonic() - self._read_at >= reread_s
         if not (woken or due or conduct.paused_unsaid or part.crew.failing):
             return None
+        asked_at = time.monotonic()
         try:
             while self._gone:
                 part.membership.bury(self._gone.pop())
             records = part.membership.read()
             self._read_at = time.monotonic()
-            return conduct.act(records)
+            code = conduct.act(records)
         except DiscoveryError as exc:
-            return conduct.without_store(exc)
+            code = conduct.without_store(exc)
+        part.crew.go_on(asked_at, conduct.until)
+        return code
 
     def _drain(self, part: Part, timeout_s: float) -> bool:
         """Take in all events. Returns whether there were any."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from edl.collective.agent.crew import HANGING
 from edl.collective.agent.exits import Exit
+from edl.collective.agent.failures import Verdict
 from edl.collective.agent.launch import MeetingPlace, meeting_place
 from edl.collective.agent.membership import Records
 from edl.collective.agent.part import Part, is_member
@@ -35,6 +36,7 @@ class Conduct:
         self._waiting_since = time.monotonic()
         self._unreachable = False
         self._reserve = False
+        self._alone_s = 0.8 * part.told.rules.takeover_s
 
     @property
     def pausing(self) -> bool:
@@ -88,10 +90,15 @@ class Conduct:
             self._unreachable = True
             self._say(f"the store does not answer ({exc}): going on without it for a while")
         cut_s = self._membership.cut_s
-        if self._crew.running and cut_s > 0.8 * self._told.rules.takeover_s:
+        if self._crew.running and cut_s > self._alone_s:
             self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
             self._crew.halt()
         return self._signals.exit_code if self._signals.asked and not self._crew.running else None
+
+    @property
+    def until(self) -> float:
+        """Until when this node's workers may go on if there is no more word of the store (`time.monotonic()`)."""
+        return time.monotonic() - self._membership.cut_s + self._alone_s
 
     # --- The record of the job. ---
 
@@ -148,11 +155,11 @@ class Conduct:
         """Propose what the job's record should become."""
         world = records.world
         ended = any(node.finished == world.generation for node in records.nodes.values())
-        verdict = self._crew.verdict(others_ended=ended)
+        verdict = self._crew.verdict(world.forgiven, others_ended=ended)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
-            moment = self._moment(verdict.restart if verdict is not None else self._stopped_before(world))
+            moment = self._moment(verdict or Verdict(restart=self._stopped_before(world)))
             proposal = next_world(world, records.nodes, moment, self._told.rules)
         if proposal is None or proposal == world:
             return None
@@ -160,7 +167,7 @@ class Conduct:
             self._part.events.put(None)  # somebody was first: look again
             return None
         if verdict is not None:
-            self._crew.restarted(verdict)
+            self._crew.restarted()
             self._part.storing.store_newest()
             kind, text = ("error", verdict.fatal) if verdict.fatal else ("restart", verdict.restart)
             self._part.chronicle.tell(kind, text, world.generation)
@@ -176,7 +183,7 @@ class Conduct:
         stopped = same and is_member(world, self._part.id) and not over
         return "its workers were stopped while the store was away" if stopped else ""
 
-    def _moment(self, restart: str) -> Moment:
+    def _moment(self, verdict: Verdict) -> Moment:
         now = time.monotonic()
         return Moment(
             node=self._part.id,
@@ -184,7 +191,8 @@ class Conduct:
             pausing_s=self._sightings.pausing_s(now),
             pause_step=self._crew.pause_step(),
             pause_needs_s=self._crew.pause_needs_s(),
-            restart=restart,
+            restart=verdict.restart,
+            forgives=verdict.after_error,
             dead=frozenset({self._part.host.heir_of}),
         )
 

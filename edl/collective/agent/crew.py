@@ -7,13 +7,13 @@ import math
 import os
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from edl.collective.agent import failures
 from edl.collective.agent.failures import Failure, Verdict
+from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, errors_of, forks
 from edl.collective.agent.output import Output
@@ -29,7 +29,6 @@ __all__ = ["HANGING", "Crew"]
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _REGROUP_S = 2.0
-_BEAT_EVERY_S = 0.2
 _PAUSE_MARGIN_S = 0.3
 _PAUSE_STEPS = 6
 """So many usual steps are waited for a pause that was asked for two steps ahead."""
@@ -47,6 +46,7 @@ class Crew:
         told: this node's part of the job.
         host: the node's folder in memory.
         report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have.
+        wake: called from another thread when the records have to be looked at, before `go_on` can be said again.
         heed: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
@@ -55,6 +55,7 @@ class Crew:
         told: Launch,
         host: HostFolder,
         report: Callable[[Exited | ZygoteLost], None],
+        wake: Callable[[], object],
         heed: Callable[[], object],
     ) -> None:
         self._told = told
@@ -70,16 +71,14 @@ class Crew:
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._told_at: dict[int, float] = {}
-        self._restarts = self._fruitless = 0
+        self._fruitless = 0
         self._best_step = -1
         self._began_at = 0.0
         self.generation = -1
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
-        self._closing = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="edl-heart", daemon=True)
-        self._heart.start()
+        self._heart = Heart(told.ttl_s / 2, self._beat, host.touch, wake)
 
     # --- Starting and stopping. ---
 
@@ -124,12 +123,15 @@ class Crew:
             self._output.stop()
         self._forget()
 
+    def go_on(self, asked_at: float, until: float) -> None:
+        """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
+        self._heart.allow(asked_at, until)
+
     def close(self) -> None:
         """Stop everything."""
         self._workers.close()
         self._output.stop()
-        self._closing.set()
-        self._heart.join()
+        self._heart.close()
 
     # --- What is heard of them. ---
 
@@ -202,10 +204,11 @@ class Crew:
         durations = [one for reading in self.readings().values() for one in reading.durations_s]
         return _PAUSE_STEPS * statistics.median(durations) if durations else 0.0
 
-    def verdict(self, others_ended: bool = False) -> Verdict | None:
+    def verdict(self, forgiven: int, others_ended: bool = False) -> Verdict | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
 
         Args:
+            forgiven: how many errors of the script's own the job has gone on after.
             others_ended: the workers of another node ended well, which explains why contact with them was lost.
         """
         if not self._failures or not self.running:
@@ -215,20 +218,19 @@ class Crew:
         verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s)
         if verdict is None:
             return None
-        if verdict.fatal and self._restarts < self._told.max_restarts:
+        if verdict.fatal and forgiven < self._told.max_restarts:
             return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
         if verdict.restart and self._fruitless >= _FRUITLESS_RESTARTS and self._best_step >= self._step():
             reason = f"{_FRUITLESS_RESTARTS} restarts in a row led nowhere; the last because {verdict.restart}"
             return Verdict(fatal=reason)
         return verdict
 
-    def restarted(self, verdict: Verdict) -> None:
+    def restarted(self) -> None:
         """The verdict was carried out: count it."""
         step = self._step()
         lived = time.monotonic() - self._began_at > _FRUITFUL_S  # all that is known of a script that reports no steps
         self._fruitless = 0 if step > self._best_step or lived else self._fruitless + 1
         self._best_step = max(self._best_step, step)
-        self._restarts += verdict.after_error
 
     # --- Inside. ---
 
@@ -239,11 +241,8 @@ class Crew:
         self._stopped_since.clear()
 
     def _beat(self) -> None:
-        """Show the workers that the agent lives, also while it waits for the store."""
-        while not self._closing.wait(_BEAT_EVERY_S):
-            self._host.touch()
-            for board in self._boards.values():
-                board.beat()
+        for board in self._boards.values():
+            board.beat()
 
     def _step(self) -> int:
         return max(reading.step for reading in self.readings().values())

@@ -39,7 +39,7 @@ class Launch:
         addr: where other nodes' workers reach this node.
         ttl_s: after this long without a sign of life the others go on without this node.
         join_timeout_s: how long to wait for enough nodes.
-        max_restarts: how often the job goes on after an error of the script's own.
+        max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
         hang: how long workers may go without a step before they are started anew.
         check: how to test the node before it joins, None not to.

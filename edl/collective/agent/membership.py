@@ -122,7 +122,7 @@ class Membership:
             self._gone_since = time.monotonic()
         if time.monotonic() - self._gone_since < _GONE_S:
             raise DiscoveryError("it does not know the job any more")
-        return World(self._last.generation, message="the store lost the job's record")
+        return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
     def world(self) -> World:
         """The job's record alone. Unlike the other methods, for any thread.

@@ -1,4 +1,4 @@
-"""Whether a worker hangs, and which rank the others wait for: decisions from readings of boards, without a clock.
+"""Whether a worker hangs, and which rank is slow: decisions from readings of boards, without a clock.
 
 A hang is the absence of steps, so only workers that report steps can be watched: one that never did is left alone.
 Evaluation between two steps is also an absence of steps; the floor must be longer than it takes.
@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from edl.collective.board import Phase, Reading
 
-__all__ = ["HangLimits", "Straggler", "StragglerRules", "Stragglers", "blamed", "hang", "own_step_s"]
+__all__ = ["HangLimits", "Straggler", "StragglerRules", "Stragglers", "hang", "own_step_s"]
 
 _ENOUGH_STEPS: Final = 3
 
@@ -75,26 +75,6 @@ def _no_step(reading: Reading, now_s: float, limits: HangLimits, forked_s: float
     if passed_s <= limit_s:
         return None
     return f"no step after step {reading.step} for {passed_s:.1f} s; the limit is {limit_s:.3g} s {of}"
-
-
-def blamed(readings: Mapping[int, Reading], arrived: Mapping[int, int] | None = None) -> tuple[int, ...]:
-    """The ranks that the others wait for, as far as the boards tell; empty if they do not.
-
-    Args:
-        readings: by rank, of as many ranks as are known.
-        arrived: by rank, how many synchronisations of gradients it has entered.
-    """
-    behind = _lowest({rank: reading.step for rank, reading in readings.items()})
-    if behind:
-        return behind
-    return _lowest({rank: count for rank, count in (arrived or {}).items() if rank in readings})
-
-
-def _lowest(progress: Mapping[int, int]) -> tuple[int, ...]:
-    """Who is behind; empty where all are equal."""
-    if len(set(progress.values())) < 2:
-        return ()
-    return tuple(sorted(rank for rank, count in progress.items() if count == min(progress.values())))
 
 
 def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None:

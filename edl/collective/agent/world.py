@@ -108,6 +108,7 @@ class World:
         nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
         message: why this world came to be, in words; of a job that failed, the traceback.
         pause_at: the step after which all workers shall pause, None while nobody wants that.
+        forgiven: after how many errors of the script's own the job went on.
     """
 
     generation: int = -1
@@ -115,6 +116,7 @@ class World:
     nodes: tuple[Member, ...] = ()
     message: str = ""
     pause_at: int | None = None
+    forgiven: int = 0
 
     @property
     def size(self) -> int:
@@ -182,6 +184,7 @@ class Moment:
         pause_needs_s: how long the steps until a pause may take, if that is longer than the rules' limit.
         pause_step: a step that all workers can still pause after; None if they report no steps.
         restart: why its workers need a new generation; empty if they do not.
+        forgives: that is an error of the script's own, of which only so many are forgiven.
         dead: nodes of which it knows for certain that they and their workers are no more.
     """
 
@@ -191,6 +194,7 @@ class Moment:
     pause_needs_s: float = 0.0
     pause_step: int | None = None
     restart: str = ""
+    forgives: bool = False
     dead: frozenset[str] = frozenset()
 
 
@@ -216,7 +220,8 @@ def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: R
     if lost:
         return _successor(world, nodes, rules, f"lost {_names(lost)}")
     if moment.restart:
-        return _successor(world, nodes, rules, moment.restart)
+        forgiven = replace(world, forgiven=world.forgiven + moment.forgives)
+        return _successor(forgiven, nodes, rules, moment.restart)
     return _changed(world, nodes, moment, rules)
 
 
@@ -291,11 +296,12 @@ def _successor(world: World, nodes: Mapping[str, Node], rules: Rules, why: str) 
     generation = world.generation + 1
     if len(present) < rules.min_nodes:
         why = f"{why}; {len(present)} of at least {rules.min_nodes} nodes are there"
-        return World(generation, State.FORMING, (), why)
+        return World(generation, State.FORMING, (), why, forgiven=world.forgiven)
     order = arrange([member.id for member in world.nodes], present)
     if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:
         return None
-    return World(generation, State.RUNNING, tuple(_ranked(nodes[name] for name in order)), why)
+    members = tuple(_ranked(nodes[name] for name in order))
+    return World(generation, State.RUNNING, members, why, forgiven=world.forgiven)
 
 
 def arrange(before: list[str], present: Iterable[str]) -> list[str]:

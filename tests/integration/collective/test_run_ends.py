@@ -37,6 +37,18 @@ def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul
         job.nothing_is_left()
 
 
+def test_errors_are_forgiven_so_often_in_the_whole_job(tmp_path: Path) -> None:
+    with Job(tmp_path, options=("--nnodes", "2", "--max-restarts", "1")) as job:
+        nodes = [job.start(), job.start()]
+        job.wait_for_world(2)
+        at = job.tell(0, "raise")
+        job.wait_for_world(2, after=at + 1.0)
+        job.tell(1, "raise")  # on the other node, which has forgiven nothing itself
+        assert [node.wait() for node in nodes] == [1, 1]
+        assert all("LookupError: the user's own mistake" in node.output for node in nodes)
+        job.nothing_is_left()
+
+
 def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -> None:
     with Job(tmp_path, options=("--nnodes", "1", "--nproc-per-node", "2")) as job:
         node = job.start()

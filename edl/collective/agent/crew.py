@@ -45,8 +45,9 @@ class Crew:
     Args:
         told: this node's part of the job.
         host: the node's folder in memory.
-        report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have.
-        wake: called from another thread when the records have to be looked at, before `go_on` can be said again.
+        report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have; with None
+            when the job's records have to be looked at before `go_on` can be said again.
+        say: called with each line that a person should see.
         heed: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
@@ -54,13 +55,14 @@ class Crew:
         self,
         told: Launch,
         host: HostFolder,
-        report: Callable[[Exited | ZygoteLost], None],
-        wake: Callable[[], object],
+        report: Callable[[Exited | ZygoteLost | None], None],
+        say: Callable[[str], None],
         heed: Callable[[], object],
     ) -> None:
         self._told = told
         self._host = host
         self._report = report
+        self._say = say
         self._heed = heed
         self._workers = Workers(told.warm, report)
         self._output = Output(told.role)
@@ -78,7 +80,7 @@ class Crew:
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
-        self._heart = Heart(told.ttl_s / 2, self._beat, host.touch, wake)
+        self._heart = Heart(told.ttl_s / 2, self._beat, host.touch, lambda: report(None))
 
     # --- Starting and stopping. ---
 
@@ -105,7 +107,8 @@ class Crew:
         self._told_at = {rank: told_at.get(rank, time.monotonic()) for rank in staying}
         try:
             self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
-        except EDLError:  # the zygote has died, and with it all that it had forked
+        except EDLError as exc:  # the zygote has died, and with it all that it had forked
+            self._say(f"{exc}: another one imports what the script does first, which takes some seconds")
             self._workers.close()
             self._workers = Workers(self._told.warm, self._report)
             self._workers.warm_up(heed=self._heed)

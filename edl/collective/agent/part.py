@@ -125,7 +125,7 @@ def take_part(
         tethers = Tethers(name, lambda node: events.put(Gone(node)))
         stack.callback(tethers.close)  # not before the workers are gone: others go on at once
         membership.update(replica_port=replicas.port, tether_port=tethers.port)
-        crew = Crew(told, host, events.put, lambda: events.put(None), signals.heed)
+        crew = Crew(told, host, events.put, say, signals.heed)
         stack.callback(crew.close)
         yield Part(
             told, store, say, signals, events, host, membership, chronicle, storing, replicas, tethers, crew, spare,

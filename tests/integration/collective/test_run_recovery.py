@@ -87,6 +87,7 @@ def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
     kill_zygote(node)
     print(f"ADVERSARY zygote killed: {went_on(job, 3, at, before):.2f} s")
     assert node in present(job)
+    assert "another one imports what the script does first" in node.output
 
 
 @pytest.mark.parametrize(("rank", "kill"), [(0, kill_node), (2, kill_agent)])

@@ -109,6 +109,7 @@ class Job:
         options: of `edl run`, before the script.
         command: the script and its arguments; without one, `train.py` here, which goes on until `end`.
         store: URL; a SQLite file in `folder` if empty.
+        program: what runs an agent.
     """
 
     folder: Path
@@ -116,6 +117,7 @@ class Job:
     command: Sequence[str] = ()
     store: str = ""
     environ: dict[str, str] = field(default_factory=dict)
+    program: Sequence[str] = (EDL, "run")
     name: str = field(default_factory=lambda: f"job-{uuid.uuid4().hex[:8]}")
     nodes: list[Node] = field(default_factory=list)
     _steps: list[Step] = field(default_factory=list)
@@ -143,7 +145,7 @@ class Job:
         name = f"node-{len(self.nodes)}"
         path = self.folder / f"{name}.out"
         line = [
-            EDL, "run", *self.options, "--rdzv-id", self.name,
+            *self.program, *self.options, "--rdzv-id", self.name,
             "--store", self.url,
             *options, *(command or self.command or [str(TRAIN), str(self.folder)]),
         ]  # fmt: skip
@@ -199,6 +201,11 @@ class Job:
     def end(self) -> None:
         """Let the script come to its end."""
         (self.folder / "end").touch()
+
+    def member(self, node: Node) -> str:
+        """What an agent that lives, or was killed, calls itself in the job."""
+        names = [path.read_text() for path in self.shared_memory.glob("*/node")]
+        return next(name for name in names if f"-{node.pid}-" in name)
 
     # --- What is left behind. ---
 

@@ -187,6 +187,31 @@ def test_imports_with_threads_and_children_of_the_script(job: Job, tmp_path: Pat
     assert "installed" not in said, "imports that may fail are nobody's business"
 
 
+LEAVES_A_CHILD = """
+import subprocess
+CHILD = subprocess.Popen(["sleep", "1"])
+"""
+
+WAITS_FOR_IT = """
+import time
+from pathlib import Path
+import leaves_a_child
+
+if __name__ == "__main__":
+    while Path(f"/proc/{leaves_a_child.CHILD.pid}").exists():
+        time.sleep(0.02)
+    print("its parent has taken leave of it")
+"""
+
+
+def test_an_import_that_leaves_a_child_which_ends_while_workers_run(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD)
+    (tmp_path / "waits.py").write_text(WAITS_FOR_IT)
+    code, said = job.run(command=["waits.py"])
+    assert code == 0, said
+    assert "its parent has taken leave of it" in said
+
+
 FAILING = '''
 """The last rank fails: by its exit code or by an exception, in the first generations or always."""
 import os, sys

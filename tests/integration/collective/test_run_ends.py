@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent.host import HostFolder
 from tests.integration.collective.job import TRAIN, Job, wait_until
 from tests.plugins_consul import ConsulAgent
 
@@ -47,6 +48,88 @@ def test_errors_are_forgiven_so_often_in_the_whole_job(tmp_path: Path) -> None:
         assert [node.wait() for node in nodes] == [1, 1]
         assert all("LookupError: the user's own mistake" in node.output for node in nodes)
         job.nothing_is_left()
+
+
+EARLY = """
+import os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from edl.collective import Checkpointer, State
+
+if __name__ == "__main__":
+    folder, node = Path(sys.argv[1]), os.environ["NODE"]
+    dist.init_process_group("gloo")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    state = State(step=-1)
+    with Checkpointer(state, interval_steps=1, group=alone) as checkpointer:
+        checkpointer.restore()
+        while not (folder / f"end-{node}").exists():
+            time.sleep(0.05)
+            state.step += 1
+            (folder / f"at-{node}").write_text(str(state.step))
+            checkpointer.save(state.step)
+    print("the end of", node)
+"""
+
+
+def test_a_node_leaves_while_the_script_has_ended_on_another(tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    with Job(tmp_path, ("--nnodes", "1:2"), ["early.py", str(tmp_path)]) as job:
+        early, late = job.start("--nnodes", "2"), job.start("--nnodes", "2")
+        wait_until(lambda: all((tmp_path / f"at-{one.name}").exists() for one in (early, late)), "both make steps")
+        (tmp_path / f"end-{early.name}").touch()
+        wait_until(lambda: "the end of" in early.output, "the script has ended on one")
+        at = time.monotonic()
+        late.kill(signal.SIGTERM)
+        assert late.wait() == 143
+        assert time.monotonic() - at < 5.0, "it waits for nobody to pause who makes no more steps"
+        early.kill(signal.SIGTERM)
+        early.wait()
+
+
+STERN = """
+import os
+from tests.integration.collective.train import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    except RuntimeError:
+        os._exit(3)
+"""
+
+
+def test_an_exit_code_because_a_node_was_lost_is_no_error_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "stern.py").write_text(STERN)
+    environ = {"PYTHONPATH": str(TRAIN.parents[3])}
+    with Job(tmp_path, ("--nnodes", "1:2"), ["stern.py", str(tmp_path)], environ=environ) as job:
+        stays, lost = job.start(), job.start()
+        job.wait_for_world(2)
+        workers = lost.workers
+        lost.kill(signal.SIGSTOP)  # so that only the end of its lease tells of the loss, long after the exit code
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for_world(1, after=time.monotonic())
+        job.end()
+        assert stays.wait() == 0
+        assert f"lost {job.member(lost)}" in stays.output
+
+
+def test_what_a_killed_agent_left_is_kept_for_an_hour_since_it_died(tmp_path: Path) -> None:
+    with Job(tmp_path, ("--nnodes", "1")) as job:
+        node = job.start()
+        job.wait_for_world(1)
+        (owner,) = job.shared_memory.glob("*/node")
+        long_ago = time.time() - 7200
+        os.utime(owner, (long_ago, long_ago))
+        wait_until(lambda: owner.stat().st_mtime > long_ago + 3600, "it shows that it lives")
+        node.signal_all(signal.SIGKILL)
+        node.process.wait()
+        HostFolder(f"{job.name}-other", "other").close(keep=False)
+        assert owner.exists(), "it died just now"
+        os.utime(owner, (long_ago, long_ago))
+        HostFolder(f"{job.name}-other", "other").close(keep=False)
+        assert not job.shared_memory.exists()
 
 
 def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from edl.cli import _jobs
 from edl.cli._changes import printable
-from edl.collective.ledger.records import read_job
 from edl.collective.ledger.report import COLOURS, columns, draw, unit_of
 from edl.collective.ledger.spans import State
-from edl.collective.ledger.summary import Summary, summarize
+from edl.collective.ledger.summary import Summary
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings
@@ -34,6 +31,7 @@ _LETTERS = {
 }
 _NAME_WIDTH = 20
 _MAX_ROWS = 20
+_WIDTH = 120
 
 _DESCRIPTION = """\
 Draws an elastic job from its ledger, while it runs or after it ended: a row of states for each node, what happened
@@ -49,25 +47,17 @@ examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl report`."""
-    parser = argparse.ArgumentParser(
-        prog="edl report",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _jobs.parser("report", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("job", help="what `edl run --rdzv-id` named it")
-    add("--store", metavar="URL", help="sqlite:///path or consul://host:port (default: EDL_DISCOVERY, or your file)")
     add("--out", type=Path, metavar="FILE", help="write a picture: .png, .svg or .pdf")
     options = parser.parse_args(argv)
     with open_store(DiscoverySettings.of(options.store).url) as store:
-        summary = summarize(read_job(store, options.job), round(time.time() * 1e6))
+        summary = _jobs.look(store, options.job)
     if not summary.ledger.elapsed_us:
         raise SettingsError(f"job {options.job!r} has no ledger yet: its agents have only begun")
     if options.out is not None:
         draw(summary, options.out)
-    # Not a terminal: as wide as most of them are.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = _jobs.console(_WIDTH)
     _print_timeline(summary, console)
     _print_steps(summary, console)
     if options.out is not None:
@@ -87,7 +77,7 @@ def _print_timeline(summary: Summary, console: Console) -> None:
                 f"{_LETTERS[state]} {state.name.lower():<10} {amount / ledger.elapsed_us:7.2%} {amount / 1e6:10.2f} s"
             )
             console.print(Text(part, COLOURS[state]))
-    width = max(20, min(console.width, 120) - _NAME_WIDTH - 1)
+    width = max(20, min(console.width, _WIDTH) - _NAME_WIDTH - 1)
     until_us = ledger.began_us + ledger.elapsed_us
     rows = [("the job", ledger.spans, ledger.began_us)]
     nodes = sorted((row.record for row in summary.nodes), key=lambda record: record.began_us)
@@ -114,7 +104,7 @@ def _print_steps(summary: Summary, console: Console) -> None:
     if marks:
         figure = plotext.figure
         figure.clear()
-        figure.plot_size(min(console.width, 120), 14)
+        figure.plot_size(min(console.width, _WIDTH), 14)
         figure.title(f"last step, by {unit} since the job began")
         figure.ruler("x").lim(0, ledger.elapsed_us / unit_us)
         highest = max(1, *(step for _, step in marks))

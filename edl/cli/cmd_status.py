@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Sequence
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from edl.cli import _jobs
 from edl.cli._changes import printable
 from edl.collective.ledger.codec import Event
-from edl.collective.ledger.records import read_job
 from edl.collective.ledger.spans import State
-from edl.collective.ledger.summary import NodeRow, Summary, as_dict, summarize
+from edl.collective.ledger.summary import NodeRow, Summary, as_dict
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings
@@ -28,6 +26,7 @@ __all__ = ["main"]
 
 _EVERY_S = 1.0
 _MAX_GONE = 5
+_WIDTH = 160
 
 _STYLES = {
     "train": "green",
@@ -58,15 +57,8 @@ examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl status`."""
-    parser = argparse.ArgumentParser(
-        prog="edl status",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _jobs.parser("status", _DESCRIPTION, _EXAMPLES)
     add = parser.add_argument
-    add("job", help="what `edl run --rdzv-id` named it")
-    add("--store", metavar="URL", help="sqlite:///path or consul://host:port (default: EDL_DISCOVERY, or your file)")
     add("--events", type=int, default=10, metavar="N", help="show the last N events (default: 10)")
     add("--watch", action="store_true", help="go on, until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
@@ -74,23 +66,19 @@ def main(argv: Sequence[str]) -> int:
     if options.events < 0:
         raise SettingsError(f"--events {options.events}: must be at least 0")
     with open_store(DiscoverySettings.of(options.store).url) as store:
-        summary = _look(store, options.job)
+        summary = _jobs.look(store, options.job)
         if options.watch:
             _watch(store, summary, options.events, as_json=options.json)
         elif options.json:
             print(json.dumps(as_dict(summary, options.events)))
         else:
-            _console().print(_shown(summary, options.events))
+            _jobs.console(_WIDTH).print(_shown(summary, options.events))
     return 0
-
-
-def _look(store: Store, job: str) -> Summary:
-    return summarize(read_job(store, job), round(time.time() * 1e6))
 
 
 def _watch(store: Store, summary: Summary, events: int, *, as_json: bool) -> None:
     """Show the job until it ends. An outage of the store is told, and is not the end."""
-    console = _console()
+    console = _jobs.console(_WIDTH)
     with contextlib.ExitStack() as stack:
         live = None
         if console.is_terminal and not as_json:
@@ -109,14 +97,9 @@ def _watch(store: Store, summary: Summary, events: int, *, as_json: bool) -> Non
                 return
             time.sleep(_EVERY_S)
             try:
-                summary, trouble = _look(store, summary.job), ""
+                summary, trouble = _jobs.look(store, summary.job), ""
             except DiscoveryError as exc:
                 trouble = f"as known last: {exc}"
-
-
-def _console() -> Console:
-    # Not a terminal: a line must not be wrapped at a width that nobody has.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def _shown(summary: Summary, events: int) -> RenderableType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -237,9 +239,16 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
 
 def test_a_nodes_own_address_is_the_one_on_the_way_to_the_store(url: str) -> None:
     assert own_address(url) == "127.0.0.1"
-    assert own_address("consul://127.0.0.1:8500") == "127.0.0.1"
     with pytest.raises(SettingsError, match="no way to the store's host ::1"):
         own_address("consul://[::1]:8500")
+
+
+def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_hosts() -> None:
+    mine = own_address("consul://127.0.0.1:8500")
+    assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    elsewhere = any(route[1] == "00000000" for route in routes)
+    assert ipaddress.ip_address(mine).is_loopback is not elsewhere
 
 
 def test_the_store_can_be_named_by_the_configuration(url: str) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import socket
+from typing import Final
 from urllib.parse import urlsplit
 
 from edl.errors import SettingsError
 
 __all__ = ["own_address"]
 
+_ELSEWHERE: Final = "203.0.113.1"
+"""An address on no network (RFC 5737): the way there is the way to other hosts. Nothing is sent to it."""
+
 
 def own_address(store_url: str) -> str:
     """This node's own address on the way to the store, which all nodes can reach.
+
+    Where each host has its own agent of the store, on its loopback, it is the one on the way to other hosts; the
+    loopback's if there is no such way.
 
     Args:
         store_url: as `edl.discovery.open_store` takes it.
@@ -22,10 +31,18 @@ def own_address(store_url: str) -> str:
     parts = urlsplit(store_url)
     if not parts.hostname:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
+    try:
+        address = _towards(parts.hostname, parts.port or 1)
+    except OSError as exc:
+        what = f"no way to the store's host {parts.hostname}: {exc}"
+        raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
+    if ipaddress.ip_address(address).is_loopback:
+        with contextlib.suppress(OSError):
+            address = _towards(_ELSEWHERE, 1)
+    return address
+
+
+def _towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((parts.hostname, parts.port or 1))  # of a datagram socket: sends nothing
-        except OSError as exc:
-            what = f"no way to the store's host {parts.hostname}: {exc}"
-            raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
+        probe.connect((host, port))  # of a datagram socket: sends nothing
         return str(probe.getsockname()[0])

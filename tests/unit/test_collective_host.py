@@ -45,6 +45,16 @@ def test_the_state_of_one_that_left_is_taken_over(job: str) -> None:
     second.close(keep=False)
 
 
+def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> None:
+    first = HostFolder(job, "a")
+    Path(first.slots(0) + "-0").write_bytes(b"state")
+    first.close(keep=True)
+    HostFolder(job, "b").close(keep=True, used=False)
+    third = HostFolder(job, "c")
+    assert third.heir_of == "a", "of whom the others know that it was a member, and now that it is dead"
+    third.close(keep=False)
+
+
 def test_a_folder_without_state_is_not_kept(job: str) -> None:
     first = HostFolder(job, "a")
     first.board(0).write_bytes(b"x")

@@ -67,6 +67,8 @@ class Agent:
                     code = self._turn(part, conduct)
             except AskedToLeaveError:
                 self._say("asked to leave: leaving")
+                if part.ending.joined:
+                    part.chronicle.tell("leave", "asked to")
                 code = self._signals.exit_code
             part.ending.code = code
             return code

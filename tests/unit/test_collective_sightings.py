@@ -1,0 +1,57 @@
+"""Since when an agent has seen the records as they are, and when its workers may see that it lives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from edl.collective.agent.heart import Heart
+from edl.collective.agent.sightings import Sightings
+from edl.collective.agent.world import State, World
+
+WORLD = World(3, State.RUNNING)
+
+
+def test_quiet_is_the_time_since_a_node_came_or_went() -> None:
+    seen = Sightings(0.0)
+    seen.note(WORLD, ["a"], 1.0)
+    seen.note(WORLD, ["a"], 3.0)
+    assert seen.quiet_s(4.0) == 3.0
+    seen.note(WORLD, ["a", "b"], 5.0)
+    assert seen.quiet_s(5.5) == 0.5
+
+
+def test_pausing_is_the_time_since_this_pause_was_wanted() -> None:
+    seen = Sightings(0.0)
+    seen.note(WORLD, [], 1.0)
+    assert (seen.pausing, seen.pausing_s(9.0)) == (False, 0.0)
+    seen.note(World(3, State.RUNNING, pause_at=7), [], 2.0)
+    seen.note(World(3, State.RUNNING, pause_at=7), [], 3.0)
+    assert (seen.pausing, seen.pausing_s(4.0)) == (True, 2.0)
+    seen.note(World(4, State.RUNNING, pause_at=7), [], 5.0)
+    assert seen.pausing_s(5.0) == 0.0, "another generation's"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_sign_of_life_is_given_as_long_as_the_records_allow_it() -> None:
+    beats: list[float] = []
+    turns: list[float] = []
+    heart = Heart(5.0, lambda: beats.append(time.monotonic()), lambda: turns.append(time.monotonic()), lambda: None)
+    try:
+        wait_for(lambda: len(turns) >= 2)
+        assert not beats, "nobody has looked yet"
+        until = time.monotonic() + 1.0
+        heart.allow(time.monotonic(), until)
+        wait_for(lambda: bool(beats))
+        wait_for(lambda: turns[-1] > until + 0.5)
+        told, later = len(beats), len(turns) + 2
+        wait_for(lambda: len(turns) >= later)
+        assert len(beats) == told
+    finally:
+        heart.close()

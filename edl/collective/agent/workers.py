@@ -190,7 +190,7 @@ class Workers:
             return
         with contextlib.suppress(EDLError):
             self.stop(timeout_s)
-        self._process.kill()
+        _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
         self._process.wait()
         self._reader.join()
         self._socket.close()
@@ -200,7 +200,7 @@ class Workers:
         """The zygote does not answer: it is killed, and whoever needs another worker makes another one."""
         self._closing = True
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process.pid)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -260,7 +260,7 @@ class Workers:
 
 
 def _kill(pid: int) -> None:
-    """Kill a worker and its children; the worker alone where it has no process group of its own yet."""
+    """Kill a worker or the zygote and its children; it alone where it has no process group of its own yet."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -81,6 +81,7 @@ class Fork:
 def main(argv: Sequence[str] | None = None) -> None:
     """The process itself. Returns, in a worker, when the script has ended."""
     arguments = sys.argv[1:] if argv is None else argv
+    os.setpgid(0, 0)  # so that it is killed together with what an import started
     _die_with(int(arguments[1]))
     agent = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to act on
@@ -138,6 +139,7 @@ def _serve(agent: socket.socket) -> Fork:
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # one without a group of its own yet dies with this process
+    os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

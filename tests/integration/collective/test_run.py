@@ -190,6 +190,7 @@ def test_imports_with_threads_and_children_of_the_script(job: Job, tmp_path: Pat
 LEAVES_A_CHILD = """
 import subprocess
 CHILD = subprocess.Popen(["sleep", "1"])
+subprocess.Popen(["sleep", "1000"])  # nobody waits for this one, and it goes when the job does
 """
 
 WAITS_FOR_IT = """

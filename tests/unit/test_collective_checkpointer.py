@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent.failures import Kind, kind_of
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.slots import SlotPair, find
 from edl.collective.checkpoint.state import State
-from edl.errors import ClosedError, SettingsError
+from edl.errors import ClosedError, SettingsError, TemporaryError
 
 
 @pytest.fixture
@@ -132,3 +133,15 @@ def test_the_end_of_a_block_that_failed_saves_nothing(tmp_path: Path, agent: Boa
             checkpointer.save(step)
         _ = 1 / 0
     assert steps(tmp_path) == [4, 0]
+
+
+def test_a_worker_does_not_wait_for_ever_for_an_agent_that_is_silent(tmp_path: Path, agent: Board) -> None:
+    with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
+        agent.beat()
+        deadline = time.monotonic() + 10.0
+        while agent.unattended_s < 1.1:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
+            checkpointer.save(0)
+        assert kind_of(1, f"edl.errors.TemporaryError: {raised.value}") is Kind.CONTACT, "no error of the script's"

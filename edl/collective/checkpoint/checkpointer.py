@@ -19,7 +19,7 @@ from edl.collective.checkpoint.storage_background import Background
 from edl.collective.checkpoint.storage_run import new_run
 from edl.collective.checkpoint.writing import Writer
 from edl.collective.ranks import rank_of, world_of
-from edl.errors import ClosedError, SettingsError
+from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.settings import positive_float, read
 
 __all__ = ["Checkpointer"]
@@ -31,6 +31,7 @@ NOTHING: Final = -1
 OVERHEAD: Final = 0.01
 STORE_EVERY_S: Final = 300.0
 PAUSE_S: Final = 60.0
+AGENT_S: Final = 600.0
 CLOSE_S: Final = 600.0
 _POLL_S: Final = 0.005
 _UNATTENDED_S: Final = 1.0
@@ -59,6 +60,7 @@ class Checkpointer:
         keep: int = 3,
         overlap: bool = True,
         pause_s: float = PAUSE_S,
+        agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
         board: Board | None = None,
         group: transfer.Group = None,
@@ -75,6 +77,7 @@ class Checkpointer:
             overlap: copy parameters and optimizers' moments beside the next forward and backward pass, and have the
                 next `step()` of an optimizer wait for the rest. Without it `save` takes as long as the whole copy.
             pause_s: how long to wait, paused, for the agent.
+            agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
             slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
             board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
             group: the process group whose ranks hold the state together; by default the default group, if there is one.
@@ -107,6 +110,7 @@ class Checkpointer:
         self._stored_at = time.monotonic()
         self._store_next = False
         self._pause_s = pause_s
+        self._agent_s = agent_s
         self._writer = Writer(overlap=overlap)
         self._run = new_run()
         self._background: Background | None = None
@@ -305,11 +309,19 @@ class Checkpointer:
         """The agent is silent: others may take this node for dead and train in its place. Wait for it, or to be killed.
 
         An agent that is gone for good takes its workers with it, so this does not wait for a dead one.
+
+        Raises:
+            TemporaryError: it was stopped for so long that whoever looks after this host should see an end of it.
         """
         _log.warning("the agent of this node has been silent for %.1f s: waiting for it", self._board.unattended_s)
         with self._board.phase(Phase.PAUSE):
+            deadline = time.monotonic() + self._agent_s
             while self._board.unattended_s > _UNATTENDED_S:
                 self._interrupt()
+                if time.monotonic() > deadline:
+                    # In words by which an agent that comes back knows that this was no error of the script's.
+                    what = f"the agent of this node was silent for {self._board.unattended_s:.0f} s"
+                    raise TemporaryError(f"EDL: left the process group: {what}")
                 time.sleep(_POLL_S)
 
 

@@ -66,8 +66,14 @@ class TeacherClient:
         self._server_top_k = False
         self._server_checks_nan = False
         self._server_streams = False
+        self._server_bundles = False
         self._stream: InferStream | None = None
         self._proven_nbytes = _SMALL
+
+    @property
+    def takes_bundles(self) -> bool:
+        """Whether requests name shared memory, and several of them can go in one message."""
+        return self.shares_memory and self._server_streams and self._server_bundles
 
     async def open(self, timeout_s: float) -> ModelSpec:
         """Connect, and see that the server is ready and what its model looks like.
@@ -88,6 +94,7 @@ class TeacherClient:
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
         self._server_top_k = names.EXTENSION_TOP_K in server.extensions
         self._server_streams = names.EXTENSION_STREAM in server.extensions
+        self._server_bundles = names.EXTENSION_BUNDLE in server.extensions
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
         self.spec = ModelSpec(
             name=model,
@@ -165,7 +172,7 @@ class TeacherClient:
 
     def _open_stream(self) -> InferStream:
         if self._stream is None or self._stream.broken:
-            self._stream = InferStream(self._channel, self.endpoint)
+            self._stream = InferStream(self._channel, self.endpoint, in_bundles=self._server_bundles)
         return self._stream
 
     def _proven(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:

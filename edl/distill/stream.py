@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from edl.distill.actions import Failure, FailureKind
 from edl.distill.failure import RequestFailed, failure_of
 from edl.errors import ProtocolError
-from edl.protocol import codec, kserve, names
+from edl.protocol import bundles, codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 
@@ -29,6 +29,8 @@ Done: TypeAlias = Callable[[Answer | Failure | None], None]
 """Called once, on the event loop, with what became of a request; with None if it was cancelled."""
 
 _CLOSE_S = 0.5
+_BUNDLE_NBYTES = 4000  # of one bundle; with what is around it, no server refuses a message of that size
+_FRAMING = 16  # bytes that a message of a bundle takes beside itself: its id, a tag and its length
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
@@ -41,6 +43,7 @@ class _Waiting:
     done: Done
     header: bytes
     raw: Sequence[Buffer]
+    nbytes: int
     deadline: float
     timeout_s: float
     written: bool = False
@@ -50,15 +53,21 @@ class InferStream:
     """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
 
     Requests are joined to messages when their turn to be written comes, so only one lies in memory at a time. They have
-    neither a task nor a timer of their own, each of which would cost a turn of the loop.
+    neither a task nor a timer of their own, each of which would cost a turn of the loop. Small ones that are there
+    when that turn comes, such as those that name shared memory, go into one message; none waits for another.
+
+    Args:
+        in_bundles: the server has `names.EXTENSION_BUNDLE`.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, endpoint: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, endpoint: str, *, in_bundles: bool = False) -> None:
         method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             names.method("ModelStreamInfer")
         )
         self._endpoint = endpoint
-        self._call: Any = method(metadata=((names.UNORDERED, "1"),))
+        metadata = ((names.UNORDERED, "1"), (names.BUNDLES, "1")) if in_bundles else ((names.UNORDERED, "1"),)
+        self._call: Any = method(metadata=metadata)
+        self._in_bundles = in_bundles
         self._numbers = itertools.count()
         self._waiting: dict[str, _Waiting] = {}
         self._outbox: deque[str] = deque()
@@ -82,7 +91,8 @@ class InferStream:
         """
         number = f"{next(self._numbers):08x}"
         deadline = self._loop.time() + timeout_s
-        self._waiting[number] = _Waiting(done, header, raw, deadline, timeout_s)
+        nbytes = len(header) + sum([memoryview(part).nbytes for part in raw])
+        self._waiting[number] = _Waiting(done, header, raw, nbytes, deadline, timeout_s)
         self._expect(deadline)
         self._queue(number)
         return number
@@ -167,14 +177,28 @@ class InferStream:
         try:
             while not self.broken:
                 while self._outbox:
-                    message = self._message(self._outbox.popleft())
-                    if message:
-                        await self._call.write(message)
+                    message = self._next_message()
+                    await self._call.write(message)
                     del message
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reading task finds the same end, and knows why
+
+    def _next_message(self) -> bytes:
+        """The next request, or as many as fit into a bundle."""
+        message = self._message(self._outbox.popleft())
+        if not self._in_bundles or not self._outbox or not self._is_small(self._outbox[0], len(message)):
+            return message
+        messages, nbytes = [message], len(message)
+        while self._outbox and self._is_small(self._outbox[0], nbytes):
+            messages.append(self._message(self._outbox.popleft()))
+            nbytes += len(messages[-1])
+        return bundles.join_requests(messages)
+
+    def _is_small(self, number: str, beside: int) -> bool:
+        waiting = self._waiting.get(number)
+        return beside + (waiting.nbytes if waiting is not None else len(_CANCEL)) + _FRAMING <= _BUNDLE_NBYTES
 
     def _message(self, number: str) -> bytes:
         waiting = self._waiting.get(number)
@@ -199,10 +223,10 @@ class InferStream:
             self._break(failure)
 
     def _take(self, data: bytes) -> None:
-        header, raw, number, error = codec.split_streamed_response(data)
-        waiting = self._waiting.pop(number, None)
-        if waiting is not None:  # else nobody waits for it any more
-            waiting.done(self._failure(header, error) if error else (header, raw))
+        for header, raw, number, error in bundles.split_responses(data):
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None:  # else nobody waits for it any more
+                waiting.done(self._failure(header, error) if error else (header, raw))
 
     def _failure(self, header: bytes, error: str) -> Failure:
         parameters = codec.parse_response(header).parameters

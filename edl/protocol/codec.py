@@ -18,6 +18,7 @@ from edl.protocol import kserve
 
 __all__ = [
     "Buffer",
+    "StreamedResponse",
     "decode_request",
     "decode_response",
     "encode_request",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+StreamedResponse: TypeAlias = tuple[bytes, list[memoryview], str, str]
+"""What `split_streamed_response` gives."""
 
 _ID = 3  # of requests and responses alike
 _RAW_INPUT = 7
@@ -191,7 +194,7 @@ def split_streamed_request(data: Buffer) -> tuple[bytes, list[memoryview], str]:
     return header, raw, _text(found)
 
 
-def split_streamed_response(data: Buffer) -> tuple[bytes, list[memoryview], str, str]:
+def split_streamed_response(data: Buffer) -> StreamedResponse:
     """Take a `ModelStreamInferResponse` apart.
 
     Returns:

@@ -7,8 +7,11 @@ Other KServe v2 servers ignore parameters that they do not know; a client finds 
 from __future__ import annotations
 
 __all__ = [
+    "BUNDLE",
+    "BUNDLES",
     "CANCEL",
     "DTYPE",
+    "EXTENSION_BUNDLE",
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
     "EXTENSION_NO_NAN",
@@ -47,6 +50,11 @@ waits for any more. It gets no answer, and the cancelled request may or may not 
 UNORDERED = "edl-unordered"
 """Metadata of a ModelStreamInfer call, any value: each answer, with its request's id, as soon as it is there. Without
 it answers come in the order of the requests."""
+BUNDLE = "edl_bundle"
+"""Request and answer parameter (bool) of a message of an unordered stream that holds nothing else but, as its raw
+contents, messages of the stream, serialized. Each of them counts as if it had come alone."""
+BUNDLES = "edl-bundles"
+"""Metadata of a ModelStreamInfer call, any value: answers may come in bundles (`BUNDLE`)."""
 STATUS = "edl_status"
 """Answer parameter (string) beside a stream's error_message: the gRPC status that a unary call would have had."""
 RETRY_AFTER = "edl_retry_after_ms"
@@ -59,6 +67,9 @@ EXTENSION_NO_NAN = "edl_no_nan"
 """Floating-point outputs have been looked through: a request whose answer would hold NaN gets an error in its place."""
 EXTENSION_STREAM = "edl_stream"
 """`ModelStreamInfer` knows `UNORDERED`, `TIMEOUT_MS`, `CANCEL`, `STATUS` and `RETRY_AFTER`."""
+
+EXTENSION_BUNDLE = "edl_bundle"
+"""Unordered streams know `BUNDLE` and `BUNDLES`."""
 
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"

@@ -74,13 +74,10 @@ class Inference:
             except Refusal as exc:
                 self._metrics.answered(exc.code.name.lower())
                 return refused(exc, self._model.name, request_id)
-            except asyncio.CancelledError:
-                self._metrics.answered("cancelled")
-                raise
             self._metrics.answered("ok")
             return answer
 
-        stream = Stream(compute, self._lifecycle, context)
+        stream = Stream(compute, lambda: self._metrics.answered("cancelled"), self._lifecycle, context)
         self._streams.add(stream)
         try:
             await stream.run(requests)

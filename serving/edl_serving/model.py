@@ -74,7 +74,8 @@ class Model:
 
     def extensions(self) -> list[str]:
         """What `ServerMetadata` lists."""
-        offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE, names.EXTENSION_STREAM]
+        offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE]
+        offered += [names.EXTENSION_STREAM, names.EXTENSION_BUNDLE]
         if self._settings.check_nan:
             offered.append(names.EXTENSION_NO_NAN)
         if self._settings.shared_memory:

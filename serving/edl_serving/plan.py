@@ -101,6 +101,8 @@ def make_plan(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> 
     Raises:
         Refusal: INVALID_ARGUMENT, with the offending name and value.
     """
+    if names.BUNDLE in header.parameters:
+        raise invalid(f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}")
     model.check(header.model_name, header.model_version)
     inputs = _read_inputs(header, model, max_rows)
     options = OutputOptions.parse(header.parameters)

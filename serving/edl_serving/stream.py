@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
 from edl.errors import ProtocolError
-from edl.protocol import codec, kserve, names
+from edl.protocol import bundles, codec, kserve, names
+from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 from edl_serving.lifecycle import Lifecycle
-from edl_serving.refusal import Refusal, invalid
+from edl_serving.refusal import Refusal, invalid, quote
 
 __all__ = ["Compute", "Context", "Stream", "refused"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_Parts: TypeAlias = tuple[bytes, list[memoryview], str, Refusal | None]
 Compute: TypeAlias = Callable[[bytes, list[memoryview], str, Refusal | None], Awaitable[bytes]]
 
 _WINDOW = 64  # requests of one stream that are worked on at a time; the others wait in the connection
+_BUNDLE_NBYTES = 1 << 20  # of answers in one message: a larger one costs more to copy than a message of its own
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
@@ -31,15 +35,20 @@ class Stream:
     Args:
         compute: called with a request's header without its id, its raw tensors, its id, and why it is refused, if it
             is; returns the bytes of a `ModelStreamInferResponse`.
+        cancelled: called for each request that nobody waits for any more.
     """
 
-    def __init__(self, compute: Compute, lifecycle: Lifecycle, context: Context) -> None:
+    def __init__(self, compute: Compute, cancelled: Callable[[], None], lifecycle: Lifecycle, context: Context) -> None:
         self._compute = compute
+        self._cancelled = cancelled
         self._lifecycle = lifecycle
         self._context = context
-        self._ordered = names.UNORDERED not in dict(context.invocation_metadata() or ())
+        metadata = dict(context.invocation_metadata() or ())
+        self._ordered = names.UNORDERED not in metadata
+        self._bundles = names.BUNDLES in metadata and not self._ordered
         self._window = asyncio.Semaphore(_WINDOW)
-        self._answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        self._answers: deque[asyncio.Task[bytes] | None] = deque()
+        self._wake = asyncio.Event()
         self._entered: dict[asyncio.Task[bytes], bool] = {}  # all not written yet; whether the lifecycle counts it
         self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, where there is no order
         self._receiver: asyncio.Task[None] | None = None
@@ -49,9 +58,11 @@ class Stream:
         """Until the client, or `end`, ends the stream and everything taken has been answered."""
         self._receiver = asyncio.create_task(self._receive(requests))
         try:
-            while (task := await self._answers.get()) is not None:
-                await self._context.write(await task)
-                self._forget(task)
+            while (task := await self._next_answer()) is not None:
+                tasks, message = self._with_others(task, await task)
+                await self._context.write(message)
+                for one in tasks:
+                    self._forget(one)
             if self._receiver.done() and not self._receiver.cancelled():
                 self._receiver.result()
         finally:
@@ -67,37 +78,79 @@ class Stream:
         if self._receiver is not None:
             self._receiver.cancel()
 
+    # Out
+
+    def _answer(self, task: asyncio.Task[bytes] | None) -> None:
+        self._answers.append(task)
+        self._wake.set()
+
+    async def _next_answer(self) -> asyncio.Task[bytes] | None:
+        while not self._answers:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._answers.popleft()
+
+    def _with_others(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
+        """The message with this answer and, if the client takes bundles, others that are there by now."""
+        tasks, answers, nbytes = [task], [answer], len(answer)
+        while self._bundles and self._answers and (other := self._answers[0]) is not None:
+            nbytes += len(other.result())
+            if nbytes > _BUNDLE_NBYTES:
+                break
+            tasks.append(other)
+            answers.append(other.result())
+            self._answers.popleft()
+        return tasks, answer if len(answers) == 1 else bundles.join_responses(answers)
+
+    # In
+
     async def _receive(self, requests: AsyncIterator[bytes]) -> None:
         try:
             async for data in requests:
-                await self._window.acquire()
-                self._take(data)
+                for parts in self._messages(data):
+                    await self._window.acquire()
+                    self._take(*parts)
         finally:
             self._last = True
             if self._ordered or not self._entered:
-                self._answers.put_nowait(None)
+                self._answer(None)
 
-    def _take(self, data: bytes) -> None:
-        header, request_id, entered = b"", "", False
-        raw: list[memoryview] = []
-        refusal: Refusal | None = None
-        try:
-            header, raw, request_id = codec.split_streamed_request(data)
-            if header == _CANCEL and not self._ordered:
-                self._window.release()
-                if request_id in self._computing:
-                    self._computing[request_id].cancel()
-                return
-            self._lifecycle.enter()
-            entered = True
-        except ProtocolError as exc:
-            refusal = invalid(str(exc))
-        except Refusal as exc:
-            refusal = exc
+    def _messages(self, data: bytes) -> Iterator[_Parts]:
+        """The message, or those in it if it is a bundle."""
+        header, raw, request_id, refusal = _split(data)
+        if not bundles.is_bundle(header):
+            yield header, raw, request_id, refusal
+        elif self._ordered:
+            yield header, raw, request_id, _misused(f"the stream was not opened with {names.UNORDERED}")
+        elif request_id or not raw:
+            yield (
+                header,
+                raw,
+                request_id,
+                _misused(f"has the id {quote(request_id)} and {len(raw)} messages"),
+            )
+        else:
+            for message in raw:
+                part = _split(message)
+                yield (*part[:3], _misused("lies within another one")) if bundles.is_bundle(part[0]) else part
+
+    def _take(self, header: bytes, raw: list[memoryview], request_id: str, refusal: Refusal | None) -> None:
+        if header == _CANCEL and not self._ordered:
+            self._window.release()
+            if request_id in self._computing:
+                self._computing[request_id].cancel()
+            return
+        entered = False
+        if refusal is None:
+            try:
+                self._lifecycle.enter()
+                entered = True
+            except Refusal as exc:
+                refusal = exc
         task = asyncio.ensure_future(self._compute(header, raw, request_id, refusal))
         self._entered[task] = entered
         if self._ordered:
-            self._answers.put_nowait(task)
+            self._answer(task)
         else:
             self._computing[request_id] = task
             task.add_done_callback(lambda task: self._computed(request_id, task))
@@ -108,17 +161,30 @@ class Stream:
         if task.cancelled():
             self._forget(task)
         else:
-            self._answers.put_nowait(task)
+            self._answer(task)
 
     def _forget(self, task: asyncio.Task[bytes]) -> None:
         entered = self._entered.pop(task, None)
         if entered is None:
             return
         self._window.release()
+        if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
+            self._cancelled()
         if entered:
             self._lifecycle.leave()
         if self._last and not self._ordered and not self._entered:
-            self._answers.put_nowait(None)
+            self._answer(None)
+
+
+def _split(data: Buffer) -> _Parts:
+    try:
+        return (*codec.split_streamed_request(data), None)
+    except ProtocolError as exc:
+        return b"", [], "", invalid(str(exc))
+
+
+def _misused(how: str) -> Refusal:
+    return invalid(f"parameter {names.BUNDLE}: {how}")
 
 
 def refused(refusal: Refusal, model: str, request_id: str) -> bytes:

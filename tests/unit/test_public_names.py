@@ -32,7 +32,7 @@ PUBLIC = {
     ],
     "edl.distill.metrics": ["export"],
     "edl.distill.torch": ["TorchLoader", "distill"],
-    "edl.protocol": ["codec", "kserve", "names", "tensors"],
+    "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],
 }

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from edl.protocol import codec, kserve, names, tensors
+from edl.protocol import bundles, codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from tests.integration.serving.conftest import Client, Connect, StartProcess, request_bytes, until
 from tests.integration.serving.models import logits
@@ -313,6 +313,30 @@ def test_nonsense_in_a_stream_ends_its_request_and_not_the_stream(process: Start
     for index, answer in enumerate(answers):
         assert bool(answer.error_message) == bool(index % 2)
     until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
+
+
+def test_nonsense_in_bundles_ends_its_request_and_not_the_stream(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", metrics_port=0)
+    call = connect(server.target).channel.stream_stream(names.method("ModelStreamInfer"))
+    rng = random.Random(SEED)
+    requests = bad_requests(rng)
+    fine = request_bytes({"x": np.ones((1, 4), np.float32)})
+    sent = []
+    for index in range(300):
+        bundle = bytearray(bundles.join_requests([fine, *(next(requests)[0] for _ in range(rng.randrange(8)))]))
+        for _ in range(rng.choice([0, 0, 1, 5])):
+            bundle[rng.randrange(len(bundle))] = rng.randrange(256)
+        sent.append(fine + codec.id_field(f"fine {index}"))
+        sent.append(bytes(bundle))
+    metadata = ((names.UNORDERED, "1"), (names.BUNDLES, "1"))
+    found = set()
+    for data in call(iter(sent), timeout=60, metadata=metadata):
+        for _, _, number, error in bundles.split_responses(data):
+            if not error:
+                found.add(number)
+    assert found >= {f"fine {index}" for index in range(300)}
+    until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
+    assert not [line for line in server.log if "Traceback" in line]
 
 
 @pytest.mark.parametrize(

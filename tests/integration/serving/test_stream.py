@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.protocol import codec, kserve, names, tensors
+from edl.protocol import bundles, codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array
 from tests.integration.serving.conftest import (
@@ -30,26 +30,37 @@ from tests.integration.serving.models import Gated, logits
 class Open:
     """A stream that a test writes to and reads from."""
 
-    def __init__(self, channel: Any, *, unordered: bool = True) -> None:
+    def __init__(self, channel: Any, *, unordered: bool = True, bundles: bool = False) -> None:
         self._sent: queue.Queue[bytes | None] = queue.Queue()
-        metadata = ((names.UNORDERED, "1"),) if unordered else ()
+        metadata = [(name, "1") for name, wanted in ((names.UNORDERED, unordered), (names.BUNDLES, bundles)) if wanted]
         self.call = channel.stream_stream(names.method("ModelStreamInfer"))(
             iter(self._sent.get, None), metadata=metadata, timeout=TIMEOUT_S
         )
 
     def send(self, request_id: str, x: Array, **parameters: int | float | str) -> None:
-        self._sent.put(request_bytes({"x": x}, **parameters) + codec.id_field(request_id))
+        self.send_bytes(message(request_id, x, **parameters))
 
     def cancel(self, request_id: str) -> None:
-        header = kserve.ModelInferRequest(id=request_id)
-        header.parameters[names.CANCEL].bool_param = True
-        self._sent.put(header.SerializeToString())
+        self.send_bytes(cancellation(request_id))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._sent.put(data)
 
     def read(self) -> kserve.ModelStreamInferResponse:
         return kserve.ModelStreamInferResponse.FromString(next(self.call))
 
     def end(self) -> None:
         self._sent.put(None)
+
+
+def message(request_id: str, x: Array, **parameters: int | float | str) -> bytes:
+    return request_bytes({"x": x}, **parameters) + codec.id_field(request_id)
+
+
+def cancellation(request_id: str) -> bytes:
+    header = kserve.ModelInferRequest(id=request_id)
+    header.parameters[names.CANCEL].bool_param = True
+    return header.SerializeToString()
 
 
 def row(value: float) -> Array:
@@ -219,3 +230,90 @@ def rest_of(stream: Open) -> Iterator[kserve.ModelStreamInferResponse]:
             yield kserve.ModelStreamInferResponse.FromString(stream.call.next())
     except (StopIteration, grpc.RpcError):
         return
+
+
+def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStreamInferResponse]:
+    """The answers in a message."""
+    if names.BUNDLE not in answer.infer_response.parameters:
+        return [answer]
+    return [kserve.ModelStreamInferResponse.FromString(one) for one in answer.infer_response.raw_output_contents]
+
+
+@pytest.mark.parametrize("takes_bundles", [True, False])
+def test_requests_in_one_message_are_answered_each_for_itself(
+    inside: StartInside, connect: Connect, takes_bundles: bool
+) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=64, max_queue_rows=64)
+    stream = Open(connect(server.target).channel, bundles=takes_bundles)
+    stream.send("first", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    together = [message(str(number), row(number)) for number in range(1, 6)]
+    together += [message("late", row(6), **{names.TIMEOUT_MS: 1}), message("wrong", np.zeros((1, 5), np.float32))]
+    together += [message("cancelled", row(7)), cancellation("cancelled"), b"\xff"]
+    stream.send_bytes(bundles.join_requests(together))
+    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
+    time.sleep(0.01)  # the deadline of `late`
+    model.gate.set()
+    messages: list[list[kserve.ModelStreamInferResponse]] = []
+    while sum(map(len, messages)) < 9:
+        messages.append(parts_of(stream.read()))
+    answers = {answer.infer_response.id: answer for one in messages for answer in one}
+    assert set(answers) == {"first", "1", "2", "3", "4", "5", "late", "wrong", ""}
+    assert status_of(answers["late"])[1] == "DEADLINE_EXCEEDED"
+    assert status_of(answers["wrong"])[1] == status_of(answers[""])[1] == "INVALID_ARGUMENT"
+    assert all(is_answer_to(answers[str(number)], row(number)) for number in range(1, 6))
+    sizes = [len(one) for one in messages]
+    assert max(sizes) >= 5 if takes_bundles else max(sizes) == 1, "one batch's answers are there together"
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def with_bundle_parameter(request: bytes) -> bytes:
+    header = kserve.ModelInferRequest()
+    header.parameters[names.BUNDLE].bool_param = True
+    return request + header.SerializeToString()
+
+
+MALFORMED = {
+    "empty": bundles.join_requests([]),
+    "with an id": bundles.join_requests([message("1", row(1))]) + codec.id_field("7"),
+    "nested": bundles.join_requests([bundles.join_requests([message("1", row(1))])]),
+    "beside a request": with_bundle_parameter(message("7", row(1))),
+}
+
+
+@pytest.mark.parametrize("bundle", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_bundle_is_refused_and_the_stream_goes_on(
+    inside: StartInside, connect: Connect, bundle: bytes
+) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel, bundles=True)
+    stream.send_bytes(bundle)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.BUNDLE in answer.error_message
+    stream.send("fine", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+
+
+def test_a_bundle_is_for_streams_without_order_only(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    client = connect(server.target)
+    bundle = bundles.join_requests([message("1", row(2))])
+    stream = Open(client.channel, unordered=False, bundles=True)
+    for data in (bundle, message("fine", row(2))):
+        stream.send_bytes(data)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.BUNDLE in answer.error_message
+    assert names.UNORDERED in answer.error_message
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+    with pytest.raises(grpc.RpcError) as caught:
+        client.infer_bytes(bundle, timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert names.BUNDLE in str(caught.value.details())

@@ -1,0 +1,54 @@
+"""Several messages of a stream in one: what is ready to be written together costs one message's work, not one each.
+
+A bundle is a message of the stream's own type with the parameter `names.BUNDLE` and nothing else but the bundled
+messages, serialized, in the place of its raw tensors. Bundles are not nested. Only between peers that said that they
+know them: a client sends them to a server with `names.EXTENSION_BUNDLE`, a server to a client that sent
+`names.BUNDLES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, names
+from edl.protocol.codec import Buffer, StreamedResponse
+
+__all__ = ["is_bundle", "join_requests", "join_responses", "split_responses"]
+
+_PARAMETERS = {names.BUNDLE: kserve.InferParameter(bool_param=True)}
+_REQUEST = kserve.ModelInferRequest(parameters=_PARAMETERS).SerializeToString()
+_RESPONSE = kserve.ModelInferResponse(parameters=_PARAMETERS).SerializeToString()
+
+
+def join_requests(messages: Sequence[Buffer]) -> bytes:
+    """A bundle of serialized `ModelInferRequest`s."""
+    return codec.join_request(_REQUEST, messages)
+
+
+def join_responses(messages: Sequence[Buffer]) -> bytes:
+    """A bundle of serialized `ModelStreamInferResponse`s."""
+    return codec.join_streamed_response(_RESPONSE, messages)
+
+
+def is_bundle(header: bytes) -> bool:
+    """Whether the raw tensors beside this header of a request are messages; see `codec.split_streamed_request`."""
+    return header == _REQUEST
+
+
+def split_responses(data: Buffer) -> list[StreamedResponse]:
+    """A `ModelStreamInferResponse`, or each of a bundle, taken apart as by `codec.split_streamed_response`.
+
+    Raises:
+        ProtocolError: `data` is no such message, or a bundle with nothing or another bundle in it.
+    """
+    found = codec.split_streamed_response(data)
+    header, messages, number, error = found
+    if header != _RESPONSE or error:
+        return [found]
+    if not messages or number:
+        raise ProtocolError(f"malformed message: {names.BUNDLE} with {len(messages)} messages and the id {number!r}")
+    parts = [codec.split_streamed_response(message) for message in messages]
+    if any(part[0] == _RESPONSE for part in parts):
+        raise ProtocolError(f"malformed message: {names.BUNDLE} within {names.BUNDLE}")
+    return parts

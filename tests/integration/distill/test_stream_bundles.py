@@ -1,0 +1,151 @@
+"""Which messages a reader's stream sends to a server that takes bundles, and to one that does not know them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.actions import Failure
+from edl.distill.client import TeacherClient
+from edl.distill.request import Ask, Payload
+from edl.distill.stream import Answer, InferStream
+from edl.protocol import bundles, codec, names
+from edl.protocol.transport import grpc
+from edl.testing import LocalTeacher
+from tests.integration.distill.conftest import Start
+
+TIMEOUT_S = 20.0
+
+
+class Recorder:
+    """A server that keeps what it gets, and answers each request with its own first tensor, backwards."""
+
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.metadata: dict[str, Any] = {}
+
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        self.metadata = dict(context.invocation_metadata())
+        async for data in requests:
+            self.messages.append(data)
+            answers = []
+            for message in parts_of(data):
+                _, raw, number = codec.split_streamed_request(message)
+                if raw:
+                    answers.append(codec.join_streamed_response(b"", raw, codec.id_field(number)))
+            if len(answers) > 1:
+                await context.write(bundles.join_responses(answers[::-1]))
+            elif answers:
+                await context.write(answers[0])
+
+
+def parts_of(data: bytes) -> list[Any]:
+    header, raw, _ = codec.split_streamed_request(data)
+    return list(raw) if bundles.is_bundle(header) else [data]
+
+
+def with_stream(in_bundles: bool, test: Callable[[InferStream, Recorder], Awaitable[None]]) -> None:
+    async def run() -> None:
+        recorder = Recorder()
+        server = grpc.aio.server()
+        handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(recorder.stream)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stream = InferStream(channel, "here", in_bundles=in_bundles)
+            await test(stream, recorder)
+            await stream.close()
+        await server.stop(0)
+
+    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
+
+
+async def ask_all(stream: InferStream, tensors: list[bytes]) -> None:
+    """Start them in one turn of the loop, and see that each gets its own answer."""
+    loop = asyncio.get_running_loop()
+    found: list[asyncio.Future[Answer | Failure | None]] = [loop.create_future() for _ in tensors]
+    for tensor, future in zip(tensors, found, strict=True):
+        stream.start(b"", [tensor], TIMEOUT_S, future.set_result)
+    for tensor, future in zip(tensors, found, strict=True):
+        answer = await future
+        assert isinstance(answer, tuple)
+        assert [bytes(view) for view in answer[1]] == [tensor]
+
+
+def test_what_is_there_together_goes_in_few_messages_and_each_gets_its_own_answer() -> None:
+    async def test(stream: InferStream, recorder: Recorder) -> None:
+        await ask_all(stream, [bytes([number]) * 500 for number in range(20)])
+        assert names.BUNDLES in recorder.metadata
+        sizes = [len(parts_of(message)) for message in recorder.messages]
+        assert sum(sizes) == 20
+        assert len(sizes) == 3, "seven fit into a message that no server refuses"
+        assert max(map(len, recorder.messages)) <= 4096
+
+    with_stream(True, test)
+
+
+def test_a_large_request_goes_alone_and_keeps_its_place() -> None:
+    async def test(stream: InferStream, recorder: Recorder) -> None:
+        await ask_all(stream, [b"a", b"b", b"c" * 10_000, b"d", b"e"])
+        assert [len(parts_of(message)) for message in recorder.messages] == [2, 1, 2]
+
+    with_stream(True, test)
+
+
+def test_a_cancellation_comes_behind_its_request() -> None:
+    async def test(stream: InferStream, recorder: Recorder) -> None:
+        ended: list[Any] = []
+        number = stream.start(b"", [], TIMEOUT_S, ended.append)  # the recorder answers no request without a tensor
+        await ask_all(stream, [b"a"])
+        stream.cancel(number)
+        await ask_all(stream, [b"b"])
+        assert ended == [None]
+        heads = [codec.split_streamed_request(part) for message in recorder.messages for part in parts_of(message)]
+        mine = [codec.parse_request(header) for header, _, its_number in heads if its_number == number]
+        assert [names.CANCEL in header.parameters for header in mine] == [False, True]
+
+    with_stream(True, test)
+
+
+def test_a_server_that_does_not_know_bundles_gets_a_message_a_request() -> None:
+    async def test(stream: InferStream, recorder: Recorder) -> None:
+        await ask_all(stream, [bytes([number]) for number in range(20)])
+        assert names.BUNDLES not in recorder.metadata
+        assert len(recorder.messages) == 20
+        assert not any(bundles.is_bundle(codec.split_streamed_request(one)[0]) for one in recorder.messages)
+
+    with_stream(False, test)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_bundles_are_sent_to_servers_that_announce_them(
+    start: Start, monkeypatch: pytest.MonkeyPatch, announced: bool
+) -> None:
+    teacher: LocalTeacher = start("echo", max_batch=8)
+    sent: list[int] = []
+    join = bundles.join_requests
+    monkeypatch.setattr(bundles, "join_requests", lambda messages: sent.append(len(messages)) or join(messages))
+    if not announced:
+        monkeypatch.setattr(names, "EXTENSION_BUNDLE", "not announced")
+
+    async def run() -> None:
+        client = TeacherClient(teacher.endpoint, Ask(("y",)))
+        try:
+            await client.open(TIMEOUT_S)
+            payloads = [
+                Payload.of({"x": np.full((1 + number % 3, 4), number, np.float32)}, None) for number in range(100)
+            ]
+            answers = await asyncio.gather(*(client.infer(payload, TIMEOUT_S) for payload in payloads))
+        finally:
+            await client.close()
+        for number, answer in enumerate(answers):
+            assert answer["y"].shape == (1 + number % 3, 4)
+            assert (answer["y"] == number).all()
+
+    asyncio.run(asyncio.wait_for(run(), 2 * TIMEOUT_S))
+    assert bool(sent) == announced

@@ -20,6 +20,8 @@ __all__ = ["Dispatcher"]
 
 
 _STARVING_S = 1.0
+_ENOUGH = 2  # requests: one to compute, and one for until the next is there
+_QUICK_S = 0.002
 _MOST_TOKENS = 4.0
 _EARNED = 0.9
 """Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
@@ -53,6 +55,8 @@ class Dispatcher:
         self.sent = self.resent = self.hedged = 0
         self.full = True
         """Whether, at the last event, no teacher could be given more."""
+        self.busy = True
+        """Whether, at the last event, every teacher that could be given more had enough to do until its next answer."""
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
@@ -188,6 +192,12 @@ class Dispatcher:
         """Tasks that no teacher has now."""
         return sum(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
 
+    @property
+    def quick(self) -> bool:
+        """Whether each live teacher answers so quickly that the way there and back is most of it."""
+        states = self.teachers.values()
+        return all(state.window.base_s < _QUICK_S for state in states if state.live and not state.draining)
+
     def _waiting_now(self) -> bool:
         return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
 
@@ -262,6 +272,7 @@ class Dispatcher:
         for number in put_back:
             heapq.heappush(self._waiting, number)
         self.full = not free
+        self.busy = all(len(state.in_flight) >= _ENOUGH for _, state in free)
         if free and self._attempts and self.policy.hedge_budget > 0:
             actions.extend(self._hedge(free, now))
         return actions

@@ -11,7 +11,6 @@ import functools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -21,6 +20,7 @@ from edl.distill.arena import Arena
 from edl.distill.client import RequestFailed
 from edl.distill.compress import TopK
 from edl.distill.dispatch import Dispatcher
+from edl.distill.inbox import MOST_GATHERED, Inbox
 from edl.distill.job import Job, error_of
 from edl.distill.link import Link
 from edl.distill.loop import LoopThread
@@ -64,8 +64,7 @@ class Engine:
         self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
-        self._inbox: deque[Job] = deque()
-        self._woken = False
+        self._inbox = Inbox(thread, self, self._submit)
         self._nobody_since: float | None = None
         self._progress_at = 0.0
         self._reminded_at = 0.0
@@ -73,6 +72,8 @@ class Engine:
         self._closed = False
         self.room = 0
         """Requests that all live teachers together want in flight, as of some milliseconds ago."""
+        self.gathers = 0
+        """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
         self.taken_up = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
 
@@ -85,12 +86,17 @@ class Engine:
 
     def submit(self, job: Job) -> None:
         """Ask for a job's labels. Jobs are numbered in the order of delivery."""
-        self._inbox.append(job)
-        # To wake the loop costs both threads more than the rest does. While no teacher has room, the next answer will
-        # do. The loop looks into the inbox after it has changed what is asked here, so that neither misses the other.
-        if not self._woken and not (self._dispatcher.full and self._attempts):
-            self._woken = True
-            self._thread.call(self._take_in)
+        self._inbox.put(job)
+
+    @property
+    def full(self) -> bool:
+        """Whether no teacher could be given more, and an answer is on its way."""
+        return self._dispatcher.full and bool(self._attempts)
+
+    @property
+    def busy(self) -> bool:
+        """Whether each teacher has something to do, and an answer is on its way."""
+        return self._dispatcher.busy and bool(self._attempts)
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
@@ -130,11 +136,6 @@ class Engine:
         for name, instance in wanted.items():
             self._join(name, instance)
 
-    def _take_in(self) -> None:
-        self._woken = False
-        while self._inbox:
-            self._submit(self._inbox.popleft())
-
     def _submit(self, job: Job) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
@@ -147,13 +148,13 @@ class Engine:
 
     def wanted(self, number: int) -> None:
         """The training loop waits for this job."""
-        self._take_in()
+        self._inbox.take_in()
         if number in self._jobs:
             self._apply(self._dispatcher.wanted(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
         """Nobody wants these jobs any more."""
-        self._take_in()
+        self._inbox.take_in()
         for number in numbers:
             job = self._jobs.pop(number, None)
             if job is not None:
@@ -164,12 +165,13 @@ class Engine:
                     if attempt in self._attempts:
                         self._attempts[attempt]()
                 self._release(job)
+        self._inbox.take_in()
         self._set_timer()
 
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
         self._closed = True
-        self._take_in()
+        self._inbox.take_in()
         if self._timer is not None:
             self._timer.cancel()
         jobs, self._jobs = list(self._jobs.values()), {}
@@ -247,7 +249,7 @@ class Engine:
             self.spec = link.spec
             self._spec_known.set()
         self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
-        self._take_in()
+        self._inbox.take_in()
 
     def _teacher_down(self, link: Link) -> None:
         level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
@@ -335,8 +337,7 @@ class Engine:
             self._release(job)
         self._apply(actions)
         self._end_if_idle(send.teacher)
-        if self._inbox:
-            self._take_in()
+        self._inbox.look()
 
     def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
         self._tally.counts[send.teacher].failures += 1
@@ -399,6 +400,10 @@ class Engine:
         due: float | None = now + _LOOK_EVERY_S
         if now >= self._looked_at + _LOOK_EVERY_S:
             self._looked_at, self.room = now, self._dispatcher.room
+            bundles = self._dispatcher.quick and all(
+                link.takes_bundles for link in self._links.values() if link.spec is not None
+            )
+            self.gathers = min(self.room // 2, MOST_GATHERED) if bundles else 0
             due, nobody = self._dispatcher.next_event(now), self._watch_for_nobody(now)
             due = nobody if due is None else due if nobody is None else min(due, nobody)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):
@@ -410,7 +415,7 @@ class Engine:
         self._timer = None
         self._looked_at = 0.0
         self._apply(self._dispatcher.tick(self._now()))
-        self._take_in()
+        self._inbox.take_in()
 
     def _watch_for_nobody(self, now: float) -> float | None:
         """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""

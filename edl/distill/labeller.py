@@ -122,10 +122,14 @@ class Labeller:
 
     @property
     def backlog(self) -> float:
-        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches."""
+        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches.
+
+        Where chunks gather to be sent together, it is enough when the next ones are there by then.
+        """
         pairs = zip(self._submitted, self._engines, strict=True)
         waiting = max((submitted - engine.taken_up for submitted, engine in pairs), default=0)
-        return waiting / (2 + self.depth // 16)
+        together = max((engine.gathers for engine in self._engines), default=0)
+        return waiting / max(2 + self.depth // 16, 1 + together)
 
     def check(self) -> None:
         """Raise `ClosedError` if closed, or in a forked child."""

@@ -60,6 +60,11 @@ class Link:
         return self._client is not None and self._client.shares_memory
 
     @property
+    def takes_bundles(self) -> bool:
+        """Whether requests are small, and several of them can go in one message."""
+        return self._client is not None and self._client.takes_bundles
+
+    @property
     def spec(self) -> ModelSpec | None:
         """What the teacher's model looks like, None while it is not connected."""
         return self._client.spec if self._client is not None else None

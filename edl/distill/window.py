@@ -18,6 +18,10 @@ QUEUE_S = 0.010
 """Seconds of work that may wait at a teacher, if that is more than one request."""
 MOST_QUEUED = 4.0
 """Requests that may wait at a teacher for that reason."""
+MOST_QUEUED_QUICK = 12.0
+"""The same where service takes less than `QUICK_S`: half a window is sent together there (`edl.distill.inbox`), which
+should be worth a message. Where it takes longer, deeper windows only push warm memory out of the caches."""
+QUICK_S = 0.001
 PROBE_EVERY_S = 10.0
 """How long a measured base is trusted before one request is sent alone to measure it again."""
 _KEPT = 32
@@ -82,7 +86,8 @@ class Window:
         latency_s = statistics.median(recent)
         queued = self.size * (1 - self.base_s / latency_s) if latency_s > 0 else 0.0
         service_s = latency_s / self.size
-        worth = min(max(1.0, QUEUE_S / service_s), MOST_QUEUED) if service_s > 0 else 1.0
+        most = MOST_QUEUED_QUICK if service_s < QUICK_S else MOST_QUEUED
+        worth = min(max(1.0, QUEUE_S / service_s), most) if service_s > 0 else 1.0
         self._since_change = 0
         if queued < 0.8 * worth:
             self.size = min(self.size + 1, self.limit)

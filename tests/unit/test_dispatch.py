@@ -39,6 +39,16 @@ def test_a_teacher_far_away_gets_a_wider_window() -> None:
     assert far.served > 0.9 * near.served
 
 
+def test_only_a_very_quick_teacher_gets_a_window_for_messages_of_several_requests() -> None:
+    sizes = []
+    for service_s in (0.0005, 0.002):
+        dispatcher = Dispatcher()
+        Simulation(dispatcher, {"t": SimTeacher(service_s, network_s=0.0001)}, tasks=1500).run()
+        sizes.append(dispatcher.teachers["t"].window.size)
+    assert sizes[0] >= 10
+    assert sizes[1] <= 7
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
     def trial(budget: float) -> tuple[Simulation, Dispatcher]:
@@ -102,6 +112,40 @@ def test_a_teacher_that_is_held_up_gets_nothing_more_while_others_can_take_it() 
     dispatcher.answered(answered, 0.01)
     later = [send.teacher for task in range(2, 5) for send in sends(dispatcher.add(task, 0.02))]
     assert later == ["b", "b", "b"], "a has been silent for twice its usual time"
+
+
+def test_teachers_are_busy_when_each_that_has_room_has_enough_until_its_next_answer() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    assert dispatcher.busy, "nobody has room"
+    for name in ("a", "b"):
+        dispatcher.teacher_up(name, 0.0)
+        state = dispatcher.teachers[name]
+        state.window.size, state.window.probing = 4, False
+    found = []
+    attempts = []
+    for task in range(4):
+        attempts += sends(dispatcher.add(task, 0.0))
+        found.append(dispatcher.busy)
+    assert [send.teacher for send in attempts] == ["a", "b", "a", "b"]
+    assert found == [False, False, False, True]
+    dispatcher.answered(attempts[0].attempt, 0.001)
+    assert not dispatcher.busy
+    dispatcher.teacher_down("a")
+    dispatcher.tick(0.002)
+    assert dispatcher.busy, "only b counts, and it has two"
+
+
+def test_teachers_are_quick_when_each_live_one_answered_so() -> None:
+    dispatcher = Dispatcher()
+    for name, latency_s in (("near", 0.001), ("far", 0.01)):
+        dispatcher.teacher_up(name, 0.0)
+        assert not dispatcher.quick, "not measured yet"
+        (send,) = sends(dispatcher.add(len(name), 0.0))
+        assert send.teacher == name
+        dispatcher.answered(send.attempt, latency_s)
+        assert dispatcher.quick == (name == "near")
+    dispatcher.teacher_down("far")
+    assert dispatcher.quick
 
 
 def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:

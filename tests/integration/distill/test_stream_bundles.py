@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edl.distill import DistillReader, Options
 from edl.distill.actions import Failure
 from edl.distill.client import TeacherClient
 from edl.distill.request import Ask, Payload
@@ -149,3 +150,28 @@ def test_bundles_are_sent_to_servers_that_announce_them(
 
     asyncio.run(asyncio.wait_for(run(), 2 * TIMEOUT_S))
     assert bool(sent) == announced
+
+
+def test_requests_in_shared_memory_gather_and_a_killed_teacher_costs_no_sample(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teachers = [start("echo") for _ in range(2)]
+    batches = 4000
+    sent: list[int] = []
+    join = bundles.join_requests
+    monkeypatch.setattr(bundles, "join_requests", lambda messages: sent.append(len(messages)) or join(messages))
+    reader = DistillReader(["x"], ["y"], options=Options(teacher_timeout_s=TIMEOUT_S))
+    reader.set_fixed_teacher([teacher.endpoint for teacher in teachers])
+    reader.set_batch_generator(lambda: ((np.full((2, 4), number, np.float32),) for number in range(batches)))
+    with reader:
+        delivered = 0
+        for x, y in reader():
+            assert (x == delivered).all()
+            assert (y == delivered).all()
+            delivered += 1
+            if delivered == 2000:
+                teachers[0].kill()
+        stats = reader.stats()
+    assert delivered == batches
+    assert stats.rows_asked == stats.rows_received == 2 * batches
+    assert sum(sent) > batches / 20, "as a rule most go in bundles; a busy machine may keep them apart"

@@ -113,7 +113,11 @@ def _shown(summary: Summary, events: int) -> RenderableType:
 
 
 def _headline(summary: Summary) -> Text:
-    text = Text.assemble("job ", (printable(summary.job), "bold"), ": ", _coloured(summary.state))
+    title = ("job ", (printable(summary.job), "bold"), ": ")
+    if summary.generation < 0:
+        nodes = "1 node" if len(summary.nodes) == 1 else f"{len(summary.nodes)} nodes"
+        return Text.assemble(*title, f"starting, {nodes} so far")
+    text = Text.assemble(*title, _coloured(summary.state))
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
     text.append(f", generation {summary.generation}, {ranks}")
     if summary.step >= 0:

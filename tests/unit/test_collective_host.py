@@ -95,3 +95,27 @@ def test_the_control_pipe_is_made_once(job: str) -> None:
     assert folder.control(0) == folder.control(0)
     assert folder.control(0).is_fifo()
     folder.close(keep=False)
+
+
+def test_the_end_of_a_job_removes_what_dead_agents_left_and_not_what_live_ones_have(job: str) -> None:
+    leave = "import sys; from edl.collective.agent.host import HostFolder; print(HostFolder(sys.argv[1], 'dead').path)"
+    live = HostFolder(job, "live")
+    last = HostFolder(job, "last")
+    done = subprocess.run([sys.executable, "-c", leave, job], capture_output=True, text=True, check=True)
+    dead = Path(done.stdout.strip())
+    (dead / "slots-0.0").write_bytes(b"state")
+    last.close(keep=False, ended=True)
+    assert not dead.exists()
+    assert live.path.exists()
+    live.close(keep=False)
+
+
+def test_a_folder_says_which_run_its_state_is_of(job: str) -> None:
+    first = HostFolder(job, "a")
+    assert first.run == ""
+    first.run = "1f"
+    Path(first.slots(0) + "-0").write_bytes(b"state")
+    first.close(keep=True)
+    second = HostFolder(job, "b")
+    assert (second.heir_of, second.run) == ("a", "1f")
+    second.close(keep=False)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from edl.collective.agent.checking import check_before_joining
 from edl.collective.agent.exits import Exit
+from edl.collective.agent.membership import prefix
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.part import Part
+from edl.collective.agent.storing import JobRun
 from edl.collective.agent.world import State, World
+from edl.errors import SettingsError
 
 __all__ = ["arrive"]
 
 _POLL_S = 0.1
+_SILENT_S = 2.0
+_PROVE_S = 20.0
 
 
 def arrive(part: Part) -> int | None:
@@ -21,6 +30,7 @@ def arrive(part: Part) -> int | None:
 
     Raises:
         AskedToLeaveError: a signal came first.
+        SettingsError: the job's other nodes run another script, or nothing can be stored where checkpoints shall be.
         DiscoveryError: the store does not answer.
         EDLError: the process that forks workers died, or took too long.
     """
@@ -29,7 +39,10 @@ def arrive(part: Part) -> int | None:
         code = _check(part, part.told.check)
     if code is not None:
         return code
-    complaint = part.crew.warm_up()
+    _agree_on_script(part)
+    part.storing.prove(_PROVE_S, part.signals.heed)
+    with _said_after(_SILENT_S, part.say, f"importing what {Path(part.told.warm.target).name} imports"):
+        complaint = part.crew.warm_up()
     if complaint:
         part.say(f"{complaint}; each worker will import it by itself")
     part.signals.heed()
@@ -62,6 +75,37 @@ def _too_late(part: Part) -> int | None:
             time.sleep(_POLL_S)
 
 
+def _agree_on_script(part: Part) -> None:
+    """A node with another script would stop the job's training, and have no part in it.
+
+    A job that nobody runs any more may go on with whatever its user calls the script now.
+    """
+    told, key = part.told, prefix(part.told.job) + "script"
+    own = Path(told.warm.target).name
+    while True:
+        entry = part.store.get(key)
+        if entry is not None and entry.value.decode() == own:
+            return
+        if entry is not None and part.membership.read().nodes:
+            raise SettingsError(
+                f"job {told.job} runs {entry.value.decode()}, and this is {own}: another --rdzv-id starts another job"
+            )
+        if part.store.compare_and_set(key, own.encode(), None if entry is None else entry.version) is not None:
+            return
+
+
+@contextmanager
+def _said_after(seconds: float, say: Callable[[str], None], line: str) -> Iterator[None]:
+    """Say `line` if the block takes longer than so many seconds."""
+    timer = threading.Timer(seconds, say, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _check(part: Part, settings: CheckSettings) -> int | None:
     """Test this node and others that wait. Returns the exit code of one that is faulty."""
     told = part.told
@@ -78,12 +122,14 @@ def _check(part: Part, settings: CheckSettings) -> int | None:
 
 
 def _inherit(part: Part) -> None:
-    """Say whether a state in memory, which an agent of this job left when it died, is used."""
-    heir_of = part.host.heir_of
-    if not heir_of:
-        return
-    if part.membership.read().world.generation >= 0:
-        part.say(f"node {heir_of} died here, and left its workers' state in memory: it is used")
-    else:
-        part.host.forget_slots()  # of a job that this store knows nothing of
+    """Say whether a state in memory, which an agent of this job left here, is used.
+
+    One of another run of the job's name, whose records are gone from the store, would count as newer than it is.
+    """
+    heir_of, run = part.host.heir_of, JobRun(part.store, part.told.job)()
+    if heir_of and part.host.run == run:
+        part.say(f"node {heir_of} left its workers' state in memory here: it is used")
+    elif heir_of:
+        part.host.forget_slots()
         part.say(f"node {heir_of} left a state in memory, of a job before this one: it is removed")
+    part.host.run = run

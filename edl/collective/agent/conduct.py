@@ -72,7 +72,7 @@ class Conduct:
         if world.ended:
             return self._end(world)
         position = world.position(self._part.id) if world.state is State.RUNNING else None
-        self._reserve = position is None and len(world.nodes) >= self._told.rules.max_nodes
+        self._tell_of_place(position is None and len(world.nodes) >= self._told.rules.max_nodes, world)
         if position is None:
             code = self._wait(records)
             if code is not None:
@@ -83,6 +83,11 @@ class Conduct:
             self._crew.ask_pause(world.pause_at)
         self._tell(world)
         return self._decide(records)
+
+    def _tell_of_place(self, reserve: bool, world: World) -> None:
+        if reserve and not self._reserve:
+            self._say(f"the job has its {_count(len(world.nodes), 'node')}, and no place for more: waiting for one")
+        self._reserve = reserve
 
     def without_store(self, exc: DiscoveryError) -> int | None:
         """The store does not answer. Workers go on, but not so long that others may have taken the job over."""
@@ -131,7 +136,7 @@ class Conduct:
         if self._signals.asked:
             saved = self._membership.node.paused >= 0
             self._part.chronicle.tell("leave", "asked to", records.world.generation)
-            self._say("left; every step until now is saved" if saved else "left")
+            self._say(f"left; {self._kept}" if saved else "left")
             return self._signals.exit_code
         waited_s = time.monotonic() - self._waiting_since
         if records.world.state is State.FORMING and waited_s > self._told.join_timeout_s:
@@ -142,6 +147,15 @@ class Conduct:
             )
             return Exit.NO_QUORUM
         return None
+
+    @property
+    def _kept(self) -> str:
+        """Where the state is that this node saved before it left."""
+        if not self._part.ending.alone:
+            return "the others have every step until now"
+        if self._told.checkpoint:
+            return f"every step until now is saved, and will be at {self._told.checkpoint}"
+        return "every step until now is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
 
     def _end(self, world: World) -> int:
         self._crew.halt()

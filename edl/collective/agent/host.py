@@ -55,6 +55,16 @@ class HostFolder:
         self.heir_of = owner.read_text() if owner.exists() else ""
         owner.write_text(node)
 
+    @property
+    def run(self) -> str:
+        """Which run of the job the state here is of, "" if nobody said so."""
+        file = self.path / "run"
+        return file.read_text() if file.exists() else ""
+
+    @run.setter
+    def run(self, name: str) -> None:
+        (self.path / "run").write_text(name)
+
     def board(self, local_rank: int) -> Path:
         """The file of a worker's board."""
         return self.path / f"board-{local_rank}"
@@ -89,11 +99,18 @@ class HostFolder:
             os.mkfifo(path, 0o600)
         return path
 
-    def close(self, keep: bool, used: bool = True) -> None:
-        """Give the folder up; with `keep`, leave the state that is in it to the next agent of this job.
+    def close(self, keep: bool, used: bool = True, ended: bool = False) -> None:
+        """Give the folder up.
 
-        `used` says that the state may be of this node, and not only of the one whose folder this was.
+        Args:
+            keep: leave the state that is in it to the next agent of this job.
+            used: the state may be of this node, and not only of the one whose folder this was.
+            ended: so has the job, and nobody will want what agents that died on this host have left of it.
         """
+        if ended:
+            for folder in self.path.parent.iterdir():
+                if folder != self.path:
+                    _remove_abandoned(folder)
         if not (keep and any(self.path.glob("slots-*"))):
             shutil.rmtree(self.path, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -136,12 +153,17 @@ def _sweep(root: Path, but: str) -> None:
         if folder.parent.name == but:
             continue
         with contextlib.suppress(OSError):
-            if time.time() - (folder / "node").stat().st_mtime < _ABANDONED_S:
-                continue
-            lock = os.open(folder / "lock", os.O_RDWR)
-            try:
-                if _locked(lock):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.parent.rmdir()
-            finally:
-                os.close(lock)
+            if time.time() - (folder / "node").stat().st_mtime >= _ABANDONED_S:
+                _remove_abandoned(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove an agent's folder unless the agent lives."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder / "lock", os.O_RDWR)
+        try:
+            if _locked(lock):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.parent.rmdir()
+        finally:
+            os.close(lock)

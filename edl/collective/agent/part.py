@@ -63,6 +63,11 @@ class Ending:
     joined: bool = False
     alone: bool = True
 
+    @property
+    def job_over(self) -> bool:
+        """The job has ended, and this node was there."""
+        return self.joined and self.code in (Exit.DONE, Exit.FAILED)
+
 
 @dataclass
 class Part:
@@ -105,7 +110,12 @@ def take_part(
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     with ExitStack() as stack:
         host = HostFolder(f"{told.store} {told.job}", name)
-        stack.callback(lambda: host.close(keep=_keeps(told, ending), used=ending.joined))
+        over = (Exit.DONE, Exit.FAILED)
+        stack.callback(
+            lambda: host.close(
+                keep=_keeps(told, ending), used=ending.joined, ended=ending.joined and ending.code in over
+            )
+        )
         spare = meeting_place(told)
         node = Node(name, told.addr, spare.port, told.workers)
         membership = Membership(store, told.job, node, told.ttl_s, lambda: events.put(None))

@@ -25,7 +25,9 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from edl.collective.agent.address import own_address
 from edl.collective.agent.agent import Agent
 from edl.collective.agent.launch import Launch
+from edl.collective.agent.log_folder import temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
+from edl.collective.agent.options import parser
 from edl.collective.agent.watch import HangLimits
 from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Warm
@@ -34,98 +36,10 @@ from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.settings import default_discovery_url, read
 
-__all__ = ["main", "parser"]
-
-_DESCRIPTION = """\
-Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
-here unchanged. Nodes may come and go between --nnodes MIN:MAX; with `edl.collective.State`
-and `Checkpointer` a script goes on where it was.
-
-  edl run --nproc-per-node 2 train.py                          one node, two workers
-  edl run --nnodes 1:4 --rdzv-id resnet train.py               start it; the same command in
-                                                               another terminal adds a node
-  edl run --nnodes 1:4 --rdzv-id resnet \\
-      --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
-
-Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node is faulty,
-75 too few nodes came in time, 143 this node was asked to leave (SIGTERM) and did."""
-
+__all__ = ["main"]
 
 _STORE_TIMEOUT_S = 2.0
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: wanted is a number above 0")
-    return value
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "--store": {
-        "metavar": "URL",
-        "help": "where the nodes meet: sqlite:///path on one machine, or consul://host:8500 "
-        "(default: EDL_DISCOVERY, else a SQLite file of this user)",
-    },
-    "--checkpoint": {
-        "metavar": "URL",
-        "help": "where checkpoints are stored: a folder, s3://..., any URL of fsspec "
-        "(default: EDL_CHECKPOINT, else in memory only)",
-    },
-    "--checkpoint-interval": {
-        "metavar": "SECONDS",
-        "type": _seconds,
-        "default": 300.0,
-        "help": "time between two stored checkpoints (default: 300)",
-    },
-    "--lease-ttl": {
-        "metavar": "SECONDS",
-        "type": _seconds,
-        "default": 1.5,
-        "help": "the others go on without a node that was silent for this long (default: 1.5)",
-    },
-    "--hang-after": {
-        "metavar": "SECONDS",
-        "type": _seconds,
-        "default": 300.0,
-        "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
-        "show their stacks and are started anew (default: 300)",
-    },
-    "--node-check": {
-        "action": "store_true",
-        "help": "before joining, compute and reduce with other waiting nodes, in pairs and twice, so that a faulty one "
-        "is found, and ends with exit code 69",
-    },
-    "--node-check-timeout": {
-        "metavar": "SECONDS",
-        "type": _seconds,
-        "default": 60.0,
-        "help": "for each of the two rounds of the node check (default: 60)",
-    },
-    "--framework": {
-        "choices": ["torch", "paddle"],
-        "default": "torch",
-        "help": "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch "
-        "sets (default: torch)",
-    },
-    "--no-prewarm": {
-        "action": "store_true",
-        "help": "do not import torch or Paddle, and what the script imports, before workers are forked",
-    },
-}
-
-
-def parser() -> argparse.ArgumentParser:
-    """torchrun's options, then ours."""
-    options = torchrun.get_args_parser()
-    options.prog = "edl run"
-    options.description = _DESCRIPTION
-    options.allow_abbrev = False  # they would be looked for among the script's arguments, too
-    options.formatter_class = argparse.RawDescriptionHelpFormatter
-    ours = options.add_argument_group("EDL")
-    for name, kwargs in _OPTIONS.items():
-        ours.add_argument(name, **kwargs)
-    return options
+_UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -141,8 +55,19 @@ def main(argv: Sequence[str]) -> int:
         told = _launch(options, url, stack)
         if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
+        _tell_of_unused(options, url)
         store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
+
+
+def _tell_of_unused(options: argparse.Namespace, url: str) -> None:
+    """torchrun's ways to say where nodes meet are accepted, so that its command lines work; they say nothing here."""
+    default = parser().get_default
+    unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
+    if unused:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unused)
+        where = f"{url}, which is on this machine only" if url.startswith("sqlite:") else url
+        _say(f"{flags}: not used here; nodes meet in the store, {where} (--store URL)")
 
 
 def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
@@ -223,14 +148,17 @@ def _warm(options: argparse.Namespace) -> Warm:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
-    folder = options.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-logs-"))
+    folder = options.log_dir or stack.enter_context(temporary_logs())
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
     except ValueError as exc:
         raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
-    return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
+    try:
+        return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
+    except OSError as exc:
+        raise SettingsError(f"--log-dir {folder}: {exc.strerror or exc}") from exc
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -7,6 +7,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 from edl.collective.agent.membership import prefix
@@ -22,6 +24,7 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 0.5
 _RETRY_MOST_S = 30.0
 _CLOSING_LOOK_S = 0.1
+_PROVING_LOOK_S = 0.05
 
 
 class JobRun:
@@ -89,6 +92,39 @@ class Storing:
             self._persister = Persister(url, run=run, fence=fence)
             self._thread = threading.Thread(target=self._run, name="edl-storing", daemon=True)
             self._thread.start()
+
+    def prove(self, timeout_s: float, heed: Callable[[], object]) -> None:
+        """See that something can be stored. A storage that does not answer within `timeout_s` is only told of.
+
+        Args:
+            heed: called again and again while it is waited for; may raise.
+
+        Raises:
+            SettingsError: nothing can be stored there.
+        """
+        if self._thread is None:
+            return
+        proof: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                self._persister.prove()
+            except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
+                proof.set_exception(exc)
+            else:
+                proof.set_result(None)
+
+        threading.Thread(target=run, name="edl-prove", daemon=True).start()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            heed()
+            try:
+                proof.result(_PROVING_LOOK_S)
+            except FutureTimeoutError:
+                if time.monotonic() < deadline:
+                    continue
+                self._say(f"{self._url} has not answered within {timeout_s:g} s: going on, in the hope that it will")
+            return
 
     def store_newest(self) -> None:
         """Store the newest state in the background, marked or not: a worker died, or the job has ended."""

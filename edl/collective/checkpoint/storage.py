@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from edl.collective.checkpoint.slots import Copy, Found, find
 from edl.collective.checkpoint.storage_files import Folder
 from edl.collective.checkpoint.storage_manifest import MANIFEST, METADATA, Manifest, Name, Piece, Summed
-from edl.errors import ProtocolError, TemporaryError
+from edl.errors import ProtocolError, SettingsError, TemporaryError
 
 if TYPE_CHECKING:
     from edl.collective.checkpoint.storage_files import SummingWriter
@@ -71,6 +71,17 @@ class Persister:
     def taken(self) -> int:
         """How many bytes the storage has taken so far. May be asked by another thread."""
         return self._folder.taken
+
+    def prove(self) -> None:
+        """See that something can be stored there, before it has to be.
+
+        Raises:
+            SettingsError: nothing can.
+        """
+        try:
+            self._folder.prove()
+        except OSError as exc:
+            raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
     def persist(
         self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False

@@ -94,6 +94,19 @@ class Folder:
         self.taken = 0
         self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
+    def prove(self) -> None:
+        """Write a file, and take it away again.
+
+        Raises:
+            OSError: nothing can be written here.
+        """
+        path = f"{self._root.rstrip('/')}/.edl-{secrets.token_hex(4)}"
+        with _translated():
+            self._fs.makedirs(self._root, exist_ok=True)
+            with self._fs.open(path, "wb") as opened:
+                opened.write(b"EDL can write here\n")
+            self._fs.rm(path)
+
     def names(self) -> list[Name]:
         """All checkpoints, complete or not, newest first."""
         found = [Name.parse(one) for one in self._listed(self._root)]

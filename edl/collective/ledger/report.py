@@ -118,7 +118,9 @@ def _draw_amounts(axes: Axes, summary: Summary) -> None:
         label = f"{state.name.lower()} {share:.1%}" if share >= 0.001 else f"{state.name.lower()} <0.1%"
         axes.barh(0, share, left=left, color=COLOURS[state], label=label)
         left += share
-    axes.set(xlim=(0, 1), yticks=[], xticks=[])
+    axes.set(xlim=(0, 1), xticks=[])
+    axes.set_yticks([0], ["in all"], fontsize=8)
+    axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(State), frameon=False, fontsize=9, borderpad=0)
 

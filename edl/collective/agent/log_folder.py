@@ -1,0 +1,40 @@
+"""The folder for what workers print and for their errors, where the user names none."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["temporary_logs"]
+
+_LOGS = "edl-logs-"
+_ABANDONED_S = 3600.0
+
+
+@contextmanager
+def temporary_logs() -> Iterator[str]:
+    """A folder for the files of workers, locked while it is in use; those of killed agents are removed."""
+    base = Path(tempfile.gettempdir())
+    for path in base.glob(f"{_LOGS}*"):
+        with suppress(OSError), _locked(path):
+            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(path, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_LOGS) as folder, _locked(Path(folder)):
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. OSError if another process does."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)

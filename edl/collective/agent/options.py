@@ -1,0 +1,125 @@
+"""The options of `edl run`: torchrun's, parsed by its own parser, and ours."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import Any, NoReturn
+
+from torch.distributed import run as torchrun
+
+__all__ = ["parser"]
+
+_DESCRIPTION = """\
+Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
+here unchanged. Nodes may come and go between --nnodes MIN:MAX; with `edl.collective.State`
+and `Checkpointer` a script goes on where it was.
+
+  edl run --nproc-per-node 2 train.py                          one node, two workers
+  edl run --nnodes 1:4 --rdzv-id resnet train.py               start it; the same command in
+                                                               another terminal adds a node
+  edl run --nnodes 1:4 --rdzv-id resnet \\
+      --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
+
+Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node is faulty,
+75 too few nodes came in time, 143 this node was asked to leave (SIGTERM) and did."""
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: wanted is a number above 0")
+    return value
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--store": {
+        "metavar": "URL",
+        "help": "where the nodes meet: sqlite:///path on one machine, or consul://host:8500 "
+        "(default: EDL_DISCOVERY, else a SQLite file of this user)",
+    },
+    "--checkpoint": {
+        "metavar": "URL",
+        "help": "where checkpoints are stored: a folder, s3://..., any URL of fsspec "
+        "(default: EDL_CHECKPOINT, else in memory only)",
+    },
+    "--checkpoint-interval": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "time between two stored checkpoints (default: 300)",
+    },
+    "--lease-ttl": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 1.5,
+        "help": "the others go on without a node that was silent for this long (default: 1.5)",
+    },
+    "--hang-after": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
+        "show their stacks and are started anew (default: 300)",
+    },
+    "--node-check": {
+        "action": "store_true",
+        "help": "before joining, compute and reduce with other waiting nodes, in pairs and twice, so that a faulty one "
+        "is found, and ends with exit code 69",
+    },
+    "--node-check-timeout": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 60.0,
+        "help": "for each of the two rounds of the node check (default: 60)",
+    },
+    "--framework": {
+        "choices": ["torch", "paddle"],
+        "default": "torch",
+        "help": "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch "
+        "sets (default: torch)",
+    },
+    "--no-prewarm": {
+        "action": "store_true",
+        "help": "do not import torch or Paddle, and what the script imports, before workers are forked",
+    },
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An error is a line, and not behind a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "which script? `edl run [OPTIONS] train.py [ITS ARGUMENTS]`"
+        self.exit(2, f"{self.prog}: {message}{self._meant()}; `{self.prog} --help` lists the options\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(args or ())
+        return super().parse_args(args, namespace)
+
+    def _meant(self) -> str:
+        known = [name for action in self._actions for name in action.option_strings]
+        known += [name.replace("_", "-") for name in known if name.startswith("--")]
+        for word in self._given:
+            if not word.startswith("-"):
+                break  # the script, or an option's value: what follows is not ours for certain
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+            if name not in known and near:
+                return f"; did you mean {near[0]} instead of {name}?"
+        return ""
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's options, then ours."""
+    options = torchrun.get_args_parser()
+    options.__class__ = _Parser  # torchrun makes it itself
+    options.prog = "edl run"
+    options.description = _DESCRIPTION
+    options.allow_abbrev = False  # they would be looked for among the script's arguments, too
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    ours = options.add_argument_group("EDL")
+    for name, kwargs in _OPTIONS.items():
+        ours.add_argument(name, **kwargs)
+    return options

@@ -1,0 +1,116 @@
+"""What `edl run` says to a user who got something wrong, and that it does so before anything is lost."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import open_store
+from tests.integration.collective.job import Job, wait_until
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).with_name("train_state.py")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, options=("--nnodes", "1:2")) as job:
+        yield job
+
+
+def edl_run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edl", "run", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_another_script_is_not_another_node(job: Job, tmp_path: Path) -> None:
+    """It would stop the training that is there."""
+    job.start()
+    steps = len(job.wait_for_world(1))
+    other = tmp_path / "hello.py"
+    other.write_text("print('hello')")
+    code, said = job.run(command=[str(other)])
+    assert code == 2, said
+    assert f"job {job.name} runs train.py, and this is hello.py: another --rdzv-id starts another job" in said
+    assert {one.generation for one in job.steps()} == {0}
+    wait_until(lambda: len(job.steps()) > steps, "the training goes on")
+    job.end()
+    assert job.nodes[0].wait() == 0
+
+
+def test_a_job_that_nobody_runs_may_go_on_with_another_script(job: Job, tmp_path: Path) -> None:
+    names = [tmp_path / name for name in ("first.py", "second.py")]
+    for name in names:
+        name.write_text("raise SystemExit(7)")
+        code, said = job.run("--nnodes", "1", command=[str(name)])
+        assert code == 1, said
+        assert "runs first.py" not in said
+
+
+def test_storage_that_cannot_be_written_is_found_before_the_training(job: Job) -> None:
+    code, said = job.run("--checkpoint", "/proc/checkpoints")
+    assert code == 2, said
+    assert "checkpoints cannot be stored at /proc/checkpoints" in said
+    assert not job.steps()
+    job.nothing_is_left()
+
+
+def test_a_node_without_a_place_says_that_it_waits(job: Job) -> None:
+    for _ in range(2):
+        job.start()
+    job.wait_for_world(2)
+    reserve = job.start()
+    words = "the job has its 2 nodes, and no place for more: waiting for one"
+    wait_until(lambda: words in reserve.output, "it says so")
+    job.end()
+    assert [node.wait() for node in job.nodes] == [0, 0, 0]
+
+
+def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path: Path) -> None:
+    """The store was removed and made anew: a state in memory of then would count as newer than any of now."""
+    first = job.start()
+    job.wait_for_world(1)
+    first.kill()
+    first.process.wait()
+    wait_until(lambda: not job.processes(), "its workers die with it")
+    for file in tmp_path.glob("store.sqlite*"):
+        file.unlink()
+    with open_store(job.url):  # made anew
+        again = job.start()
+        job.wait_for_world(1, after=job.steps()[-1].time)
+        assert "left a state in memory, of a job before this one: it is removed" in again.output
+    job.end()
+    assert again.wait() == 0
+    shutil.rmtree(job.shared_memory, ignore_errors=True)
+
+
+def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("print('hello')")
+    arguments = ["--standalone", "--rdzv-backend", "static", "--rdzv-endpoint", "10.0.0.1:29500", "--node-rank", "0"]
+    done = edl_run(*arguments, str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "edl run: --rdzv-backend, --rdzv-endpoint: not used here; nodes meet in the store, sqlite:///" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--nnodes", "2"], "which script?"),
+        (["--log-dir", "/proc/logs", "hello.py"], "--log-dir /proc/logs"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')")
+    done = edl_run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr

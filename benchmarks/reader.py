@@ -76,12 +76,13 @@ def _best(child: Child, requests: list[dict[str, Any]], options: Options) -> Cal
     """The side as its best way and number in flight have it, found out by two short trials of each."""
     trial_s = min(1.0, options.seconds)
     candidates = [{**request, "in_flight": number} for request in requests for number in _IN_FLIGHT]
+    trials = {", ".join(map(str, candidate.values())): candidate for candidate in candidates}
     rates = take_turns(
-        {str(index): _ask(child, candidate, trial_s) for index, candidate in enumerate(candidates)},
+        {f"the best of: {name} in flight": _ask(child, candidate, trial_s) for name, candidate in trials.items()},
         1 if options.quick else 2,
     )
-    best = max(range(len(candidates)), key=lambda index: max(one["rows_s"] for one in rates[str(index)]))
-    return _ask(child, candidates[best], options.seconds)
+    best = max(zip(rates.values(), candidates, strict=True), key=lambda one: max(run["rows_s"] for run in one[0]))[1]
+    return _ask(child, best, options.seconds)
 
 
 def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:

@@ -237,8 +237,8 @@ class Engine:
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
         if known is not None and known.version != spec.version:
             logger.warning(
-                "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not meant, "
-                "give one of them another --service; if the models are the same, both one --version",
+                "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
+                "meant, give one of them another --service; if the models are the same, both one --version",
                 instance.id,
                 self.name,
                 spec.version,

@@ -25,6 +25,7 @@ __all__ = ["Exited", "Workers", "ZygoteLost"]
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
 _HEED_S = 0.05
+_REAP_S = 1.0
 _ATTEMPTS = 4
 """To import ahead of time; the last one imports nothing."""
 
@@ -110,6 +111,17 @@ class Workers:
         complaints = [f"importing {name} {why}" for name, why in unfit.items()]
         self.complaint = "; ".join([*complaints, *ready.failed])
 
+    def _how_it_ended(self) -> str:
+        """By which signal the process that forks ended, or with which exit code."""
+        try:
+            code = self._process.wait(_REAP_S) if self._process is not None else None
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return signal.Signals(-code).name
+        return "its output above says why" if code is None else f"exit code {code}; its output above says why"
+
     def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Imported:
         with self._lock:
             while self._ready is None and not self._gone:
@@ -119,7 +131,7 @@ class Workers:
                 heed()
                 self._lock.wait(min(left, _HEED_S))
             if self._ready is None:
-                raise EDLError("the process that forks workers died while it imported; its output above says why")
+                raise EDLError(f"the process that forks workers died while it imported ({self._how_it_ended()})")
             return self._ready
 
     def start(self, generation: int, forks: Mapping[int, Fork]) -> None:

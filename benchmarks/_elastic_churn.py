@@ -51,8 +51,8 @@ def _stays_within(kind: Churn, nodes: int, least: int, most: int) -> bool:
     return kind not in _GOES or nodes > least
 
 
-def goodput(diaries: Iterable[Sequence[Finished]], step_s: Mapping[int, float]) -> float:
-    """Useful time by elapsed time, from the first finished step of the job to its last.
+def goodput(diaries: Iterable[Sequence[Finished]], step_s: Mapping[int, float], until: float) -> float:
+    """Useful time by elapsed time, from the first finished step of the job until `until`.
 
     Each step counts once, however often it was done, with the time that it takes in an undisturbed world of the size
     that finished it for good.
@@ -60,9 +60,10 @@ def goodput(diaries: Iterable[Sequence[Finished]], step_s: Mapping[int, float]) 
     Args:
         diaries: of all places.
         step_s: size of a world -> its undisturbed time of a step.
+        until: `time.monotonic()`; a job that stands still at the end is of no use until then.
     """
     steps = sorted((one for diary in diaries for one in diary), key=lambda one: one.at)
     last = {one.step: one for one in steps}
     first = min(last)
     useful_s = sum(step_s[one.world] for number, one in last.items() if number != first)
-    return useful_s / (steps[-1].at - next(one.at for one in steps if one.step == first))
+    return useful_s / (until - next(one.at for one in steps if one.step == first))

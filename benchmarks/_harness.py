@@ -29,18 +29,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Goal:
-    """What the figure `key` should be: at least `value`, or at most."""
+    """What the figure `key` should be: at least `value`, or at most; in the median of all rounds, or `always`."""
 
     key: str
     value: float
     sense: Literal["at least", "at most"] = "at least"
+    always: bool = False
 
-    def met(self, figure: float) -> bool:
-        """Whether `figure` meets it."""
-        return figure >= self.value if self.sense == "at least" else figure <= self.value
+    def met(self, found: Spread) -> bool:
+        """Whether a figure meets it."""
+        if self.sense == "at least":
+            return (found.min if self.always else found.median) >= self.value
+        return (found.max if self.always else found.median) <= self.value
 
     def __str__(self) -> str:
-        return f"{self.sense} {self.value:g}"
+        return f"{self.sense} {self.value:g}{', always' if self.always else ''}"
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
             lines.append(f"| {key} | | | | {goal} | not measured |")
             continue
         one = spreads[key]
-        verdict = "" if goal is None else "met" if goal.met(one.median) else "**missed**"
+        verdict = "" if goal is None else "met" if goal.met(one) else "**missed**"
         lines.append(f"| {key} | {one.median:.3g} | {one.min:.3g} | {one.max:.3g} | {goal or ''} | {verdict} |")
     return "\n".join(lines)
 

@@ -103,8 +103,9 @@ def _churn(stay: bool, window_s: float, quick: bool) -> float:
         _sleep_until(begin + events * every_s)
         job.diaries.look()
         diaries = job.diaries.since(begin)
-        figure = goodput(diaries.values(), step_s)
-        idle_s = time.monotonic() - max(steps[-1].at for steps in diaries.values())
+        now = time.monotonic()
+        figure = goodput(diaries.values(), step_s, now)
+        idle_s = now - max(steps[-1].at for steps in diaries.values())
         train_s, all_s = (after - before for before, after in zip(ledger, _ledger(task), strict=True))
         _tell(stay, [line() for line in lines], step_s, train_s / all_s)
         if idle_s > _ALIVE_S:

@@ -27,7 +27,6 @@ GROUP = "edl.commands"
 # The order in which somebody new meets them; others follow by name.
 _ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "bench")
 
-# Which extra brings a module that a command may miss.
 _PROVIDERS = {
     "consul": ("py-consul", "consul"),
     "fsspec": ("fsspec", "collective"),

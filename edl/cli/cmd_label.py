@@ -63,16 +63,16 @@ def main(argv: Sequence[str]) -> int:
     data = open_data(options.data, _names(options.inputs), options.ids, options.workers)
     new = not Path(options.output).exists()
     half: Any = "float16" if options.dtype == "float16" else None  # also where a server does not know how to send it
-    with SoftLabelCache(0, options.output, store_dtype=half, flush_interval_s=_FLUSH_S) as cache:
-        try:
+    try:
+        with SoftLabelCache(0, options.output, store_dtype=half, flush_interval_s=_FLUSH_S) as cache:
             with _shown(plan.teachers.name) as show:
                 report = label(data, plan, cache, show)
-        except BaseException:
-            if new:
-                with contextlib.suppress(OSError):  # it is not empty
-                    Path(options.output).rmdir()
-            raise
-        _tell(report, options.output, cache.stats().disk_bytes)
+            _tell(report, options.output, cache.stats().disk_bytes)
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty, or not there
+                Path(options.output).rmdir()
+        raise
     return 0
 
 

@@ -134,6 +134,10 @@ class TeacherClient:
                 outputs = self._outputs(answer, rows)
             except RequestFailed as exc:
                 answer = exc.failure
+            except Exception as exc:
+                # Whatever it was, the request has ended; it must not take the stream, and itself, along.
+                logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
+                answer = Failure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
             else:
                 done(outputs)
                 return

@@ -302,7 +302,14 @@ class Engine:
             cancel = link.start(job.payload, send.timeout_s, ended)
             if cancel is not None:
                 return cancel
-        return self._spawn(self._attempt(send, job, link)).cancel
+        task = self._spawn(self._attempt(send, job, link))
+        task.add_done_callback(lambda _: self._never_began(send, job))
+        return task.cancel
+
+    def _never_began(self, send: Send, job: Job) -> None:
+        """A task that is cancelled before its first step does nothing at all, not even end what it stands for."""
+        if send.attempt in self._attempts and not self._closed:
+            self._ended(send, job, "", None)
 
     async def _attempt(self, send: Send, job: Job, link: Link | None) -> None:
         result: Outputs | Failure | None = None

@@ -225,8 +225,15 @@ class InferStream:
     def _take(self, data: bytes) -> None:
         for header, raw, number, error in bundles.split_responses(data):
             waiting = self._waiting.pop(number, None)
-            if waiting is not None:  # else nobody waits for it any more
-                waiting.done(self._failure(header, error) if error else (header, raw))
+            if waiting is None:
+                continue  # nobody waits for it any more
+            answer: Answer | Failure = (header, raw)
+            if error:
+                try:
+                    answer = self._failure(header, error)
+                except ProtocolError as exc:
+                    answer = Failure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}")
+            waiting.done(answer)
 
     def _failure(self, header: bytes, error: str) -> Failure:
         parameters = codec.parse_response(header).parameters

@@ -14,7 +14,11 @@ from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer, StreamedResponse
 
-__all__ = ["is_bundle", "join_requests", "join_responses", "split_responses"]
+__all__ = ["MOST_REQUEST_NBYTES", "is_bundle", "join_requests", "join_responses", "split_responses"]
+
+MOST_REQUEST_NBYTES = 64 << 10
+"""Of a bundle of requests. More of them in one message than a client has any use for would hold the server up."""
+_MOST_RESPONSE_NBYTES = 4 << 20
 
 _PARAMETERS = {names.BUNDLE: kserve.InferParameter(bool_param=True)}
 _REQUEST = kserve.ModelInferRequest(parameters=_PARAMETERS).SerializeToString()
@@ -46,6 +50,8 @@ def split_responses(data: Buffer) -> list[StreamedResponse]:
     header, messages, number, error = found
     if header != _RESPONSE or error:
         return [found]
+    if len(data) > _MOST_RESPONSE_NBYTES:
+        raise ProtocolError(f"malformed message: {names.BUNDLE} of {len(data):,} bytes")
     if not messages or number:
         raise ProtocolError(f"malformed message: {names.BUNDLE} with {len(messages)} messages and the id {number!r}")
     parts = [codec.split_streamed_response(message) for message in messages]

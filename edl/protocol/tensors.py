@@ -84,17 +84,20 @@ def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
     """A tensor in raw form as an array; a read-only view of `raw` where the type allows one.
 
     Raises:
-        ProtocolError: byte count and shape do not agree, or the type is unknown.
+        ProtocolError: byte count and shape do not agree, no array has such a shape, or the type is unknown.
     """
     expected = expected_nbytes(datatype, shape)
     nbytes = memoryview(raw).nbytes
-    if expected is None:
-        return _from_length_prefixed(shape, memoryview(raw).cast("B"))
-    if nbytes != expected:
+    if expected is not None and nbytes != expected:
         raise ProtocolError(f"{datatype} of shape {list(shape)} takes {expected} bytes, not {nbytes}")
-    if datatype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
-    return np.frombuffer(raw, _DTYPES[datatype]).reshape(shape)
+    try:
+        if expected is None:
+            return _from_length_prefixed(shape, memoryview(raw).cast("B"))
+        if datatype == "BF16":
+            return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+        return np.frombuffer(raw, _DTYPES[datatype]).reshape(shape)
+    except ValueError as exc:  # 70 dimensions, say, or one of 2**62 beside one of 0
+        raise ProtocolError(f"{datatype} of shape {list(shape)} is no array: {exc}") from exc
 
 
 def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:

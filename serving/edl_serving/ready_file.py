@@ -28,8 +28,8 @@ class ReadyFile:
         if self._path is not None and not self._path.parent.is_dir():
             raise SettingsError(f"--ready-file: there is no folder {str(self._path.parent)!r}")
         self.remove()
-        self.write({})  # before a model is loaded for nothing
-        self.remove()
+        self._draft("")  # that it cannot be written should be known before a model is loaded
+        self._forget_draft()
 
     def write(self, content: Mapping[str, Any]) -> None:
         """Write `content` as JSON, visible at once and whole.
@@ -37,14 +37,7 @@ class ReadyFile:
         Raises:
             SettingsError: it cannot be written.
         """
-        if self._path is None:
-            return
-        draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            draft.write_text(json.dumps(content) + "\n")
-            draft.replace(self._path)
-        except OSError as exc:
-            raise SettingsError(f"--ready-file {str(self._path)!r}: {exc.strerror or exc}") from exc
+        self._draft(json.dumps(content) + "\n", publish=True)
 
     def remove(self) -> None:
         """Delete it if it is there.
@@ -58,6 +51,25 @@ class ReadyFile:
             self._path.unlink(missing_ok=True)
         except OSError as exc:
             raise SettingsError(f"--ready-file {str(self._path)!r}: {exc.strerror or exc}") from exc
+
+    def _draft(self, text: str, *, publish: bool = False) -> None:
+        if self._path is None:
+            return
+        draft = self._draft_path(self._path)
+        try:
+            draft.write_text(text)
+            if publish:
+                draft.replace(self._path)
+        except OSError as exc:
+            raise SettingsError(f"--ready-file {str(self._path)!r}: {exc.strerror or exc}") from exc
+
+    def _forget_draft(self) -> None:
+        if self._path is not None:
+            self._draft_path(self._path).unlink(missing_ok=True)
+
+    @staticmethod
+    def _draft_path(path: Path) -> Path:
+        return path.with_name(f".{path.name}.{os.getpid()}")
 
     def __enter__(self) -> ReadyFile:
         return self

@@ -207,7 +207,7 @@ def _see_that_it_is_free(host: str, port: int) -> None:
     """Ask the kernel before gRPC does, which says less, and says it on standard error.
 
     Raises:
-        SettingsError: it cannot be listened on.
+        SettingsError: another process listens there.
     """
     if port == 0:
         return
@@ -215,5 +215,6 @@ def _see_that_it_is_free(host: str, port: int) -> None:
         family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         socket.create_server(place[:2], family=family).close()
     except OSError as exc:
-        remedy = "; another --port does, or 0 for a free one" if exc.errno == errno.EADDRINUSE else ""
-        raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror or exc}{remedy}") from exc
+        if exc.errno == errno.EADDRINUSE:  # whatever else it is, gRPC may know a way
+            remedy = "another --port does, or 0 for a free one"
+            raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror}; {remedy}") from exc

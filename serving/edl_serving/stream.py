@@ -94,6 +94,8 @@ class Stream:
         """The message with this answer and, if the client takes bundles, others that are there by now."""
         tasks, answers, nbytes = [task], [answer], len(answer)
         while self._bundles and self._answers and (other := self._answers[0]) is not None:
+            if other.cancelled() or other.exception() is not None:
+                break  # its own turn will tell
             nbytes += len(other.result())
             if nbytes > _BUNDLE_NBYTES:
                 break
@@ -120,6 +122,8 @@ class Stream:
         header, raw, request_id, refusal = _split(data)
         if not bundles.is_bundle(header):
             yield header, raw, request_id, refusal
+        elif len(data) > bundles.MOST_REQUEST_NBYTES:
+            yield header, raw, request_id, _misused(f"{len(data):,} bytes, at most {bundles.MOST_REQUEST_NBYTES:,}")
         elif self._ordered:
             yield header, raw, request_id, _misused(f"the stream was not opened with {names.UNORDERED}")
         elif request_id or not raw:

@@ -40,13 +40,19 @@ def test_a_trace_of_ten_events_has_every_kind(seed: int) -> None:
 
 def test_goodput_of_an_undisturbed_run_is_one() -> None:
     steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
-    assert goodput([steps, steps], {2: 0.2}) == pytest.approx(1.0)
+    assert goodput([steps, steps], {2: 0.2}, steps[-1].at) == pytest.approx(1.0)
+
+
+def test_standing_still_at_the_end_counts() -> None:
+    steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(51)))
+    assert goodput([steps], {2: 0.2}, 30.0) == pytest.approx(0.5)
 
 
 def test_a_step_done_twice_counts_once_with_the_world_that_finished_it_for_good() -> None:
     first = diary((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
     again = diary((5.0, 2, 1, 1), (5.5, 3, 1, 1))
-    assert goodput([first, again], {1: 0.5, 2: 1.0}) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
+    until = max(one.at for one in (*first, *again))
+    assert goodput([first, again], {1: 0.5, 2: 1.0}, until) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
 
 
 def test_the_longest_gap_is_one_that_overlaps_the_time_in_question() -> None:

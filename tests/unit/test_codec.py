@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from edl.distill.actions import Failure
+from edl.distill.stream import InferStream, _Waiting
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, tensors
 
@@ -197,3 +201,25 @@ def test_the_messages_are_those_of_tritonclient() -> None:
     theirs = service_pb2.ModelInferRequest.FromString(ours.SerializeToString())
     assert kserve.ModelInferRequest.FromString(theirs.SerializeToString()) == ours
     assert theirs.inputs[0].parameters["p"].int64_param == -5
+
+
+@pytest.mark.parametrize("shape", [[1] * 70, [2**62, 0], [0, 2**62, 2]])
+def test_a_shape_that_no_array_has_is_malformed(shape: list[int]) -> None:
+    with pytest.raises(ProtocolError):
+        tensors.from_raw("FP32", shape, b"" if 0 in shape else bytes(4))
+
+
+def test_an_error_with_a_header_that_cannot_be_read_ends_its_request() -> None:
+    """And neither another one nor the stream."""
+    ended: dict[str, object] = {}
+    stream = InferStream.__new__(InferStream)
+    stream._endpoint = "teacher:1"
+    numbers = ("00000000", "00000001")
+    stream._waiting = {
+        one: _Waiting(functools.partial(ended.__setitem__, one), b"", (), 0, 0.0, 1.0) for one in numbers
+    }
+    header = codec.id_field("00000000") + b"\x0a\x01\xff"  # a model's name that is no UTF-8
+    stream._take(b"\x0a\x01x" + b"\x12" + bytes([len(header)]) + header)
+    stream._take(codec.join_streamed_response(b"", [b"tensor"], codec.id_field("00000001")))
+    assert isinstance(ended["00000000"], Failure)
+    assert isinstance(ended["00000001"], tuple)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
+from edl.collective.checkpoint import copying
 from edl.collective.checkpoint.copying import Copier
 
 
@@ -37,3 +40,43 @@ def test_parameters_that_require_gradients_are_copied(copier: Copier) -> None:
     copier.copy([target], [source])
     assert target.sum() == 2_000_000
     assert not target.requires_grad
+
+
+class Broken:
+    """Bytes that cannot be copied, as a GPU's are after an error."""
+
+    def __array__(self, *_: object, **__: object) -> None:
+        raise RuntimeError("the copy failed")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_copy_that_fails_is_an_error_and_nothing_follows_from_it(copier: Copier, background: bool) -> None:
+    whole = [(np.zeros(8), np.ones(8)) for _ in range(20)]
+    done: list[int] = []
+    job = copying._Job([*whole[:5], (np.zeros(3), Broken()), *whole[5:]], lambda: done.append(1))
+    if background:
+        copier._submit(job)
+        copier._begun = job
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            copier.finish()
+    else:
+        job.work()
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            job.done.result()
+    assert not done
+
+
+def test_what_numpy_cannot_copy_is_copied_by_the_caller(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current stream on a GPU is not the caller's."""
+    threads: list[str] = []
+    copy = torch.Tensor.copy_
+
+    def noted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return copy(self, other)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", noted)
+    base = torch.randn(3000, 2000)
+    copier.begin([torch.empty(2000, 3000)], [base.t()], lambda: None)
+    copier.finish()
+    assert threads == ["MainThread"]

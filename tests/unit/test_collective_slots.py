@@ -252,3 +252,16 @@ def test_where_somebody_waits_the_other_slot_gets_its_memory_in_the_background(p
     number, memory = pair.begin(3_000_000, 10)
     assert (number, len(memory) > 3_000_000) == (1, True)
     pair.close()
+
+
+def test_a_number_is_not_given_again_to_what_was_retracted(prefix: Path) -> None:
+    """Whoever read the first would take the second for it."""
+    pair = SlotPair(prefix)
+    seen = set()
+    for _ in range(5):
+        pair.begin(1000, 1)
+        pair.commit(Label(0, 7, 1, 0), 1000, b"x")
+        seen.add((find(prefix)[0].path, find(prefix)[0].sequence))
+        pair.retract()
+    assert len({sequence for _, sequence in seen}) == 5
+    pair.close()

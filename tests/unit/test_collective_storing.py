@@ -21,7 +21,7 @@ from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.transfer import slot_bytes
 from edl.discovery import open_store
-from edl.errors import ProtocolError
+from edl.errors import DiscoveryError, ProtocolError
 
 RUN = "346d06b600000001"
 
@@ -196,3 +196,65 @@ def test_the_agents_of_a_job_agree_on_its_run(tmp_path: Path) -> None:
         first.put("jobs/third/run", b"../..")
         with pytest.raises(ProtocolError, match="not the name of a run"):
             JobRun(second, "third")()
+
+
+class Full(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that takes some of each file, and then has no room."""
+
+    protocol = "full"
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        file = super()._open(*arguments, **settings)
+        write, left = file.write, [2]
+
+        def some(data: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(122, "Disk quota exceeded")
+            return write(data)
+
+        file.write = some
+        return file
+
+
+def test_a_storage_that_takes_bytes_and_has_no_room_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Each attempt gets as far as the one before it."""
+    fsspec.register_implementation("full", Full, clobber=True)
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    one = storing(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "quota" in lines[0]
+    assert one._persister.taken > 0
+    begin = time.monotonic()
+    one.store_newest()
+    assert not one.close(1.0, patient=True)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_store_that_lost_its_records_is_given_the_name_of_the_run_again(tmp_path: Path) -> None:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        first = JobRun(store, "job")
+        name = first()
+        store.delete("jobs/job/run")
+        assert first() == name
+        assert JobRun(store, "job")() == name
+
+
+def test_a_fence_that_cannot_tell_is_asked_again(tmp_path: Path, url: str) -> None:
+    """The store is away while the last checkpoint is completed."""
+    answers: list[bool | Exception] = [DiscoveryError("no leader"), DiscoveryError("no leader"), True]
+
+    def fence() -> bool:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
+    one.store_newest()
+    assert one.close(20.0, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+    assert "no leader" in lines[0]

@@ -142,3 +142,34 @@ def test_everybody_is_tied_to_those_behind_in_a_ring() -> None:
     assert neighbours(world(1), 0) == {}
     assert neighbours(world(3), 1) == {"2": ("h", 102)}, "0 has no port: it is of an older version"
     assert [*neighbours(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
+
+
+def test_a_name_that_is_none_harms_nobody_else(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    """Of a node that was told a wrong --local-addr."""
+    with other_agent("a") as (process, to_a):
+        tethers.follow({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})
+        wait_for(connected(tethers, "a"))
+        with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as other:
+            assert other.recv(10) == b"me"
+        process.kill()
+        assert gone.get(timeout=DEADLINE_S) == "a"
+        assert nothing(gone)
+
+
+def test_one_refusal_is_not_a_death(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    """What stands between may begin anew, and refuse until it has."""
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        address = first.getsockname()[:2]
+        tethers.follow({"a": address})
+        connection, _ = first.accept()
+        connection.send(b"a")
+        wait_for(connected(tethers, "a"))
+        refused = tethers._tethers["a"]
+        first.close()
+        connection.close()
+        wait_for(lambda: refused.refusals == 1)
+    with socket.create_server(address, reuse_port=False) as again:
+        connection, _ = again.accept()
+        connection.send(b"a")
+        assert nothing(gone)
+        connection.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import copying
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.slots import SlotPair, find
@@ -87,7 +89,7 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 def test_what_was_saved_is_the_state_before_the_next_step_and_everything_else_before(
     tmp_path: Path, state: State, helper: Held
 ) -> None:
-    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(6):
             train(state)
             if step > 1:  # both slots have their memory
@@ -107,7 +109,7 @@ def test_what_was_saved_is_the_state_before_the_next_step_and_everything_else_be
 def test_a_change_by_other_means_drops_the_save_and_ends_overlapping(
     tmp_path: Path, state: State, helper: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(2):
             checkpointer.save(step)
         before = tensors(state)
@@ -118,14 +120,14 @@ def test_a_change_by_other_means_drops_the_save_and_ends_overlapping(
             state.model[0].weight.clamp_(-0.01, 0.01)
         assert not checkpointer.wait_until_finished()
         assert same(saved(tmp_path / "slots", 1), before)
-        assert "saves wait for the copy" in caplog.text
+        assert "from now on saves wait for the copy" in caplog.text
         checkpointer.save(3)
         assert same(saved(tmp_path / "slots", 3), tensors(state))  # at once: nobody helps
 
 
 def test_a_change_right_after_the_copy_spoils_the_save(tmp_path: Path, state: State) -> None:
     """torch counts a write only when it is done, so this may have been one in the middle of the copy."""
-    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(3):
             train(state)
             checkpointer.save(step)
@@ -139,7 +141,7 @@ def test_a_change_right_after_the_copy_spoils_the_save(tmp_path: Path, state: St
 
 def test_without_overlap_a_save_is_complete_when_it_returns(tmp_path: Path, state: State, helper: Held) -> None:
     helper.go.clear()
-    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots"), overlap=False) as checkpointer:
+    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(4):
             train(state)
             checkpointer.save(step)
@@ -147,7 +149,7 @@ def test_without_overlap_a_save_is_complete_when_it_returns(tmp_path: Path, stat
 
 
 def test_an_end_without_close_loses_nothing(tmp_path: Path, state: State, helper: Held) -> None:
-    checkpointer = Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots"))
+    checkpointer = Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots"))
     for step in range(3):
         train(state)
         checkpointer.save(step)
@@ -160,7 +162,9 @@ def test_an_end_without_close_loses_nothing(tmp_path: Path, state: State, helper
 def test_what_no_optimizer_owns_is_copied_at_once(tmp_path: Path, helper: Held) -> None:
     model = torch.nn.Linear(WIDTH, WIDTH)
     helper.go.clear()
-    with Checkpointer(State(model=model), interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+    with Checkpointer(
+        State(model=model), interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")
+    ) as checkpointer:
         for step in range(4):
             checkpointer.save(step)
             assert find(tmp_path / "slots")[0].label.step == step
@@ -170,7 +174,7 @@ def test_what_no_optimizer_owns_is_copied_at_once(tmp_path: Path, helper: Held) 
 def test_a_compiled_step_is_waited_for_or_not_relied_on(tmp_path: Path, state: State) -> None:
     """Whether the compiler runs hooks or leaves them out is its own business."""
     step = torch.compile(state.optimizer.step, backend="eager")
-    with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for number in range(6):
             for parameter in state.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -179,3 +183,74 @@ def test_a_compiled_step_is_waited_for_or_not_relied_on(tmp_path: Path, state: S
             if number:
                 assert same(saved(tmp_path / "slots", number - 1), before)
             checkpointer.save(number)
+
+
+def test_a_change_that_torch_does_not_count_is_seen_by_samples(tmp_path: Path, state: State, helper: Held) -> None:
+    """Averaged weights are swapped in for an evaluation, through `.data`."""
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        for step in range(2):
+            train(state)
+            checkpointer.save(step)
+        before = tensors(state)
+        train(state)
+        helper.go.clear()
+        checkpointer.save(2)
+        for parameter in state.model.parameters():
+            parameter.data.mul_(0.5)
+        assert not checkpointer.wait_until_finished()
+        assert same(saved(tmp_path / "slots", 1), before)
+
+
+def test_what_goes_to_storage_is_copied_at_once(tmp_path: Path, state: State, helper: Held) -> None:
+    url = str(tmp_path / "stored")
+    settings = {"storage": url, "storage_interval_s": 1e-9}
+    with Checkpointer(
+        state,
+        interval_steps=1,
+        overlap=True,
+        slots=SlotPair(tmp_path / "slots"),
+        **settings,  # type: ignore[arg-type]
+    ) as checkpointer:
+        for step in range(3):
+            train(state)
+            checkpointer.save(step)
+        helper.go.clear()
+        for step in (3, 4):
+            train(state)
+            checkpointer.save(step)
+            assert find(tmp_path / "slots")[0].label.step == step
+        helper.go.set()
+
+
+def test_the_time_that_a_step_waits_counts_as_saving(tmp_path: Path, state: State, helper: Held) -> None:
+    board = Board.create(tmp_path / "board")
+    board.begin(1)
+    slots = SlotPair(tmp_path / "slots")
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=slots, board=board) as checkpointer:
+        for step in range(3):
+            train(state)
+            checkpointer.save(step)
+        phases = []
+        finish = checkpointer._writer._copier.finish
+        checkpointer._writer._copier.finish = lambda: (phases.append(board.read().phase), finish())  # type: ignore
+        helper.go.clear()
+        train(state)
+        checkpointer.save(3)
+        train(state)
+        assert Phase.SAVE in phases
+    board.close()
+
+
+def test_a_fork_does_not_finish_its_parents_save(tmp_path: Path, state: State, helper: Held) -> None:
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        for step in range(2):
+            train(state)
+            checkpointer.save(step)
+        train(state)
+        helper.go.clear()
+        checkpointer.save(2)
+        child = os.fork()
+        if child == 0:
+            os._exit(3 if checkpointer.wait_until_finished() else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+        assert find(tmp_path / "slots")[0].label.step == 1

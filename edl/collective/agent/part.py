@@ -27,7 +27,7 @@ from edl.collective.agent.workers import Exited, ZygoteLost
 from edl.collective.agent.world import Node, State, World
 from edl.collective.replica.replication import JobSecret, Replication
 from edl.discovery.store import Store
-from edl.errors import ClosedError, DiscoveryError
+from edl.errors import ClosedError
 
 __all__ = ["Ending", "Event", "Events", "Gone", "Part", "is_member", "take_part"]
 
@@ -149,10 +149,14 @@ def is_member(world: World, node: str) -> bool:
 
 
 def _may_store(membership: Membership, signals: Signals) -> bool:
-    """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread."""
+    """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread.
+
+    Raises:
+        DiscoveryError: the store does not answer, so nobody knows.
+    """
     try:
         world = membership.world()
-    except (DiscoveryError, ClosedError):
+    except ClosedError:
         return False
     return signals.asked or world.state is not State.RUNNING or is_member(world, membership.node.id)
 

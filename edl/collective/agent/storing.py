@@ -46,16 +46,16 @@ class JobRun:
             DiscoveryError: the store does not answer.
             ProtocolError: something else is in its place.
         """
-        if not self._known:
+        entry = self._store.get(self._key)
+        if entry is None:  # not yet; or the store has lost it, and then it is to be as it was
+            name = self._known or run_name(new_run())
+            self._store.compare_and_set(self._key, name.encode(), None)
             entry = self._store.get(self._key)
-            if entry is None:
-                self._store.compare_and_set(self._key, run_name(new_run()).encode(), None)
-                entry = self._store.get(self._key)
-            if entry is None:
-                raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
-            if re.fullmatch(rb"[0-9a-f]{16}", entry.value) is None:
-                raise ProtocolError(f"{self._key} in the store is not the name of a run: remove it")
-            self._known = entry.value.decode()
+        if entry is None:
+            raise DiscoveryError(f"the store forgot {self._key} as soon as it was written")
+        if re.fullmatch(rb"[0-9a-f]{16}", entry.value) is None:
+            raise ProtocolError(f"{self._key} in the store is not the name of a run: remove it")
+        self._known = entry.value.decode()
         return self._known
 
 
@@ -87,6 +87,7 @@ class Storing:
         self._wake = threading.Event()
         self._urgent = self._stopping = self._patient = False
         self._complaint = ""
+        self._attempt_at = self._most = 0
         self._thread: threading.Thread | None = None
         if url:
             self._persister = Persister(url, run=run, fence=fence)
@@ -146,11 +147,12 @@ class Storing:
             return True
         self._patient, self._stopping = patient, True
         self._wake.set()
-        taken, since = self._persister.taken, time.monotonic()
+        taken, since = 0, time.monotonic()
         while self._thread.is_alive():
             self._thread.join(_CLOSING_LOOK_S)
-            if patient and self._persister.taken != taken:
-                taken, since = self._persister.taken, time.monotonic()
+            now_taken = self._persister.taken - self._attempt_at
+            if patient and now_taken != taken and now_taken > self._most:  # further than any attempt that failed
+                taken, since = now_taken, time.monotonic()
             if self._thread.is_alive() and time.monotonic() - since > timeout_s:
                 what = f"{self._url} took nothing for {timeout_s:g} s" if patient else f"it took over {timeout_s:g} s"
                 self._patient = False
@@ -174,6 +176,7 @@ class Storing:
 
     def _store(self, urgent: bool) -> bool:
         """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
+        self._attempt_at = self._persister.taken
         try:
             outcome = self._persister.persist(self._slots, marked=not urgent)
         except EDLError as exc:
@@ -185,7 +188,9 @@ class Storing:
             self._complaint = ""
             if outcome is not None and outcome.committed:
                 self._say(f"stored the state after step {outcome.step} at {self._url}")
+            self._most = 0
             return True
+        self._most = max(self._most, self._persister.taken - self._attempt_at)
         if complaint != self._complaint:
             self._complaint = complaint
             self._say(complaint)

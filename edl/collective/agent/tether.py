@@ -31,9 +31,13 @@ Address = tuple[str, int]
 _NEIGHBOURS: Final = 8
 _HELD: Final = 1024
 """Connections from others that are kept at most: each costs a file descriptor."""
-_TRIES: Final = 5
-_AGAIN_S: Final = 0.02
+_REFUSALS: Final = 3
+_REFUSED_AGAIN_S: Final = 0.03
 _CONNECT_S: Final = 2.0
+_UNREACHED_AGAIN_S: Final = 10.0
+_CLOSE_S: Final = 2.0
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""Firewalls forget connections that are idle for minutes; hosts that vanished would be held for ever."""
 
 
 def neighbours(world: World, position: int) -> dict[str, Address]:
@@ -53,7 +57,8 @@ class _Tether:
     address: Address
     socket: socket.socket | None = None
     proven: bool = False
-    tries: int = 0
+    refusals: int = 0
+    """In a row: one alone may be a proxy or a firewall that begins anew."""
     again_at: float | None = 0.0
     """When to connect; None while connected, or when there is no more to be learnt."""
     until: float | None = None
@@ -97,10 +102,10 @@ class Tethers:
         if not self._closing:
             self._closing = True
             self._poke()
-            self._thread.join()
+            self._thread.join(_CLOSE_S)  # it may be looking up a name
 
     def _poke(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it is full, or the thread has ended
             self._waker.send(b"\0")
 
     # --- In the thread. ---
@@ -111,6 +116,11 @@ class Tethers:
                 for key, _ in self._selector.select(self._rest_s()):
                     key.data(key.fileobj)
                 self._tie()
+        except Exception:  # noqa: BLE001 - logged
+            # Others would take a closed listener for a death. Without ties leases decide, as between hosts.
+            _log.exception("the connections to other agents ended in a way not foreseen")
+            while not self._closing:
+                time.sleep(_CLOSE_S / 4)
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -126,15 +136,23 @@ class Tethers:
         woken.recv(4096)
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection, _ = listener.accept()
-            if self._held >= _HELD:
-                connection.close()
-                return
+        except OSError:
+            time.sleep(_REFUSED_AGAIN_S)  # no file descriptor is left, say
+            return
+        if self._held >= _HELD:
+            connection.close()
+            return
+        try:
             connection.setblocking(False)
+            _keep_alive(connection)
             connection.send(self._name)
-            self._held += 1
-            self._selector.register(connection, selectors.EVENT_READ, self._drop)
+        except OSError:
+            connection.close()
+            return
+        self._held += 1
+        self._selector.register(connection, selectors.EVENT_READ, self._drop)
 
     def _drop(self, connection: socket.socket) -> None:
         """Whoever was tied to this agent has gone, or says something, which nobody should."""
@@ -154,7 +172,7 @@ class Tethers:
             one = self._tethers.setdefault(node, _Tether(node, address))
             if one.until is not None and now >= one.until:
                 self._cut(one)  # no answer at all: the host is gone, or the way to it
-                one.again_at = None
+                one.again_at = now + _UNREACHED_AGAIN_S
             elif one.again_at is not None and now >= one.again_at:
                 self._connect(one)
 
@@ -164,9 +182,10 @@ class Tethers:
             family, kind, protocol, _, place = socket.getaddrinfo(*one.address, type=socket.SOCK_STREAM)[0]
             one.socket = socket.socket(family, kind, protocol)
             one.socket.setblocking(False)
+            _keep_alive(one.socket)
             code = one.socket.connect_ex(place)
-        except OSError as exc:
-            code = exc.errno or errno.EIO
+        except (OSError, UnicodeError) as exc:  # UnicodeError: a host's name that is none
+            code = getattr(exc, "errno", None) or errno.EIO
         if code == errno.EINPROGRESS and one.socket is not None:
             self._selector.register(one.socket, selectors.EVENT_WRITE, lambda _: self._connected(one))
         else:
@@ -184,9 +203,12 @@ class Tethers:
             self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
             return
         self._cut(one)
-        if code == errno.ECONNREFUSED and one.proven:
+        one.refusals = one.refusals + 1 if code == errno.ECONNREFUSED and one.proven else 0
+        if one.refusals >= _REFUSALS:
             _log.info("nobody listens at %s:%d any more, where the agent of %s did", *one.address, one.node)
             self._gone(one.node)
+        else:
+            one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.refusals else _UNREACHED_AGAIN_S)
 
     def _heard(self, one: _Tether) -> None:
         """The agent said its name, or the connection has ended: which proves nothing. Does anybody listen there?"""
@@ -197,11 +219,10 @@ class Tethers:
             said = b""
         if said:
             one.proven = one.proven or said == one.node.encode()
+            one.refusals = 0
             return
         self._cut(one)
-        one.tries += 1
-        if one.tries <= _TRIES:
-            one.again_at = time.monotonic() + (0.0 if one.tries == 1 else _AGAIN_S)
+        one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.proven else _UNREACHED_AGAIN_S)
 
     def _cut(self, one: _Tether) -> None:
         if one.socket is not None:
@@ -210,3 +231,10 @@ class Tethers:
             one.socket.close()
             one.socket = None
         one.until = None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Final
 
@@ -40,10 +41,10 @@ _UNATTENDED_S: Final = 1.0
 class Checkpointer:
     """Saves a `State` while it changes and restores it where it was left.
 
-    `save` is called by every rank after every step. It copies the state into shared memory when it is time to: what
-    only an optimizer's step changes while training goes on, until the next such step, and the rest at once. Storage is
-    written from there, by the node's agent or by a thread of this process, and never makes training wait. Under
-    `edl run` it also tells the agent of each step, and pauses when asked to.
+    `save` is called by every rank after every step. It copies the state into shared memory when it is time to, which
+    takes as long as the copy, or less with `overlap`; storage is written from there, by the node's agent or by a thread
+    of this process, and never makes training wait. Under `edl run` it also tells the agent of each step, and pauses
+    when asked to.
 
     As a context manager it also saves the last step, if the block ends well: nobody wants to lose the finished model.
     """
@@ -58,7 +59,7 @@ class Checkpointer:
         storage: str | None = None,
         storage_interval_s: float | None = None,
         keep: int = 3,
-        overlap: bool = True,
+        overlap: bool = False,
         pause_s: float = PAUSE_S,
         agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
@@ -74,8 +75,10 @@ class Checkpointer:
             storage: a folder or URL of fsspec. `EDL_CHECKPOINT`.
             storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
             keep: how many to keep there, if this process writes them itself.
-            overlap: copy parameters and optimizers' moments beside the next forward and backward pass, and have the
-                next `step()` of an optimizer wait for the rest. Without it `save` takes as long as the whole copy.
+            overlap: copy parameters and optimizers' moments that are in the CPU's memory beside the next forward and
+                backward pass, and have the next `step()` of an optimizer wait for the rest. With it, nothing but an
+                optimizer may change them between a save and its next step (averaged weights that are swapped in for
+                an evaluation do), unless `wait_until_finished` comes before; torch does not see writes to `.data`.
             pause_s: how long to wait, paused, for the agent.
             agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
             slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
@@ -99,6 +102,7 @@ class Checkpointer:
         self._last: tuple[int, float] | None = None
         self._ahead_of = self._step = self._saved = NOTHING
         self._place: tuple[int, int] | None = None
+        self._saved_for_good = False
         self._training = False
         self._closed = False
         told = read("EDL_CHECKPOINT", str)
@@ -111,7 +115,8 @@ class Checkpointer:
         self._store_next = False
         self._pause_s = pause_s
         self._agent_s = agent_s
-        self._writer = Writer(overlap=overlap)
+        here = self._board
+        self._writer = Writer(overlap=overlap, waiting=lambda: here.phase(Phase.SAVE))
         self._run = new_run()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
@@ -156,8 +161,7 @@ class Checkpointer:
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
         """Step `step` (counted from 0) is finished: save the state if it is time to. Every rank calls this.
 
-        What is saved is the state as it is now. Until the next `step()` of an optimizer, or until
-        `wait_until_finished`, do not change parameters or an optimizer's state by other means.
+        What is saved is the state as it is now; with `overlap`, see there for what may change afterwards.
 
         Args:
             force: save now, whatever the interval, and wait for all of the copy.
@@ -218,12 +222,13 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        self._writer.close()
-        if self._background is not None:
-            self._background.close(CLOSE_S)
-        self._slots.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        with ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+            if self._keeping is not None:
+                stack.callback(self._keeping.close)
+            stack.callback(self._slots.close)
+            if self._background is not None:
+                stack.callback(self._background.close, CLOSE_S)
+            stack.callback(self._writer.close)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -231,13 +236,16 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None and not self._closed and self._place is not None and self._lacks_the_last():
-            with self._board.phase(Phase.SAVE):
-                self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
-        self.close()
+        try:
+            if error is None and not self._closed and self._place is not None and self._lacks_the_last():
+                with self._board.phase(Phase.SAVE):
+                    self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
+        finally:
+            self.close()
 
     def _lacks_the_last(self) -> bool:
-        return self._step != self._saved or not self._writer.settle()
+        """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""
+        return self._step != self._saved or not self._saved_for_good or not self._writer.settle()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -265,10 +273,10 @@ class Checkpointer:
             if persist and self._background is not None:
                 self._background.notify()
 
-        self._sharded = self._writer.write(self.state, slots, label, complete)
+        # What goes to storage is read as soon as it is complete, so no doubt may come up later.
+        self._sharded = self._writer.write(self.state, slots, label, complete, at_once=wait or persist)
         self._saved, self._place = step, place
-        if wait:
-            self._writer.settle()
+        self._saved_for_good = slots is self._slots and (persist or self._storage is None)
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:

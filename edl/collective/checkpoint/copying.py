@@ -37,33 +37,47 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
         self._begun: _Job | None = None
 
+    @torch.no_grad()
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source to its target. Targets are contiguous, on the CPU, and share no memory with sources."""
-        job = _Job(targets, sources)
-        if self._helpers and sum(source.nbytes for source in sources) > _PIECE_NBYTES:
+        job = _Job(_plan(targets, sources))
+        if sum(source.nbytes for source in sources) > _PIECE_NBYTES:
             for _ in range(self._helpers):
                 self._submit(job)
         job.work()
         job.done.result()
 
+    @torch.no_grad()
     def begin(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], then: Callable[[], object]
     ) -> None:
-        """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`."""
+        """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`.
+
+        Only tensors that numpy can copy are left to the thread: on a GPU, its stream would not be the caller's.
+        """
         self.finish()
-        self._begun = _Job(targets, sources, then)
+        self._begun = _Job(_plan(targets, sources), then)
         self._submit(self._begun)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something was begun that is not done."""
+        return self._begun is not None and not self._begun.done.done()
 
     def finish(self) -> None:
         """Help with what was begun, and wait until it is done.
 
         Raises:
-            Exception: whatever `then` raised.
+            Exception: whatever the copy, or `then`, raised.
         """
-        job, self._begun = self._begun, None
+        job = self._begun
         if job is not None:
             job.work()
-            job.done.result()
+            try:
+                job.done.result()
+            finally:
+                if job.done.done():  # else it is an interrupt, and the copy still under way
+                    self._begun = None
 
     def close(self) -> None:
         """Finish, and stop the threads."""
@@ -79,53 +93,61 @@ class Copier:
 
 
 class _Job:
-    """Pieces that any number of threads copy. Whoever finds that all is copied calls `then`, and ends `done`."""
+    """Pieces that any number of threads copy. Whoever finishes the last one calls `then`, and ends `done`.
 
-    def __init__(
-        self,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        then: Callable[[], object] = lambda: None,
-    ) -> None:
+    If a piece cannot be copied, the rest is not begun, `then` is not called, and `done` has the error.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], then: Callable[[], object] = lambda: None) -> None:
         self.done: Future[None] = Future()
         self._then = then
-        self._waiting = _plan(targets, sources)
-        self._under_way = 0
-        self._ended = False
+        self._waiting = iter(pieces)
+        self._unfinished = len(pieces)
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
+        if not pieces:
+            self._end()
 
     def work(self) -> None:
         """Copy pieces until none is left to begin with."""
         while True:
             with self._lock:
-                piece = next(self._waiting, None)
-                if piece is None:
-                    if self._under_way or self._ended:
-                        return
-                    self._ended = True
-                    break
-                self._under_way += 1
-            np.copyto(*piece)
+                piece = next(self._waiting, None) if self._error is None else None
+            if piece is None:
+                return
+            error: BaseException | None = None
+            try:
+                np.copyto(*piece)
+            except BaseException as exc:  # noqa: BLE001 - raised again by whoever waits
+                error = exc
             with self._lock:
-                self._under_way -= 1
-        self._end()
+                self._unfinished -= 1
+                first = error is not None and self._error is None
+                self._error = self._error or error
+                last = self._unfinished == 0 and self._error is None
+            if first and error is not None:
+                self.done.set_exception(error)
+            elif last:
+                self._end()
 
     def _end(self) -> None:
         try:
             self._then()
-        except BaseException as exc:  # noqa: BLE001 - raised again by `finish`
+        except BaseException as exc:  # noqa: BLE001 - raised again by whoever waits
             self.done.set_exception(exc)
         else:
             self.done.set_result(None)
 
 
-def _plan(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Iterator[Piece]:
-    """What is to be copied, in pieces; what numpy cannot copy is copied on the way."""
+def _plan(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Piece]:
+    """What is to be copied, in pieces; what numpy cannot copy is copied here and now."""
+    pieces: list[Piece] = []
     for target, source in zip(targets, sources, strict=True):
         if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-            yield from _pieces(target, source.detach())
+            pieces += _pieces(target, source.detach())
         else:
             target.copy_(source.detach())
+    return pieces
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Piece]:

@@ -196,7 +196,9 @@ class SlotPair:
             self._ask_for_room(1 - number, room)
         else:
             self._room(1 - number, room)
-        _set_sequence(memory, (0 if newest is None else newest.sequence) + 1)
+        # Above every number that was ever here, complete or not: a reader knows by it that a slot is still the same.
+        highest = max(map(_raw_sequence, self._paths))
+        _set_sequence(memory, highest + highest % 2 + 1)
         self._writing = number
         return number, memory
 
@@ -312,6 +314,15 @@ def _look(path: Path) -> Found | None:
         return None
     label = Label(generation, step, world, rank, bool(persist), bool(sharded))
     return Found(path, label, sequence, data_nbytes, meta_nbytes, meta_crc)
+
+
+def _raw_sequence(path: Path) -> int:
+    """The sequence number that stands in `path`, whatever it means; 0 where there is none."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return int.from_bytes(os.pread(file.fileno(), 8, _SEQUENCE_AT), "little")
+    except OSError:
+        return 0
 
 
 def _meta(found: Found) -> bytes | None:

@@ -28,6 +28,8 @@ class SummingWriter(io.RawIOBase):
         self._file = file
         self._taken = taken
         self._crc = self._size = 0
+        self.failure: OSError | None = None
+        """What the file system said first: torch makes another error of it."""
 
     def writable(self) -> bool:
         """Yes."""
@@ -42,8 +44,12 @@ class SummingWriter(io.RawIOBase):
         view = memoryview(data).cast("B")
         for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a tensor at once, however large
             chunk = view[begin : begin + _CHUNK_NBYTES]
-            with _translated():
-                self._file.write(chunk)
+            try:
+                with _translated():
+                    self._file.write(chunk)
+            except OSError as exc:
+                self.failure = exc
+                raise
             self._crc = zlib.crc32(chunk, self._crc)
             self._size += len(chunk)
             self._taken(len(chunk))
@@ -131,7 +137,12 @@ class Folder:
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
         try:
             writer = SummingWriter(opened, self._count)
-            write(writer)
+            try:
+                write(writer)
+            except Exception as exc:
+                if writer.failure is not None and writer.failure is not exc:
+                    raise writer.failure from exc
+                raise
             with _translated():
                 opened.flush()
                 if self._local:

@@ -1,20 +1,26 @@
-"""Putting a state into slots of shared memory while training goes on.
+"""Putting a state into slots of shared memory, at once or, if the user wants that, while training goes on.
 
 What only an optimizer's step changes, its parameters and their moments, keeps still during the next forward and
-backward pass, so it is copied beside them, and the next step of any optimizer waits for what is left (the idea of
-CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write` returns: buffers, which a forward pass may
-change, whatever else is in the state, and what belongs to an optimizer that has not passed here since the last save
-(a compiled step does not). torch counts what it writes to a tensor; a save during which it wrote to one that should
-have kept still is dropped, and saves take their time from then on.
+backward pass, so where it is in the CPU's memory it can be copied beside them, and the next step of any optimizer waits
+for what is left (the idea of CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write` returns:
+buffers, which a forward pass may change, whatever else is in the state, and what belongs to an optimizer that has not
+passed here since the last save (a compiled step does not).
+
+That rests on a promise, that nothing else writes to these tensors meanwhile. What torch counts of writes, and samples
+of the bytes, tell of most that break it (not of a few numbers changed through `.data`): such a save is dropped, and
+saves take their time from then on.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,35 +39,58 @@ __all__ = ["Writer"]
 
 _log = logging.getLogger(__name__)
 
+_SAMPLED_EACH_NBYTES: Final = 256 << 10
+_SAMPLE_NBYTES: Final = 64
 _WORTH_NBYTES: Final = 4 << 20
 """Less is copied at once: a thread would cost as much."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """Tensors that have to keep still, and how often torch had written to each."""
+    """Tensors that have to keep still: how often torch had written to each, and samples of their bytes."""
 
     tensors: list[torch.Tensor]
     versions: list[int]
+    samples: list[bytes]
 
     @classmethod
     def of(cls, tensors: list[torch.Tensor]) -> _Watched:
-        return cls(tensors, [tensor._version for tensor in tensors])
+        return cls(tensors, [tensor._version for tensor in tensors], [_sample(tensor) for tensor in tensors])
 
     def still(self) -> bool:
-        return all(tensor._version == version for tensor, version in zip(self.tensors, self.versions, strict=True))
+        """Whether nobody has written to them, as far as can be told."""
+        counts = (tensor._version == version for tensor, version in zip(self.tensors, self.versions, strict=True))
+        return all(counts) and self.same_as(self.tensors)
+
+    def same_as(self, others: list[torch.Tensor]) -> bool:
+        """Whether `others` have the sampled bytes."""
+        return all(_sample(other) == sample for other, sample in zip(others, self.samples, strict=True))
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """A few bytes from each part of a contiguous tensor."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    whole = len(data) // _SAMPLED_EACH_NBYTES * _SAMPLED_EACH_NBYTES
+    parts: bytes = data[:whole].reshape(-1, _SAMPLED_EACH_NBYTES)[:, :_SAMPLE_NBYTES].tobytes()
+    return parts + data[whole:][:_SAMPLE_NBYTES].tobytes() + data[-_SAMPLE_NBYTES:].tobytes()
 
 
 class Writer:
-    """Copies states into slots. One thread at a time; the optimizers' may be another one."""
+    """Copies states into slots. Optimizers may step in other threads than the one that saves."""
 
-    def __init__(self, *, overlap: bool = True) -> None:
+    def __init__(
+        self, *, overlap: bool = False, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         """A writer.
 
         Args:
             overlap: copy beside the next forward and backward pass what may be copied then.
+            waiting: entered while an optimizer's step waits for the rest.
         """
         self._overlap = overlap
+        self._waiting = waiting
+        self._turn = threading.RLock()
+        self._pid = os.getpid()
         self._copier = Copier()
         self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
         self._watched: _Watched | None = None
@@ -71,11 +100,14 @@ class Writer:
         hook = register_optimizer_step_pre_hook(_Gate(self))
         self._unhook = weakref.finalize(self, hook.remove)
 
-    def write(self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object]) -> bool:
+    def write(
+        self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object], *, at_once: bool = False
+    ) -> bool:
         """Copy `state` into the older one of two slots.
 
         Args:
             label: of the state; this writer says whether it is sharded.
+            at_once: leave nothing for later.
             then: called when the state can be restored, with the seconds that this took; in whichever thread.
 
         Returns:
@@ -84,37 +116,46 @@ class Writer:
         Raises:
             SettingsError: the state cannot be saved, or there is not enough shared memory.
         """
-        self.settle()
-        begin = time.perf_counter()
-        captured = state.capture()
-        nbytes = captured.data_nbytes
-        number, memory = slots.begin(nbytes, len(captured.meta))
-        views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
-        sharded = any(entry.scope == "shard" for entry in captured.entries)
-        later = self._may_wait(state, captured) if known else set()  # new memory's pages are best paid for at once
-        self._passed.clear()
-        watched = _Watched.of([captured.tensors[number] for number in sorted(later)])
+        with self._turn:
+            self.settle()
+            begin = time.perf_counter()
+            captured = state.capture()
+            nbytes = captured.data_nbytes
+            number, memory = slots.begin(nbytes, len(captured.meta))
+            views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
+            sharded = any(entry.scope == "shard" for entry in captured.entries)
+            # New memory's pages are best paid for at once.
+            later = sorted(self._may_wait(state, captured)) if known and not at_once else []
+            self._passed.clear()
+            watched = _Watched.of([captured.tensors[number] for number in later])
+            copies = [views[number] for number in later]
 
-        def commit() -> None:
-            if watched.still():
-                slots.commit(replace(label, sharded=sharded), nbytes, captured.meta)
-                self._complete = True
-                then(time.perf_counter() - begin)
+            def commit() -> None:
+                if watched.still() and watched.same_as(copies):
+                    slots.commit(replace(label, sharded=sharded), nbytes, captured.meta)
+                    self._complete = True
+                    then(time.perf_counter() - begin)
 
-        now = [number for number in range(len(views)) if number not in later]
-        self._complete, self._watched, self._retract = False, watched, slots.retract
-        self._copier.copy([views[number] for number in now], [captured.tensors[number] for number in now])
-        if later:
-            self._copier.begin([views[number] for number in sorted(later)], watched.tensors, commit)
-        else:
-            commit()
-        return sharded
+            now = [number for number in range(len(views)) if number not in set(later)]
+            self._complete, self._retract = False, slots.retract
+            self._copier.copy([views[number] for number in now], [captured.tensors[number] for number in now])
+            if later:
+                self._watched = watched
+                self._copier.begin(copies, watched.tensors, commit)
+            else:
+                commit()
+            return sharded
 
     def settle(self) -> bool:
         """Help to finish the last save. Returns whether it is complete, rather than dropped."""
-        if self._watched is not None:
-            self._copier.finish()
+        if os.getpid() != self._pid:
+            return False  # in a fork: the copy goes on in its parent, whose slots these are
+        with self._turn:
             watched, self._watched = self._watched, None
+            if watched is None:
+                return self._complete
+            with self._waiting() if self._copier.busy else nullcontext():
+                self._copier.finish()
             if not watched.still():
                 if self._complete:  # while it was copied, or since? torch counts a write when it has been done
                     self._complete = False
@@ -122,22 +163,24 @@ class Writer:
                 self._overlap = False
                 _log.warning(
                     "parameters or an optimizer's state were written to between a save and the next step of an "
-                    "optimizer: that save is dropped, and from now on saves wait for the copy (overlap=False does so "
-                    "from the beginning)"
+                    "optimizer: that save is dropped, and from now on saves wait for the copy, as without overlap=True"
                 )
-        return self._complete
+            return self._complete
 
     def about_to_step(self, optimizer: Optimizer) -> None:
         """An optimizer will change what belongs to it."""
-        self.settle()
-        self._passed.add(optimizer)
+        with self._turn:
+            self.settle()
+            self._passed.add(optimizer)
 
     def close(self) -> None:
         """Finish the last save, and let go of everything."""
-        self.settle()
-        self._unhook()
-        self._views.clear()
-        self._copier.close()
+        try:
+            self.settle()
+        finally:
+            self._unhook()
+            self._views.clear()
+            self._copier.close()
 
     def _may_wait(self, state: State, captured: Captured) -> set[int]:
         """The numbers of the tensors that nobody but an optimizer of the state changes."""
@@ -152,7 +195,7 @@ class Writer:
         numbers = {
             number
             for number, tensor in enumerate(captured.tensors)
-            if tensor.device.type == "cpu" and not tensor.is_inference() and _memory_of(tensor) in kept_still
+            if _is_plain(tensor) and _memory_of(tensor) in kept_still
         }
         nbytes = sum(captured.tensors[number].nbytes for number in numbers)
         return numbers if nbytes >= _WORTH_NBYTES else set()
@@ -174,6 +217,15 @@ def _tensors_of(optimizer: Optimizer) -> list[Any]:
     parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for one in optimizer.state.values() for value in one.values()]
     return [value for value in (*parameters, *states) if isinstance(value, torch.Tensor)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a thread may copy it, and torch counts writes to it."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

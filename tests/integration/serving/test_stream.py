@@ -282,6 +282,7 @@ MALFORMED = {
     "with an id": bundles.join_requests([message("1", row(1))]) + codec.id_field("7"),
     "nested": bundles.join_requests([bundles.join_requests([message("1", row(1))])]),
     "beside a request": with_bundle_parameter(message("7", row(1))),
+    "too large": bundles.join_requests([message("1", row(1))] * 2000),
 }
 
 

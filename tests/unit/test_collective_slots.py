@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
+from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find, make_room, nbytes_of
 from edl.errors import ClosedError, SettingsError
 
 
@@ -264,4 +264,17 @@ def test_a_number_is_not_given_again_to_what_was_retracted(prefix: Path) -> None
         seen.add((find(prefix)[0].path, find(prefix)[0].sequence))
         pair.retract()
     assert len({sequence for _, sequence in seen}) == 5
+    pair.close()
+
+
+def test_room_that_was_made_before_is_used_and_holds_nothing(prefix: Path) -> None:
+    assert nbytes_of(prefix) == 0
+    make_room(prefix, 5_000_000)
+    assert nbytes_of(prefix) == 5_000_000
+    assert find(prefix) == []
+    pair = SlotPair(prefix)
+    _, memory = pair.begin(3_000_000, 10)
+    assert len(memory) == 5_000_000
+    pair.commit(Label(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    assert find(prefix)[0].label.step == 1
     pair.close()

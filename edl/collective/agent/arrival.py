@@ -16,6 +16,7 @@ from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.part import Part
 from edl.collective.agent.storing import JobRun
 from edl.collective.agent.world import State, World
+from edl.collective.checkpoint.slots import make_room
 from edl.errors import SettingsError
 
 __all__ = ["arrive"]
@@ -46,6 +47,7 @@ def arrive(part: Part) -> int | None:
     if complaint:
         part.say(f"{complaint}; each worker will import it by itself")
     part.signals.heed()
+    _make_room(part)
     part.membership.join()
     part.ending.joined = True
     _inherit(part)
@@ -119,6 +121,14 @@ def _check(part: Part, settings: CheckSettings) -> int | None:
         part.say(f"this node is faulty: {found.faulty[part.id]}; it does not join, exit code {Exit.FAULTY_NODE:d}")
         return Exit.FAULTY_NODE
     return None
+
+
+def _make_room(part: Part) -> None:
+    """Have memory for the state that this node's workers will be given: the others will wait for that."""
+    nbytes = max((node.slot_nbytes for node in part.membership.read().nodes.values()), default=0)
+    if nbytes:
+        for rank in range(part.told.workers):
+            make_room(Path(part.host.slots(rank)), nbytes)
 
 
 def _inherit(part: Part) -> None:

@@ -6,6 +6,7 @@ What should become of the job is decided by `world.next_world`, what ended worke
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from edl.collective.agent.crew import HANGING
@@ -17,6 +18,7 @@ from edl.collective.agent.part import Part, is_member
 from edl.collective.agent.sightings import Sightings
 from edl.collective.agent.tether import neighbours
 from edl.collective.agent.world import Moment, State, World, failed, next_world
+from edl.collective.checkpoint.slots import nbytes_of
 from edl.collective.ledger.node import Doing
 from edl.errors import DiscoveryError
 
@@ -227,6 +229,9 @@ class Conduct:
             changes["finished"] = crew.generation
         if node.port != self._spare.port:
             changes["port"] = self._spare.port
+        slot_nbytes = nbytes_of(Path(self._part.host.slots(0)))
+        if slot_nbytes > node.slot_nbytes:
+            changes["slot_nbytes"] = slot_nbytes
         if changes:
             self._membership.update(**changes)
 

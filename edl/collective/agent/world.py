@@ -51,6 +51,7 @@ class Node:
         workers: how many it runs.
         replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
         tether_port: where others learn at once that its agent's process is gone, 0 if nowhere.
+        slot_nbytes: of one worker's slot of shared memory, for nodes that come; 0 while there is none.
         leaving: it wants to go, and must not be a member of the next world.
         paused: the generation in which all of its workers paused, -1 for none.
         finished: the generation in which all of its workers ended well, -1 for none.
@@ -62,6 +63,7 @@ class Node:
     workers: int
     replica_port: int = 0
     tether_port: int = 0
+    slot_nbytes: int = 0
     leaving: bool = False
     paused: int = -1
     finished: int = -1

@@ -38,7 +38,7 @@ from typing import Final
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
 
-__all__ = ["HEADER_NBYTES", "Copy", "Found", "Label", "SlotPair", "find"]
+__all__ = ["HEADER_NBYTES", "Copy", "Found", "Label", "SlotPair", "find", "make_room", "nbytes_of"]
 
 HEADER_NBYTES: Final = 4096
 """Where the tensors' bytes begin."""
@@ -136,6 +136,25 @@ def find(prefix: Path) -> list[Found]:
     """
     found = [one for one in map(_look, _paths(prefix)) if one is not None]
     return sorted(found, key=lambda one: (one.label, one.sequence), reverse=True)
+
+
+def nbytes_of(prefix: Path) -> int:
+    """How large the larger of one worker's slots is, 0 where there is none."""
+    return max((path.stat().st_size for path in _paths(prefix) if path.exists()), default=0)
+
+
+def make_room(prefix: Path, nbytes: int) -> None:
+    """Give both slots of a worker that is still to come their memory, so that nobody has to wait for it then.
+
+    Where there is not enough, the worker will say so.
+    """
+    for path in _paths(prefix):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            finally:
+                os.close(file)
 
 
 class SlotPair:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent.membership import prefix
+from edl.collective.agent.world import Node
 from edl.discovery import open_store
 from tests.integration.collective.job import Job, wait_until
 
@@ -114,3 +116,15 @@ def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Pat
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_node_says_how_much_memory_those_who_come_will_need(job: Job) -> None:
+    job.start()
+    job.wait_for_world(1)
+    with open_store(job.url) as store:
+        records = f"{prefix(job.name)}nodes/"
+        wait_until(lambda: any(Node.decode(one.value).slot_nbytes for one in store.list(records)), "a record with it")
+    job.start()
+    job.wait_for_world(2)
+    job.end()
+    assert [node.wait() for node in job.nodes] == [0, 0]

@@ -216,6 +216,7 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
         if step >= 0:
             train(state, 1)
             checkpointer.save(step + 1)
+        checkpointer.close()  # the end of the block would store that
     return said
 
 

@@ -17,6 +17,7 @@ from tests.integration.collective.job import Job, wait_until
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("train_state.py")
 
 
@@ -95,7 +96,7 @@ def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path
 def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("print('hello')")
-    arguments = ["--standalone", "--rdzv-backend", "static", "--rdzv-endpoint", "10.0.0.1:29500", "--node-rank", "0"]
+    arguments = ["--standalone", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--node-rank", "0"]
     done = edl_run(*arguments, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "edl run: --rdzv-backend, --rdzv-endpoint: not used here; nodes meet in the store, sqlite:///" in done.stderr
@@ -118,13 +119,15 @@ def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_node_says_how_much_memory_those_who_come_will_need(job: Job) -> None:
-    job.start()
-    job.wait_for_world(1)
-    with open_store(job.url) as store:
-        records = f"{prefix(job.name)}nodes/"
-        wait_until(lambda: any(Node.decode(one.value).slot_nbytes for one in store.list(records)), "a record with it")
-    job.start()
-    job.wait_for_world(2)
-    job.end()
-    assert [node.wait() for node in job.nodes] == [0, 0]
+def test_a_node_says_how_much_memory_those_who_come_will_need(tmp_path: Path) -> None:
+    command = [str(SCRIPT), str(tmp_path)]
+    with Job(tmp_path, ("--nnodes", "1:2"), command, environ={"PYTHONPATH": str(ROOT)}) as job:
+        job.start()
+        job.wait_for_world(1)
+        with open_store(job.url) as store:
+            records = f"{prefix(job.name)}nodes/"
+            wait_until(lambda: any(Node.decode(one.value).slot_nbytes for one in store.list(records)), "one says it")
+        job.start()
+        job.wait_for_world(2)
+        job.end()
+        assert [node.wait() for node in job.nodes] == [0, 0]

@@ -16,6 +16,7 @@ torchrun run three workers on one node, torchft three replica groups.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import tempfile
@@ -133,7 +134,7 @@ class Kills:
 
 
 def _join_s(start: Start, stay: bool = False) -> float:
-    """The pause of two nodes' ranks when a third one joins; the deadline if it never trains with them."""
+    """The pause of two nodes' ranks when a third one joins; infinite if it never trains with them."""
     with ExitStack() as stack:
         job = start(_task(stack, stay), stack)
         for number in range(_RANKS - 1):
@@ -142,8 +143,8 @@ def _join_s(start: Start, stay: bool = False) -> float:
         try:
             return get_over(job, join, _TIMEOUT_S).pause_s
         except Hang as hang:
-            note(f"**A join hung.** {hang}\n")
-            return _TIMEOUT_S
+            progress(f"a join hung: {hang}")
+            return math.inf
 
 
 def _nodes(task: Task, stack: ExitStack) -> Job:
@@ -203,6 +204,7 @@ def _tell(sides: dict[str, Kills]) -> None:
 
 
 def _joins(repeats: int) -> dict[str, list[float]]:
+    """Of the rounds in which torchrun did not hang, which is not for us to gain by; if we hang, the ratio is 0."""
     starts = {
         "edl run": partial(_join_s, _nodes),
         "edl run, in process": partial(_join_s, _nodes, stay=True),
@@ -210,11 +212,14 @@ def _joins(repeats: int) -> dict[str, list[float]]:
     }
     pauses = take_turns(starts, repeats)
     for name, seconds in pauses.items():
-        note(f"Pause when a node joins, {name}: {Spread.of(seconds)} s.")
-    return {
-        "join": divide(pauses["torchrun"], pauses["edl run"]),
-        "join_in_process": divide(pauses["torchrun"], pauses["edl run, in process"]),
-    }
+        came = [one for one in seconds if one < math.inf]
+        hung = f", {len(seconds) - len(came)} of {len(seconds)} hung" if len(came) < len(seconds) else ""
+        note(f"Pause when a node joins, {name}: {Spread.of(came) if came else 'never'} s{hung}.")
+    kept = [number for number, seconds in enumerate(pauses["torchrun"]) if seconds < math.inf]
+    theirs, *ours = (
+        [pauses[name][number] for number in kept] for name in ("torchrun", "edl run", "edl run, in process")
+    )
+    return {key: divide(theirs, one) for key, one in zip(("join", "join_in_process"), ours, strict=True) if kept}
 
 
 def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:

@@ -47,6 +47,7 @@ def arrive(part: Part) -> int | None:
     if complaint:
         part.say(f"{complaint}; each worker will import it by itself")
     part.signals.heed()
+    _agree_on_script(part)  # once more: whoever came meanwhile saw nobody here yet
     _make_room(part)
     part.membership.join()
     part.ending.joined = True
@@ -85,6 +86,7 @@ def _agree_on_script(part: Part) -> None:
     told, key = part.told, prefix(part.told.job) + "script"
     own = Path(told.warm.target).name
     while True:
+        part.signals.heed()
         entry = part.store.get(key)
         if entry is not None and entry.value.decode() == own:
             return

@@ -92,16 +92,17 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             message = "which script? `edl run [OPTIONS] train.py [ITS ARGUMENTS]`"
-        self.exit(2, f"{self.prog}: {message}{self._meant()}; `{self.prog} --help` lists the options\n")
+        self.exit(2, f"{self.prog}: {message}{self._meant(message)}; `{self.prog} --help` lists the options\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = list(args or ())
         return super().parse_args(args, namespace)
 
-    def _meant(self) -> str:
+    def _meant(self, message: str) -> str:
         known = [name for action in self._actions for name in action.option_strings]
         known += [name.replace("_", "-") for name in known if name.startswith("--")]
-        for word in self._given:
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for word in unknown or self._given:
             if not word.startswith("-"):
                 break  # the script, or an option's value: what follows is not ours for certain
             name = word.partition("=")[0]

@@ -125,10 +125,11 @@ class Writer:
             views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
             sharded = any(entry.scope == "shard" for entry in captured.entries)
             # New memory's pages are best paid for at once.
-            later = sorted(self._may_wait(state, captured)) if known and not at_once else []
+            later = self._may_wait(state, captured) if known and not at_once else set()
             self._passed.clear()
-            watched = _Watched.of([captured.tensors[number] for number in later])
-            copies = [views[number] for number in later]
+            now = [number for number in range(len(views)) if number not in later]
+            watched = _Watched.of([captured.tensors[number] for number in sorted(later)])
+            copies = [views[number] for number in sorted(later)]
 
             def commit() -> None:
                 if watched.still() and watched.same_as(copies):
@@ -136,7 +137,6 @@ class Writer:
                     self._complete = True
                     then(time.perf_counter() - begin)
 
-            now = [number for number in range(len(views)) if number not in set(later)]
             self._complete, self._retract = False, slots.retract
             self._copier.copy([views[number] for number in now], [captured.tensors[number] for number in now])
             if later:

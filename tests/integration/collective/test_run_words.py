@@ -106,6 +106,7 @@ def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None
     ("arguments", "words"),
     [
         (["--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--nnodes", "2", "--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
         (["--nnodes", "2"], "which script?"),
         (["--log-dir", "/proc/logs", "hello.py"], "--log-dir /proc/logs"),
     ],

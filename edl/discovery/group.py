@@ -66,7 +66,7 @@ class BalanceGroup(Owned, Watch):
         self._taking = threading.Lock()
         self._patient_until = time.monotonic() + PATIENCE_S
         self._seen: Snapshot | None = None
-        self._links = StoreSnapshot({})
+        self._links: StoreSnapshot | None = None
         self._given: Snapshot | None = None
         self._teachers = registry.watch(service)
         self._member = self._own(Member(registry, store, service, student_id, self._limit, ttl_s))
@@ -120,7 +120,10 @@ class BalanceGroup(Owned, Watch):
         ready = [teacher for teacher in self._seen.instances if teacher.state == "ready"]
         last = frozenset(() if self._given is None else (teacher.id for teacher in self._given.instances))
         choice = choose(self._student, self._limit, ready, links, last)
-        if not choice.coordinated and self._given is None and not reason and time.monotonic() < self._patient_until:
+        # A reason is no cause for haste while the links are about to be read: a student that was killed and is back
+        # cannot take part until its former lease ends, but its links are there.
+        awaited = not reason or (self._links is None and self._member.reads_links)
+        if not choice.coordinated and self._given is None and awaited and time.monotonic() < self._patient_until:
             return None
         given = choice.ids | {teacher.id for teacher in self._seen.instances if teacher.state != "ready"} & last
         return replace(
@@ -131,6 +134,8 @@ class BalanceGroup(Owned, Watch):
 
     def _known_links(self) -> tuple[frozenset[str] | None, str]:
         """The links if they are valid now, or the reason why not."""
+        if self._links is None:
+            return None, self._member.error
         if reason := self._links.stale or self._member.over:
             return None, reason
         entry = self._links.entries.get(self._links_key)

@@ -19,6 +19,8 @@ log = logging.getLogger("edl.discovery")
 STEP_S = 0.1
 """How often to look whether anything changed: glances into memory, nothing is asked of the store."""
 RETRY_S = 1.0
+REMEMBERED = 1000
+"""How many students that left a leader remembers the teachers of."""
 
 
 class Member(Owned):
@@ -52,6 +54,11 @@ class Member(Owned):
     def is_leader(self) -> bool:
         """Whether this student decides for the group."""
         return self._election is not None and self._election.is_leader and not self._closed
+
+    @property
+    def reads_links(self) -> bool:
+        """Whether the store has been asked for this student's links."""
+        return self._links is not None
 
     def take_links(self) -> StoreSnapshot | None:
         """What the store says of this student's links, None if that is nothing new. Does not wait."""
@@ -145,8 +152,14 @@ class _Leader:
         todo = plan(self._keys, ready, self._listed.entries.values(), stored, self._planned)
         self._report(todo.refused)
         if self._carry_out(todo, stored, still):
-            self._balanced, self._planned = seen, todo.links
+            self._balanced = seen
+            self._remember(todo.links)
             self._check_at = time.monotonic() + self._ttl_s
+
+    def _remember(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        """Keep what was planned, and what those had who left: a student whose lease lapses may be back in a moment."""
+        gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
+        self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
     def _carry_out(self, todo: Plan, stored: list[Entry], still: Callable[[], bool]) -> bool:
         """Write what changes; False if somebody else wrote or leads by now, and it has to be thought over."""

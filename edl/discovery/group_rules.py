@@ -188,7 +188,8 @@ def plan(
     Args:
         ready: the teachers that take work.
         students, stored: all entries below `keys.students` and `keys.links`.
-        remembered: links that were planned last, for students that have none in the store since they talk to all.
+        remembered: links that were planned last, for students that have none in the store: they talk to all, or were
+            gone for a while.
     """
     limits: dict[str, int] = {}
     present: dict[str, bytes] = {}

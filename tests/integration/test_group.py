@@ -16,7 +16,8 @@ import pytest
 
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.group import BalanceGroup
-from edl.discovery.group_rules import pack_links
+from edl.discovery.group_rules import pack_limit, pack_links
+from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, SettingsError
 from tests.integration.group_student import StudentProcess
 
@@ -256,6 +257,55 @@ def test_a_student_that_is_killed_and_starts_again_has_the_same_teachers(
     stack.callback(again.kill)
     until(lambda: len(again.has) == 2)
     assert again.told[0]["teachers"] == sorted(had)
+
+
+class SlowWatch:
+    """Says nothing for half a second."""
+
+    def __init__(self, watch: StoreWatch) -> None:
+        self.watch, self.silent_until = watch, time.monotonic() + 0.5
+
+    def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
+        return None if time.monotonic() < self.silent_until else self.watch.get(timeout_s)
+
+    def close(self) -> None:
+        self.watch.close()
+
+
+def test_links_are_waited_for_by_a_student_whose_key_its_former_life_still_holds(
+    registry: Registry, store: Store, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        stack.enter_context(registry.register(teacher(number)))
+    store.put(f"balance/{SERVICE}/students/again", pack_limit(2), stack.enter_context(store.lease(60.0)))
+    store.put(f"balance/{SERVICE}/links/again", pack_links(["t0", "t7"]))
+    watch = store.watch
+    monkeypatch.setattr(store, "watch", lambda prefix: SlowWatch(watch(prefix)))
+    again = join(stack, registry, store, "again", want=2)
+    assert [again.now.instances[n].id for n in range(2)] == ["t0", "t7"]
+    assert [len(told.instances) for told in again.told] == [2], "nothing else was given before"
+    assert "held by another lease" in again.group.error
+
+
+def test_a_student_that_was_gone_for_longer_than_its_lease_has_the_same_teachers(
+    registry: Registry, store: Store, stack: ExitStack
+) -> None:
+    for number in range(8):
+        stack.enter_context(registry.register(teacher(number)))
+    other = join(stack, registry, store, "leader", want=2)
+    until(lambda: other.group.is_leader and not other.now.stale)
+    # Not what chance would give it again.
+    store.put(f"balance/{SERVICE}/links/again", pack_links(mine := sorted(ids(*range(8)) - other.has)[-2:]))
+    with BalanceGroup(registry, store, SERVICE, "again", want=2) as group:
+        student = Student(group)
+        until(lambda: student.has == set(mine) and not student.now.stale)
+        time.sleep(0.5)  # the leader plans with it
+    until(lambda: store.get(f"balance/{SERVICE}/links/again") is None)
+    until(lambda: not other.now.stale)
+    time.sleep(0.5)  # and without it
+    again = join(stack, registry, store, "again", want=2)
+    until(lambda: again.has and not again.now.stale)
+    assert again.has == set(mine)
 
 
 def test_what_a_former_leader_writes_late_is_put_right(registry: Registry, store: Store, stack: ExitStack) -> None:

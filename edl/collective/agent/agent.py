@@ -71,7 +71,9 @@ class Agent:
                     part.chronicle.tell("leave", "asked to")
                 code = self._signals.exit_code
             part.ending.code = code
-            return code
+        ended = part.ending.exit_code
+        assert ended is not None
+        return ended
 
     def _turn(self, part: Part, conduct: Conduct) -> int | None:
         """Wait for something to happen, or a moment, and act on it."""

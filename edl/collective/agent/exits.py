@@ -13,6 +13,8 @@ class Exit(IntEnum):
     DONE = 0
     FAILED = 1
     """The script raised, or ended with another code than 0."""
+    NOT_STORED = 74
+    """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
     NO_QUORUM = 75
     """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later."""
     FAULTY_NODE = 69

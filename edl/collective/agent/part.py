@@ -57,11 +57,18 @@ class Ending:
         code: the exit code, None while there is none.
         joined: the others have seen this node.
         alone: no other node was there last.
+        stored: nothing was left that had to be taken to storage.
     """
 
     code: int | None = None
     joined: bool = False
     alone: bool = True
+    stored: bool = True
+
+    @property
+    def exit_code(self) -> int | None:
+        """What the process is to end with: a job that is done is not a success while its result is in no storage."""
+        return Exit.NOT_STORED if self.code == Exit.DONE and not self.stored else self.code
 
     @property
     def job_over(self) -> bool:
@@ -129,7 +136,7 @@ def take_part(
         slots = [host.slots(rank) for rank in range(told.workers)]
         fence = partial(_may_store, membership, signals)
         storing = Storing(told.checkpoint, slots, JobRun(store, told.job), fence, say)
-        stack.callback(lambda: _store_last(storing, signals, say, done=ending.code == Exit.DONE))
+        stack.callback(lambda: _store_last(storing, signals, say, ending))
         replicas = Replication(name, host.replicas, [Path(each) for each in slots], JobSecret(store, told.job), say)
         stack.callback(replicas.close)
         tethers = Tethers(name, lambda node: events.put(Gone(node)))
@@ -166,13 +173,18 @@ def _keeps(told: Launch, ending: Ending) -> bool:
     return ending.code not in (Exit.DONE, Exit.FAILED) and ending.alone and told.resumable
 
 
-def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], *, done: bool) -> None:
+def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], ending: Ending) -> None:
     """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
+    done = ending.code == Exit.DONE
     if done:
         storing.store_newest()
     # In a thread, since a storage that hangs cannot be called back. That one ends with the process; what it has not
     # completed by then is left incomplete, which readers know.
-    close = partial(storing.close, _STORE_LAST_S, patient=done)
+    ending.stored = False
+
+    def close() -> None:
+        ending.stored = storing.close(_STORE_LAST_S, patient=done)
+
     closing = threading.Thread(target=close, name="edl-store-last", daemon=True)
     closing.start()
     began, warned = time.monotonic(), False
@@ -183,3 +195,5 @@ def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], 
             say("the last checkpoint is being stored; asked once more, this node leaves without it")
     if closing.is_alive():
         say("the last checkpoint was not stored; what was stored before is as it was")
+    if ending.exit_code == Exit.NOT_STORED:
+        say(f"the job is done, its last state is lost: exit code {Exit.NOT_STORED:d}")

@@ -52,3 +52,38 @@ def test_two_jobs_one_after_the_other_at_one_place(tmp_path: Path) -> None:
         newest = max(stored, key=lambda path: int(path.name.partition("-")[2].partition(".")[0]))
         manifest = json.loads((newest / "manifest.json").read_text())
         assert (manifest["step"], manifest["world"]) == (5 * attempt + 4, 2)
+
+
+LOST = """
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from edl.collective import Checkpointer, State
+
+dist.init_process_group("gloo")
+with Checkpointer(State(total=torch.zeros(3)), interval_steps=1) as checkpointer:
+    checkpointer.restore()
+    checkpointer.save(0)
+shutil.rmtree(sys.argv[1])
+Path(sys.argv[1]).write_text("no folder any more")
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_whose_last_state_is_not_stored_does_not_end_like_one_whose_is(tmp_path: Path) -> None:
+    url, script = tmp_path / "checkpoints", tmp_path / "script.py"
+    script.write_text(LOST)
+    options = ("--nnodes", "1", "--checkpoint", str(url), "--checkpoint-interval", "1000")
+    with Job(tmp_path / "job", options=options, command=[str(script), str(url)]) as job:
+        node = job.start()
+        wait_until(lambda: "it is tried again" in node.output, "the storage refuses")
+        node.process.terminate()
+        wait_until(lambda: "asked once more, this node leaves without it" in node.output, "it goes on trying")
+        node.process.terminate()
+        assert node.wait() == 74
+        assert "the job is done, its last state is lost: exit code 74" in node.output
+        job.nothing_is_left()

@@ -19,6 +19,7 @@ from edl.collective.checkpoint.parts import view_of
 from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.storage_background import Background
 from edl.collective.checkpoint.transfer import slot_bytes
 from edl.discovery import open_store
 from edl.errors import DiscoveryError, ProtocolError
@@ -258,3 +259,39 @@ def test_a_fence_that_cannot_tell_is_asked_again(tmp_path: Path, url: str) -> No
     assert one.close(20.0, patient=True)
     assert "stored the state after step 1" in lines[-1]
     assert "no leader" in lines[0]
+
+
+# Without an agent, a thread of the worker stores.
+
+
+def worker_storing(url: str, prefix: Path) -> Background:
+    one = Background(url, SlotPair(prefix), keep=2)
+    one.agreed(int(RUN, 16))
+    return one
+
+
+def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    well_at = time.monotonic() + 1.0
+
+    def before() -> None:
+        if time.monotonic() < well_at:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    worker_storing(url, tmp_path / "s").close(20)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert [Path(path).name for path in fs.ls(root, detail=False)] == [f"step-1.g-1.r-{RUN}"]
+
+
+def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    put(tmp_path / "s", 1)
+    begin = time.monotonic()
+    worker_storing(url, tmp_path / "s").close(1.2)
+    assert time.monotonic() - begin < 15
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
+    assert "left incomplete" in said[-1]

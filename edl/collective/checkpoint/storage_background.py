@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from edl.collective.checkpoint.slots import SlotPair
 from edl.collective.checkpoint.storage import Persister
@@ -13,6 +14,10 @@ from edl.errors import EDLError
 __all__ = ["Background"]
 
 _log = logging.getLogger(__name__)
+
+_RETRY_FIRST_S = 0.25
+_RETRY_MOST_S = 8.0
+_RETRY_AT_THE_END_S = 30.0
 
 
 class Background:
@@ -32,6 +37,8 @@ class Background:
         self._prefix = slots.prefix
         self._wake = threading.Event()
         self._stopping = False
+        self._try_until = 0.0
+        self._complaint = ""
         self._thread = threading.Thread(target=self._run, name="edl-storage", daemon=True)
         self._thread.start()
 
@@ -46,22 +53,44 @@ class Background:
         self._wake.set()
 
     def close(self, timeout_s: float) -> None:
-        """Store what is marked and not stored yet, and stop. Says so where that takes longer than `timeout_s`."""
+        """Store what is marked and not stored yet, and stop. Says so if that fails.
+
+        Args:
+            timeout_s: how long it may take; what fails is tried again for half a minute of it.
+        """
+        self._try_until = time.monotonic() + min(timeout_s, _RETRY_AT_THE_END_S)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             _log.warning("the last checkpoint was not stored within %.0f s, and is left incomplete", timeout_s)
+        elif self._complaint:
+            _log.warning("the last checkpoint is left incomplete; what was stored before is as it was")
 
     def _run(self) -> None:
+        wait_s: float | None = None
         while True:
-            self._wake.wait()
+            self._wake.wait(wait_s)
             self._wake.clear()
-            try:
-                self._persister.persist([self._prefix], marked=True)
-            except EDLError as exc:
-                _log.warning("%s; the next checkpoint will be tried again", exc)
-            except Exception:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
-                _log.exception("a checkpoint was not stored, by a fault in EDL; the next one will be tried again")
-            if self._stopping and not self._wake.is_set():
+            stopping = self._stopping  # what is stored from here on is all that there will be
+            stored = self._store()
+            if stopping and (stored or time.monotonic() >= self._try_until):
                 return
+            wait_s = None if stored else min(2 * (wait_s or _RETRY_FIRST_S), _RETRY_MOST_S)
+
+    def _store(self) -> bool:
+        """Store what is marked. Returns whether that worked; what did not is said once, not at each attempt."""
+        try:
+            self._persister.persist([self._prefix], marked=True)
+        except EDLError as exc:
+            complaint = f"{exc}; it is tried again"
+        except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
+            _log.debug("a checkpoint was not stored", exc_info=True)
+            complaint = f"a checkpoint was not stored, by a fault in EDL ({exc!r}); it is tried again"
+        else:
+            self._complaint = ""
+            return True
+        if complaint != self._complaint:
+            self._complaint = complaint
+            _log.warning("%s", complaint)
+        return False

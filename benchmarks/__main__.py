@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks._child import ROOT
+from benchmarks._child import ROOT, processes
 from benchmarks._harness import Spread, table
 
 NAMES = (
@@ -26,6 +28,7 @@ NAMES = (
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"
 _TIMEOUT_S = 3600.0
+_ENDING_S = 20.0
 
 _HEAD = """\
 # Benchmarks
@@ -55,11 +58,28 @@ def run(name: str, options: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", "--notes", str(notes), *options]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode:
-            raise SystemExit(f"benchmarks/{name}.py failed with exit code {done.returncode}: see above")
-        ratios = json.loads(done.stdout)["ratios"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        try:
+            printed, _ = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as exc:
+            raise SystemExit(f"benchmarks/{name}.py was not done within {_TIMEOUT_S:.0f} s, and was ended") from exc
+        finally:
+            _end(process)
+        if process.returncode:
+            raise SystemExit(f"benchmarks/{name}.py failed with exit code {process.returncode}: see above")
+        ratios = json.loads(printed)["ratios"]
         return Outcome({key: Spread(**one) for key, one in ratios.items()}, notes.read_text().strip())
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End it with all that it started, by Ctrl-C's way first: only it knows what else it has to clean up."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING_S)
+    for pid in processes(process.pid) if process.poll() is None else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def machine() -> str:

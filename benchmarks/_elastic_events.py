@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from benchmarks._elastic_diaries import longest_gap_s, median_step_s
 from benchmarks._elastic_job import Job
 
-__all__ = ["ADVERSARIES", "Event", "Outcome", "get_over", "join", "kill_rank"]
+__all__ = ["ADVERSARIES", "Event", "Outcome", "get_over", "join", "kill_node", "kill_rank"]
 
 _RECENT = 30
 _SECOND_KILL_S = 0.15
@@ -76,7 +76,8 @@ def _stop_rank(job: Job) -> Event:
     return Event(at, ["0-0", "2-0"], job.places())
 
 
-def _kill_node(job: Job, number: int) -> Event:
+def kill_node(job: Job, number: int) -> Event:
+    """SIGKILL to a node's agent and all that it started."""
     at = job.kill_node(number)
     return Event(at, job.places(), job.places())
 
@@ -102,8 +103,8 @@ def _leave(job: Job) -> Event:
 ADVERSARIES: dict[str, Callable[[Job], Event]] = {
     "a worker: SIGKILL": lambda job: kill_rank(job, "1-0"),
     "a worker: SIGSTOP": _stop_rank,
-    "a node with its agent: SIGKILL": lambda job: _kill_node(job, 1),
-    "the first node with its agent: SIGKILL": lambda job: _kill_node(job, 0),
+    "a node with its agent: SIGKILL": lambda job: kill_node(job, 1),
+    "the first node with its agent: SIGKILL": lambda job: kill_node(job, 0),
     "two workers at once: SIGKILL": _kill_two,
     "a worker, and a node during the recovery: SIGKILL": _kill_again,
     "a node leaves: SIGTERM": _leave,

@@ -10,6 +10,8 @@ torchrun run three workers on one node, torchft three replica groups.
 - `steps_lost`: steps done again, in intervals between snapshots; `steps_lost_in_process`: in steps.
 - `join`: the longest pause of two nodes' ranks when a third node joins, torchrun's by that of `edl run`;
   `join_in_process`: by that of `stay`.
+- `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
+  (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`.
 - `p50_s`, `p99_s`, `hangs`: of `--kills N` kills, one after the other at any moment of a step.
 """
 
@@ -27,7 +29,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import _elastic_ways as ways
-from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_rank
+from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_node, kill_rank
 from benchmarks._elastic_job import Hang, Job
 from benchmarks._elastic_task import Task
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
@@ -147,12 +149,30 @@ def _join_s(start: Start, stay: bool = False) -> float:
             return math.inf
 
 
+def _node_dies_s(start: Start) -> float:
+    """Until the slowest of two nodes' ranks has finished a step after a third node died; infinite if it never has."""
+    with ExitStack() as stack:
+        job = start(_task(stack), stack)
+        for number in range(_RANKS):
+            job.start(number)
+        job.together(count=3 * _SETTLE_STEPS)
+        try:
+            return get_over(job, lambda job: kill_node(job, 1), _TIMEOUT_S).seconds
+        except Hang as hang:
+            progress(f"a node's death hung: {hang}")
+            return math.inf
+
+
 def _nodes(task: Task, stack: ExitStack) -> Job:
     return stack.enter_context(ways.edl_nodes(task, _RANKS))
 
 
 def _torchrun_nodes(task: Task, stack: ExitStack) -> Job:
     return stack.enter_context(ways.torchrun_nodes(task, _RANKS))
+
+
+def _torchrun_in_store(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchrun_nodes_in_store(task, _RANKS))
 
 
 def _sides(quick: bool) -> dict[str, Kills]:
@@ -185,6 +205,7 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     _tell(sides)
     if not options.quick:
         figures |= _joins(max(1, options.repeats // 2))
+        figures |= _node_deaths(max(1, options.repeats // 2))
         figures |= _many(forked, kills, "") | _many(in_process, kills, "in_process_")
         _adversaries(stay=False)
         _adversaries(stay=True)
@@ -204,22 +225,34 @@ def _tell(sides: dict[str, Kills]) -> None:
 
 
 def _joins(repeats: int) -> dict[str, list[float]]:
-    """Of the rounds in which torchrun did not hang, which is not for us to gain by; if we hang, the ratio is 0."""
+    """The pauses when a node joins, and torchrun's by ours."""
     starts = {
         "edl run": partial(_join_s, _nodes),
         "edl run, in process": partial(_join_s, _nodes, stay=True),
         "torchrun": partial(_join_s, _torchrun_nodes),
     }
     pauses = take_turns(starts, repeats)
-    for name, seconds in pauses.items():
-        came = [one for one in seconds if one < math.inf]
-        hung = f", {len(seconds) - len(came)} of {len(seconds)} hung" if len(came) < len(seconds) else ""
-        note(f"Pause when a node joins, {name}: {Spread.of(came) if came else 'never'} s{hung}.")
-    kept = [number for number, seconds in enumerate(pauses["torchrun"]) if seconds < math.inf]
-    theirs, *ours = (
-        [pauses[name][number] for number in kept] for name in ("torchrun", "edl run", "edl run, in process")
-    )
-    return {key: divide(theirs, one) for key, one in zip(("join", "join_in_process"), ours, strict=True) if kept}
+    return _against("Pause when a node joins", pauses, {"edl run": "join", "edl run, in process": "join_in_process"})
+
+
+def _node_deaths(repeats: int) -> dict[str, list[float]]:
+    """How long the others need when a node dies, with torch's rendezvous and with ours."""
+    starts = {"edl run": partial(_node_dies_s, _nodes), "torchrun": partial(_node_dies_s, _torchrun_in_store)}
+    return _against("A node dies", take_turns(starts, repeats), {"edl run": "vs_dynamic_rendezvous"})
+
+
+def _against(what: str, seconds: dict[str, list[float]], keys: dict[str, str]) -> dict[str, list[float]]:
+    """Torchrun's seconds by ours; `keys` names the figure of each side of ours.
+
+    Of the rounds in which torchrun did not hang, which is not for us to gain by; if we hang, the ratio is 0.
+    """
+    for name, all_s in seconds.items():
+        came = [one for one in all_s if one < math.inf]
+        hung = f", {len(all_s) - len(came)} of {len(all_s)} hung" if len(came) < len(all_s) else ""
+        note(f"{what}, {name}: {Spread.of(came) if came else 'never'} s{hung}.")
+    kept = [number for number, one in enumerate(seconds["torchrun"]) if one < math.inf]
+    theirs, *ours = ([seconds[name][number] for number in kept] for name in ("torchrun", *keys))
+    return {key: divide(theirs, one) for key, one in zip(keys.values(), ours, strict=True) if kept}
 
 
 def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from torch.utils.data import Dataset
 class Images(Dataset[tuple[Tensor, Tensor]]):
     """The images of `FOLDER/PART/CLASS/*.jpg` (or .png), all of one size, or scikit-learn's digits for "digits".
 
-    The first process that wants a folder decodes it, into two .npy files beside the classes; workers that start later,
-    after a failure for instance, only map them.
+    The first process that wants a folder decodes it, into two .npy files in ~/.cache/edl-examples (or $XDG_CACHE_HOME);
+    workers that start later, after a failure for instance, only map them.
 
     Args:
         source: the folder, or "digits".
@@ -46,19 +47,24 @@ def _digits(part: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _folder(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
-    images, labels = folder / f"{part}-images.npy", folder / f"{part}-labels.npy"
+    classes = sorted(path for path in (folder / part).glob("*") if path.is_dir())
+    if not classes:
+        raise SystemExit(f"{folder / part} has no folder for each class: wanted are {folder / part}/CLASS/*.jpg")
+    # A file that was added or removed since shows in its folder's time.
+    seen = [str(folder.resolve()), part, *(f"{path.name} {path.stat().st_mtime_ns}" for path in classes)]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl-examples")
+    cache.mkdir(parents=True, exist_ok=True)
+    name = hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]
+    images, labels = cache / f"{name}-images.npy", cache / f"{name}-labels.npy"
     if not labels.exists():
-        _decode(folder / part, images, labels)
+        _decode(classes, images, labels)
     return np.load(images, mmap_mode="r"), np.load(labels)
 
 
-def _decode(folder: Path, images: Path, labels: Path) -> None:
+def _decode(classes: list[Path], images: Path, labels: Path) -> None:
     from PIL import Image
 
-    classes = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
-    if not classes:
-        raise SystemExit(f"{folder} has no folder for each class: wanted are {folder}/CLASS/*.jpg")
-    files = [(path, number) for number, name in enumerate(classes) for path in sorted((folder / name).iterdir())]
+    files = [(path, number) for number, folder in enumerate(classes) for path in sorted(folder.iterdir())]
     pixels = np.stack([np.asarray(Image.open(path).convert("RGB")) for path, _ in files])
     for path, array in ((images, pixels), (labels, np.array([number for _, number in files]))):
         unfinished = path.with_suffix(f".{os.getpid()}.npy")

@@ -1,6 +1,6 @@
 """A student in a process of its own: prints what its balance group gives it, a JSON line each.
 
-python -m tests.integration.group_student URL SERVICE STUDENT WANT TTL_S
+python -m tests.integration.discovery.group_student URL SERVICE STUDENT WANT TTL_S
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class StudentProcess:

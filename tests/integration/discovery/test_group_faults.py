@@ -1,0 +1,204 @@
+"""Students that share teachers out while a store, a registry or another student fails, and how it ends for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
+from edl.discovery.group import BalanceGroup
+from edl.errors import ClosedError, SettingsError
+from tests.integration.discovery.conftest import SERVICE, Student, ids, join, shared_out, teacher, until
+
+# When things fail
+
+
+def broken_file(path: Path) -> None:
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    path.write_text("this is not a database, whatever its name says\n" * 100)
+
+
+def test_without_the_store_students_keep_their_teachers_say_so_and_replace_lost_ones(
+    registry: Registry, tmp_path: Path, stack: ExitStack
+) -> None:
+    registrations = [stack.enter_context(registry.register(teacher(n))) for n in range(6)]
+    path = tmp_path / "store.sqlite"
+    store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
+    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=1.0) for n in range(3)]
+    until(lambda: shared_out(students, range(6), 2))
+    before = [student.has for student in students]
+    broken_file(path)
+    until(lambda: all("cannot agree" in student.now.stale for student in students))
+    until(lambda: all(student.group.error for student in students))
+    assert [student.has for student in students] == before
+    for lost in before[0]:
+        registrations[int(lost[1:])].close()
+    until(lambda: len(students[0].has) == 2 and not students[0].has & before[0])
+    assert [student.has for student in students[1:]] == before[1:]
+    path.unlink()
+    until(lambda: not any(student.group.error or student.now.stale for student in students))
+    assert all(told.instances for student in students for told in student.told)
+
+
+def test_a_student_that_never_reached_the_store_chooses_for_itself(
+    registry: Registry, tmp_path: Path, stack: ExitStack
+) -> None:
+    path = tmp_path / "store.sqlite"
+    store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
+    broken_file(path)
+    stack.enter_context(registry.register(teacher(0)))
+    few = join(stack, registry, store, "few")
+    assert few.has == ids(0)
+    assert not few.now.stale, "all teachers fit, so that there is nothing to agree on"
+    for number in range(1, 5):
+        stack.enter_context(registry.register(teacher(number)))
+    many = join(stack, registry, store, "many", want=2)
+    until(lambda: len(many.has) == 2)
+    assert "2 of its own choice" in many.now.stale
+    until(lambda: few.has == ids(*range(5)))
+
+
+def test_without_the_registry_the_last_known_teachers_are_marked_stale(
+    registry: Registry, store: Store, tmp_path: Path, stack: ExitStack
+) -> None:
+    path = tmp_path / "teachers.sqlite"
+    teachers = stack.enter_context(open_registry(f"sqlite:///{path}", timeout_s=1.0))
+    with teachers.register(teacher(0)), teachers.register(teacher(1)):
+        student = Student(stack.enter_context(BalanceGroup(teachers, store, SERVICE, "s", want=1)))
+        until(lambda: len(student.has) == 1 and not student.now.stale)
+        had = student.has
+        broken_file(path)
+        until(lambda: student.now.stale)
+        assert student.has == had
+
+
+def test_nonsense_in_the_store_costs_nobody_else_anything(
+    registry: Registry, store: Store, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "edl.discovery")
+    store.put(f"balance/{SERVICE}/students/evil", b"\xff\x00")
+    store.put(f"balance/{SERVICE}/students/greedy", b'{"limit": -1}')
+    store.put(f"balance/{SERVICE}/students/no/student", b'{"limit": 1}')
+    store.put(f"balance/{SERVICE}/links/s0", b'{"teachers": "all"}')
+    store.put(f"balance/{SERVICE}/links/deep", b"[" * 100_000)
+    for number in range(4):
+        stack.enter_context(registry.register(teacher(number)))
+    students = [join(stack, registry, store, f"s{n}", want=2) for n in range(2)]
+    until(lambda: shared_out(students, range(4), 2))
+    until(
+        lambda: (
+            [entry.key for entry in store.list(f"balance/{SERVICE}/links/")]
+            == [f"balance/{SERVICE}/links/s{n}" for n in range(2)]
+        )
+    )
+    warnings = [record.getMessage() for record in caplog.records]
+    assert any("students/greedy is left out of the balance: limit -1" in text for text in warnings)
+    assert len(warnings) == len(set(warnings)), "said once"
+
+
+def test_a_student_whose_name_is_taken_says_so_and_joins_when_it_is_free(
+    registry: Registry, store: Store, stack: ExitStack
+) -> None:
+    for number in range(3):
+        stack.enter_context(registry.register(teacher(number)))
+    first = BalanceGroup(registry, store, SERVICE, "twin", want=1)
+    stack.enter_context(first)
+    until(lambda: store.get(f"balance/{SERVICE}/students/twin") is not None)
+    second = join(stack, registry, store, "twin", want=1)
+    until(lambda: "held by another lease" in second.group.error)
+    assert len(second.has) == 1
+    first.close()
+    until(lambda: not second.group.error)
+    until(lambda: second.group.is_leader and not second.now.stale)
+
+
+# Ends
+
+
+def test_nothing_is_left_of_a_group_that_is_closed(registry: Registry, store: Store, stack: ExitStack) -> None:
+    for number in range(2):
+        stack.enter_context(registry.register(teacher(number)))
+    group = BalanceGroup(registry, store, SERVICE, "s", want=1)
+    until(lambda: store.get(f"balance/{SERVICE}/links/s") is not None)
+    group.close()
+    group.close()
+    assert group.get(1) is None
+    assert list(group) == []
+    assert not group.is_leader
+    assert store.list(f"balance/{SERVICE}/") == []
+
+
+@pytest.mark.parametrize("ended_by", ["group", "registry"])
+def test_closing_ends_a_wait_without_a_deadline(url: str, store: Store, ended_by: str) -> None:
+    registry = open_registry(url)
+    group = BalanceGroup(registry, store, SERVICE, "s", want=1)
+    told: list[Snapshot | None] = []
+    waiting = threading.Thread(target=lambda: told.extend([group.get(), group.get()]), daemon=True)
+    waiting.start()
+    until(lambda: told or waiting.is_alive())
+    (group if ended_by == "group" else registry).close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert told[-1] is None
+    group.close()
+    registry.close()
+
+
+def test_a_wait_ends_at_its_deadline_even_while_another_thread_waits(registry: Registry, store: Store) -> None:
+    with BalanceGroup(registry, store, SERVICE, "s") as group:
+        assert group.get(10) == Snapshot(SERVICE, ())
+        waiting = threading.Thread(target=group.get, daemon=True)
+        waiting.start()
+        begin = time.monotonic()
+        assert group.get(0.2) is None
+        assert time.monotonic() - begin < 10
+        group.close()
+        waiting.join(20)
+        assert not waiting.is_alive()
+
+
+def test_a_store_that_is_closed_too_early_is_survived(registry: Registry, url: str, stack: ExitStack) -> None:
+    for number in range(3):
+        stack.enter_context(registry.register(teacher(number)))
+    store = open_store(url)
+    student = join(stack, registry, store, "s", want=1)
+    until(lambda: len(student.has) == 1 and not student.now.stale)
+    store.close()
+    until(lambda: "is closed" in student.now.stale)
+    assert len(student.has) == 1
+
+
+def test_a_forked_child_is_told(registry: Registry, store: Store) -> None:
+    with BalanceGroup(registry, store, SERVICE, "s") as group:
+        assert group.get(10) is not None
+        group._pid += 1  # as in a child; `tests/conformance/discovery` forks
+        with pytest.raises(ClosedError, match="fork"):
+            group.get(0)
+        group._pid -= 1
+
+
+def test_mistakes_are_named(registry: Registry, store: Store) -> None:
+    with pytest.raises(SettingsError, match="student_id"):
+        BalanceGroup(registry, store, SERVICE, "")
+    with pytest.raises(SettingsError, match="student_id"):
+        BalanceGroup(registry, store, SERVICE, "x" * 101)
+    with pytest.raises(SettingsError, match="want=0"):
+        BalanceGroup(registry, store, SERVICE, "a", want=0)
+    with pytest.raises(SettingsError, match="ttl_s"):
+        BalanceGroup(registry, store, SERVICE, "a", ttl_s=0)
+    with pytest.raises(SettingsError, match="service"):
+        BalanceGroup(registry, store, "a/b", "a")
+
+
+def test_any_text_may_name_a_student(registry: Registry, store: Store, stack: ExitStack) -> None:
+    for number in range(3):
+        stack.enter_context(registry.register(teacher(number)))
+    names = ["..", "a/b", "ä%2F\n", "s", "s0"]
+    students = [join(stack, registry, store, name, want=1) for name in names]
+    until(lambda: shared_out(students, range(3), 1))

@@ -23,13 +23,11 @@ from torch import nn
 
 from edl.collective.checkpoint import storage_read
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.parts import view_of
-from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_manifest import Summed
-from edl.collective.checkpoint.transfer import slot_bytes
 from edl.errors import SettingsError, TemporaryError
+from tests.unit.collective_saved import put
 
 FIRST, SECOND = "346d06b600000001", "346d06b600000002"
 """Two runs, the second of which began later."""
@@ -53,16 +51,6 @@ def job(seed: int) -> State:
         table=np.arange(seed),
         empty=torch.empty(0),
     )
-
-
-def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, generation: int = 1) -> None:
-    captured = state.capture()
-    slots = SlotPair(prefix)
-    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
-    data = slot_bytes(memory, captured.data_nbytes)
-    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
-        view_of(data, entry).copy_(tensor)
-    slots.commit(Label(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)
 
 
 def bits(state: State) -> list[bytes]:

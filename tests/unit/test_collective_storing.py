@@ -15,14 +15,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from edl.collective.agent.storing import JobRun, Storing
-from edl.collective.checkpoint.parts import view_of
-from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.slots import SlotPair
 from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_background import Background
-from edl.collective.checkpoint.transfer import slot_bytes
 from edl.discovery import open_store
 from edl.errors import DiscoveryError, ProtocolError
+from tests.unit import collective_saved
 
 RUN = "346d06b600000001"
 
@@ -54,14 +53,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def put(prefix: Path, step: int) -> None:
-    state = State(values=torch.full((10,), step))
-    captured = state.capture()
-    slots = SlotPair(prefix)
-    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
-    data = slot_bytes(memory, captured.data_nbytes)
-    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
-        view_of(data, entry).copy_(tensor)
-    slots.commit(Label(1, step, 1, 0, persist=True), captured.data_nbytes, captured.meta)
+    collective_saved.put(prefix, State(values=torch.full((10,), step)), step)
 
 
 def storing(url: str, prefix: Path, lines: list[str]) -> Storing:

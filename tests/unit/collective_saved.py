@@ -1,0 +1,21 @@
+"""A state in slots, as a worker's checkpointer leaves it there for storage, without a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.transfer import slot_bytes
+
+
+def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, generation: int = 1) -> None:
+    """Save a state that is wanted on storage."""
+    captured = state.capture()
+    slots = SlotPair(prefix)
+    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    data = slot_bytes(memory, captured.data_nbytes)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    slots.commit(Label(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)

@@ -5,7 +5,7 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Elasti
 the same process when others are lost. Inside:
 
 - `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
-- `board`: what a worker and its agent tell each other;
+- `board`: what a worker and its agent tell each other; `job`: what agents tell each other, and others, in the Store;
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `update`: what a step trains, and the update that it makes;
 - `inprocess`: `stay`; `ledger`: where the time went; `paddle`: the same for PaddlePaddle.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from edl.collective.agent.world import Moment, Node, Rules, State, World, arrange, failed, next_world
+from edl.collective.agent.world import Moment, Rules, arrange, failed, next_world
+from edl.collective.job import Node, State, World
 
 TTL_S = 1.5
 TICK_S = 0.25

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.agent.world import Member, State, World
 from edl.collective.checkpoint.choice import choose
 from edl.collective.checkpoint.keeping import (
     NOTHING,
@@ -22,6 +21,7 @@ from edl.collective.checkpoint.keeping import (
     stamp_of,
 )
 from edl.collective.checkpoint.slots import Label, find
+from edl.collective.job import Member, State, World
 from edl.collective.replica.course import Act, Course, ReplicaPace
 from edl.collective.replica.replication import JobSecret, Replication, peer_of
 from edl.discovery import open_store

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.agent.world import Member, World
-from edl.collective.agent.world import State as WorldState
+from edl.collective.job import Member, World
+from edl.collective.job import State as WorldState
 from edl.collective.ledger.codec import Event
 from edl.collective.ledger.node import Mark, NodeRecord
 from edl.collective.ledger.records import JobRecord

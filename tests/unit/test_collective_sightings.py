@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from edl.collective.agent.heart import Heart
 from edl.collective.agent.sightings import Sightings
-from edl.collective.agent.world import State, World
+from edl.collective.job import State, World
 
 WORLD = World(3, State.RUNNING)
 

@@ -16,7 +16,7 @@ from subprocess import DEVNULL, PIPE, Popen
 import pytest
 
 from edl.collective.agent.tether import Address, Tethers, neighbours
-from edl.collective.agent.world import Member, State, World
+from edl.collective.job import Member, State, World
 
 DEADLINE_S = 20.0
 QUIET_S = 0.5

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl.collective.agent.world import Member, Moment, Node, Rules, State, World, arrange, failed, next_world
+from edl.collective.agent.world import Moment, Rules, arrange, failed, next_world
+from edl.collective.job import Member, Node, State, World
 from edl.errors import ProtocolError
 from tests.unit.collective_agents import Job
 

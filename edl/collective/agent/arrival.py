@@ -11,12 +11,11 @@ from pathlib import Path
 
 from edl.collective.agent.checking import check_before_joining
 from edl.collective.agent.exits import Exit
-from edl.collective.agent.membership import prefix
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.part import Part
 from edl.collective.agent.storing import JobRun
-from edl.collective.agent.world import State, World
 from edl.collective.checkpoint.slots import make_room
+from edl.collective.job import State, World, prefix
 from edl.errors import SettingsError
 
 __all__ = ["arrive"]

@@ -11,9 +11,9 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from edl.collective.agent.membership import prefix
 from edl.collective.agent.nodecheck import Verdict
 from edl.collective.agent.nodecheck_run import CheckSettings, check_nodes
+from edl.collective.job import prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
 

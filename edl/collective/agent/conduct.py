@@ -17,8 +17,9 @@ from edl.collective.agent.membership import Records
 from edl.collective.agent.part import Part, is_member
 from edl.collective.agent.sightings import Sightings
 from edl.collective.agent.tether import neighbours
-from edl.collective.agent.world import Moment, State, World, failed, next_world
+from edl.collective.agent.world import Moment, failed, next_world
 from edl.collective.checkpoint.slots import nbytes_of
+from edl.collective.job import State, World
 from edl.collective.ledger.node import Doing
 from edl.errors import DiscoveryError
 

@@ -20,8 +20,8 @@ from edl.collective.agent.output import Output
 from edl.collective.agent.stacks import dump_stacks
 from edl.collective.agent.watch import hang
 from edl.collective.agent.workers import Exited, Workers, ZygoteLost
-from edl.collective.agent.world import World
 from edl.collective.board import Board, Reading
+from edl.collective.job import World
 from edl.errors import EDLError
 
 __all__ = ["HANGING", "Crew"]

@@ -12,8 +12,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.watch import HangLimits
-from edl.collective.agent.world import Member, Rules, World
+from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Fork, Warm
+from edl.collective.job import Member, World
 from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
 
 __all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]

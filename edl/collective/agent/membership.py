@@ -9,20 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edl.collective.agent.world import Node, World
+from edl.collective.job import Node, World, prefix
 from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
-__all__ = ["Membership", "Records", "prefix"]
+__all__ = ["Membership", "Records"]
 
 _RETRY_S = 2.0
 _GONE_S = 8.0
 """How long a question may take that was asked while the store was away."""
-
-
-def prefix(job: str) -> str:
-    """Where all records of a job lie in the Store."""
-    return f"jobs/{job}/"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from edl.collective.agent.signals import Signals
 from edl.collective.agent.storing import JobRun, Storing
 from edl.collective.agent.tether import Tethers
 from edl.collective.agent.workers import Exited, ZygoteLost
-from edl.collective.agent.world import Node, State, World
+from edl.collective.job import Node, State, World
 from edl.collective.replica.replication import JobSecret, Replication
 from edl.discovery.store import Store
 from edl.errors import ClosedError

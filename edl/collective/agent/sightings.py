@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from edl.collective.agent.world import World
+from edl.collective.job import World
 
 __all__ = ["Sightings"]
 

@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
-from edl.collective.agent.membership import prefix
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_run import new_run, run_name
+from edl.collective.job import prefix
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError, ProtocolError
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from edl.collective.agent.membership import prefix
 from edl.collective.agent.watch import Straggler, Stragglers, own_step_s
 from edl.collective.board import Reading
+from edl.collective.job import prefix
 from edl.discovery.store import Entry, Store
 
 __all__ = ["StepTimes", "compare", "encode", "share"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from edl.collective.agent.world import World
+from edl.collective.job import World
 
 __all__ = ["Address", "Tethers", "neighbours"]
 

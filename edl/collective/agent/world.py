@@ -1,9 +1,8 @@
-"""Which nodes train together: a plain state machine over two kinds of records in the Store.
+"""Which nodes train together: a plain state machine over the two kinds of records in the Store (`edl.collective.job`).
 
-Every node's agent keeps a record of itself under a lease (`Node`); one record of the job (`World`) says who trains
-together, in which order, and under which generation. All agents look at the same records and may compute the next
-world from them (`next_world`); compare-and-set lets one of them be first, and the others follow. So there is no
-leader to lose, and never a second world beside the first: a world that was not written is not there.
+All agents look at the same records and may compute the next world from them (`next_world`); compare-and-set lets one
+of them be first, and the others follow. So there is no leader to lose, and never a second world beside the first: a
+world that was not written is not there.
 
     forming ──enough nodes──> running ──every member finished──> done
        ^                       │  │
@@ -16,142 +15,14 @@ or talks to anybody.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as fields_of
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass, replace
 
-from edl.errors import ProtocolError
+from edl.collective.job import Member, Node, State, World
 
-__all__ = ["Member", "Moment", "Node", "Rules", "State", "World", "arrange", "failed", "next_world"]
-
+__all__ = ["Moment", "Rules", "arrange", "failed", "next_world"]
 
 _MESSAGE = 16_000
-
-
-class State(str, Enum):
-    """What a job is about."""
-
-    FORMING = "forming"
-    RUNNING = "running"
-    DONE = "done"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Node:
-    """What an agent says of itself; the record is gone when its lease is.
-
-    Attributes:
-        id: unique for each agent's process.
-        addr: where the workers of other nodes reach this one.
-        port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
-        workers: how many it runs.
-        replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
-        tether_port: where others learn at once that its agent's process is gone, 0 if nowhere.
-        slot_nbytes: of one worker's slot of shared memory, for nodes that come; 0 while there is none.
-        leaving: it wants to go, and must not be a member of the next world.
-        paused: the generation in which all of its workers paused, -1 for none.
-        finished: the generation in which all of its workers ended well, -1 for none.
-    """
-
-    id: str
-    addr: str
-    port: int
-    workers: int
-    replica_port: int = 0
-    tether_port: int = 0
-    slot_nbytes: int = 0
-    leaving: bool = False
-    paused: int = -1
-    finished: int = -1
-
-    def encode(self) -> bytes:
-        """JSON, for the Store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Node:
-        """The inverse of `encode`; what a later version of EDL added is left out.
-
-        Raises:
-            ProtocolError: the bytes are something else.
-        """
-        try:
-            return cls(**_known(cls, json.loads(data)))
-        except (ValueError, TypeError) as exc:
-            raise ProtocolError(f"not a node's record: {data[:100]!r} ({exc})") from exc
-
-
-@dataclass(frozen=True)
-class Member:
-    """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
-
-    Its agent takes replicas of other nodes' states at `replica_port`, and is tied to at `tether_port`; 0 for neither.
-    """
-
-    id: str
-    addr: str
-    port: int
-    local_world_size: int
-    first_rank: int
-    replica_port: int = 0
-    tether_port: int = 0
-
-
-@dataclass(frozen=True)
-class World:
-    """The record of a job.
-
-    Attributes:
-        generation: grows by one with each new world; 0 is the first that runs.
-        nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
-        message: why this world came to be, in words; of a job that failed, the traceback.
-        pause_at: the step after which all workers shall pause, None while nobody wants that.
-        forgiven: after how many errors of the script's own the job went on.
-    """
-
-    generation: int = -1
-    state: State = State.FORMING
-    nodes: tuple[Member, ...] = ()
-    message: str = ""
-    pause_at: int | None = None
-    forgiven: int = 0
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return sum(member.local_world_size for member in self.nodes)
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more will happen."""
-        return self.state in (State.DONE, State.FAILED)
-
-    def position(self, node: str) -> int | None:
-        """The rank of a node, None if it is not a member."""
-        return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
-
-    def encode(self) -> bytes:
-        """JSON, for the Store."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> World:
-        """The inverse of `encode`; what a later version of EDL added is left out.
-
-        Raises:
-            ProtocolError: the bytes are something else.
-        """
-        try:
-            fields = _known(cls, json.loads(data))
-            fields["state"] = State(fields["state"])
-            fields["nodes"] = tuple(Member(**_known(Member, one)) for one in fields["nodes"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
 
 
 @dataclass(frozen=True)
@@ -225,14 +96,6 @@ def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: R
         forgiven = replace(world, forgiven=world.forgiven + moment.forgives)
         return _successor(forgiven, nodes, rules, moment.restart)
     return _changed(world, nodes, moment, rules)
-
-
-def _known(cls: type, values: Any) -> dict[str, Any]:
-    """The attributes of a dataclass among `values`: a node of a later version may join, and must not break the rest."""
-    if not isinstance(values, dict):
-        raise TypeError("no JSON object")
-    names = {attribute.name for attribute in fields_of(cls)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def failed(world: World, message: str) -> World:

@@ -2,7 +2,7 @@
 
 ::
 
-    jobs/JOB/world                  which nodes train together (edl.collective.agent.world), written by all agents
+    jobs/JOB/world                  which nodes train together (edl.collective.job), written by all agents
     jobs/JOB/ledger/NODE/BEGAN      one life of one node's agent: all of its time, rewritten about once a second
     jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it, the last ones
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from edl.collective.agent.world import World
+from edl.collective.job import World, prefix
 from edl.collective.ledger.codec import Event, decode_events, decode_record, encode_events, encode_record
 from edl.collective.ledger.node import Ledger, NodeRecord
 from edl.discovery.store import Store
@@ -79,16 +79,16 @@ def read_job(store: Store, job: str) -> JobRecord:
         SettingsError: it has nothing; the message names the jobs that it has.
         ProtocolError: what it has cannot be read by this version.
     """
-    prefix = _prefix(job)
+    folder = _prefix(job)
     world: World | None = None
     nodes: list[NodeRecord] = []
     events: list[Event] = []
-    found = store.list(prefix)
+    found = store.list(folder)
     if not found:
         known = ", ".join(jobs(store)) or "none at all"
         raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
     for entry in found:
-        part = entry.key.removeprefix(prefix)
+        part = entry.key.removeprefix(folder)
         if part == "world":
             world = World.decode(entry.value)
         elif part.startswith("ledger/"):
@@ -115,4 +115,4 @@ def forget(store: Store, job: str) -> None:
 def _prefix(job: str) -> str:
     if not job or "/" in job or not job.isprintable() or job in (".", ".."):
         raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
-    return f"jobs/{job}/"
+    return prefix(job)

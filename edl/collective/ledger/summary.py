@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from edl.collective.agent.world import World
+from edl.collective.job import World
 from edl.collective.ledger.codec import Event
 from edl.collective.ledger.job import JobLedger, join
 from edl.collective.ledger.node import NodeRecord

@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from edl.collective.agent.membership import prefix
-from edl.collective.agent.world import Member, World
 from edl.collective.checkpoint.keeping import NOTHING, ReplicaFolder, kept_prefix, newest_common, stamp_of
 from edl.collective.checkpoint.slots import Found, find
+from edl.collective.job import Member, World, prefix
 from edl.collective.replica.client import send_states
 from edl.collective.replica.course import Act, Course, ReplicaPace
 from edl.collective.replica.server import ReplicaServer

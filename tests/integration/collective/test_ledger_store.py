@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.world import World
+from edl.collective.job import World
 from edl.collective.ledger.codec import encode_record
 from edl.collective.ledger.job import join
 from edl.collective.ledger.node import Doing, Ledger, Mark, NodeRecord

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from edl.collective.agent.world import Member, State, World
 from edl.collective.checkpoint.keeping import ReplicaFolder, kept_prefix, stamp_of
 from edl.collective.checkpoint.slots import find
+from edl.collective.job import Member, State, World
 from edl.collective.replica.replication import Replication
 from tests.integration.collective.checkpoint_world import run
 from tests.integration.collective.job import wait_until

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.membership import prefix
-from edl.collective.agent.world import Node, State, World
+from edl.collective.job import Node, State, World, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import Job, wait_until
 

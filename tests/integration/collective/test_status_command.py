@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
-from edl.collective.agent.world import Member, State, World
 from edl.collective.board import Board, Phase
+from edl.collective.job import Member, State, World
 from edl.collective.ledger.node import Doing, Ledger
 from edl.collective.ledger.records import LedgerWriter
 from edl.discovery import Store, open_store

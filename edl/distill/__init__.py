@@ -2,8 +2,8 @@
 
 `DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. Inside:
 
-- `teachers` finds teachers, `link` and `client` talk to one, `engine` to all of a service;
-- `dispatch` and `window` decide, purely, what goes where and when;
+- `teachers` finds teachers, `link` and `client` talk to one, `links` and `engine` to all of a service;
+- `dispatch`, `window` and `outage` decide, purely, what goes where and when, and how long work waits;
 - `source` cuts the user's data into requests, `epoch` and `labeller` run them, `delivery` puts the answers together;
 - `cache`, `compress` and `losses` keep, shrink and use soft labels.
 

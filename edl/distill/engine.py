@@ -1,7 +1,8 @@
 """The teachers of one service at work: carries out what the dispatcher decides, on the reader's event loop.
 
 `Engine` methods marked "any thread" may be called from anywhere; the rest runs on the loop. What does not belong here:
-the user's data source, the order of delivery, and decisions, which are the dispatcher's.
+the user's data source, the order of delivery, which teachers are there (`edl.distill.links`), and decisions, which are
+the dispatcher's.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import asyncio
 import functools
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.agreement import Agreement
 from edl.distill.arena import Arena
 from edl.distill.client import RequestFailed
-from edl.distill.compress import TopK
 from edl.distill.dispatch import Dispatcher
 from edl.distill.inbox import MOST_GATHERED, Inbox
 from edl.distill.job import Job, error_of
 from edl.distill.link import Link
+from edl.distill.links import Links
 from edl.distill.loop import LoopThread
+from edl.distill.outage import Outage
 from edl.distill.request import Ask, ModelSpec, Outputs
 from edl.distill.stats import ReaderStats
 from edl.distill.tally import Tally
@@ -33,7 +35,6 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("edl.distill")
 
-_REMIND_S = 10.0
 _LOOK_EVERY_S = 0.002
 
 
@@ -50,24 +51,19 @@ class Engine:
     ) -> None:
         self.name = name
         self.ask = ask
-        self.spec: ModelSpec | None = None
-        self.stale = ""
         self._thread, self._arena = thread, arena
         self._timeout_s = teacher_timeout_s
         self._dispatcher = Dispatcher(policy)
-        self._links: dict[str, Link] = {}
-        self._leaving: set[str] = set()
+        self._agreement = Agreement(name, ask.outputs)
+        self._links = Links(name, self._dispatcher, self._connect, self._dropped)
         self._jobs: dict[int, Job] = {}
         self._spec_known = threading.Event()
-        self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
         self._inbox = Inbox(thread, self, self._submit)
-        self._nobody_since: float | None = None
-        self._progress_at = 0.0
-        self._reminded_at = 0.0
+        self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
         self._tally = Tally()
         self._closed = False
         self.room = 0
@@ -82,7 +78,7 @@ class Engine:
     @property
     def wants_arena(self) -> bool:
         """Whether a teacher on this host reads shared memory."""
-        return any(link.shares_memory for link in list(self._links.values()))
+        return any(link.shares_memory for link in list(self._links.by_name.values()))
 
     def submit(self, job: Job) -> None:
         """Ask for a job's labels. Jobs are numbered in the order of delivery."""
@@ -101,47 +97,30 @@ class Engine:
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
         self._spec_known.wait(timeout_s)
-        return self.spec
+        return self._agreement.spec
 
     def no_teacher(self) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher."""
-        known = [f"{link.instance.id}: {self._state(link)[1] or 'connecting'}" for link in list(self._links.values())]
-        found = "; ".join(known) if known else "none is registered: `edl teachers` lists those that are"
-        stale = f"; discovery: {self.stale}" if self.stale else ""
-        return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found}{stale})")
+        found = self._links.in_words()
+        return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
 
     def stats(self) -> ReaderStats:
         """Counters and gauges of this service."""
-        return self._tally.stats(self._dispatcher, self._state_of, self.stale)
+        return self._tally.stats(self._dispatcher, self._links.state_of, self._links.stale)
 
     # On the loop
 
     def set_teachers(self, snapshot: Snapshot) -> None:
         """The registry's present view."""
-        if self._closed:
-            return
-        if snapshot.stale and snapshot.stale != self.stale:
-            logger.warning("discovery of %s: %s; going on with the teachers last known", self.name, snapshot.stale)
-        elif self.stale and not snapshot.stale:
-            logger.info("discovery of %s answers again", self.name)
-        self.stale = snapshot.stale
-        wanted = {instance.id: instance for instance in snapshot.instances if instance.state == "ready"}
-        draining = {instance.id for instance in snapshot.instances if instance.state == "draining"}
-        for name, link in list(self._links.items()):
-            moved = name in wanted and wanted[name].endpoint != link.instance.endpoint
-            if name not in wanted or moved:
-                self._retire(name, "draining" if name in draining else "left")
-                if moved:
-                    self._drop_link(name)
-        for name, instance in wanted.items():
-            self._join(name, instance)
+        if not self._closed:
+            self._links.follow(snapshot)
 
     def _submit(self, job: Job) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
             return
         if not self._jobs:
-            self._progress_at, self._nobody_since = self._now(), None
+            self._outage.begin(self._now())
         self._jobs[job.number] = job
         self._tally.asked += job.payload.rows
         self._apply(self._dispatcher.add(job.number, self._now()))
@@ -177,102 +156,44 @@ class Engine:
         jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.finished = True
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+        await self._links.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for job in jobs:
             self._release(job)
-        self._links.clear()
+        self._links.by_name.clear()
 
     # Teachers
 
-    def _join(self, name: str, instance: Instance) -> None:
-        if name in self._leaving:
-            self._leaving.discard(name)
-            self._drop_link(name)
-        if name in self._links:
-            return
-        self._tally.begin(name, instance.endpoint)
-        self._links[name] = Link(
+    def _connect(self, instance: Instance) -> Link:
+        self._tally.begin(instance.id, instance.endpoint)
+        return Link(
             instance,
             self.ask,
             shared_memory=self._arena is not None,
-            accept=self._unsuitable,
+            accept=self._agreement.unsuitable,
             up=self._teacher_up,
             down=self._teacher_down,
         )
 
-    def _retire(self, name: str, why: str) -> None:
-        """No new requests; the connection ends with the last request under way."""
-        if name in self._leaving:
-            return
-        logger.info("teacher %s of %s: %s", name, self.name, why)
-        self._leaving.add(name)
-        self._dispatcher.teacher_draining(name)
-        self._end_if_idle(name)
-
-    def _end_if_idle(self, name: str) -> None:
-        state = self._dispatcher.teachers.get(name)
-        if name in self._leaving and (state is None or not state.in_flight):
-            self._leaving.discard(name)
-            self._drop_link(name)
-
-    def _drop_link(self, name: str) -> None:
-        link = self._links.pop(name, None)
-        self._leaving.discard(name)
-        self._dispatcher.teacher_removed(name)
-        if link is not None:
-            self._spawn(link.close())
+    def _dropped(self, link: Link) -> None:
+        self._spawn(link.close())
         self._set_timer()
 
-    def _unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
-        missing = [name for name in self.ask.outputs if spec.outputs and name not in spec.outputs]
-        if missing:
-            return f"its model {spec.name!r} has no output {missing[0]!r}, only {', '.join(spec.outputs)}"
-        known = self.spec
-        if known is not None and spec.inputs and known.inputs:
-            differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
-            if differing or len(spec.inputs) != len(known.inputs):
-                return f"its model {spec.name!r} takes other inputs than the teachers before it"
-        if known is not None and known.version != spec.version:
-            logger.warning(
-                "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
-                "meant, give one of them another --service; if the models are the same, both one --version",
-                instance.id,
-                self.name,
-                spec.version,
-                known.version,
-            )
-        return ""
-
     def _teacher_up(self, link: Link) -> None:
-        if link.instance.id in self._leaving or self._links.get(link.instance.id) is not link:
+        if not self._links.is_wanted(link):
             return
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
-        if self.spec is None:
-            self.spec = link.spec
+        if self._agreement.spec is None:
+            self._agreement.spec = link.spec
             self._spec_known.set()
         self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
         self._inbox.take_in()
 
     def _teacher_down(self, link: Link) -> None:
-        level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
-        logger.log(level, "teacher %s of %s is lost: %s", link.instance.id, self.name, link.why)
-        self._dispatcher.teacher_down(link.instance.id)
+        self._links.lost(link)
         self._set_timer()
-
-    def _state_of(self, name: str) -> tuple[str, str]:
-        link = self._links.get(name)
-        return self._state(link) if link is not None else ("gone", "")
-
-    def _state(self, link: Link) -> tuple[str, str]:
-        state = self._dispatcher.teachers.get(link.instance.id)
-        if link.instance.id in self._leaving:
-            return "draining", ""
-        if state is not None and link.state == "ready" and state.closed_until > time.monotonic():
-            return "set aside", state.why
-        return link.state, link.why
 
     # Requests
 
@@ -296,7 +217,7 @@ class Engine:
 
     def _start(self, send: Send, job: Job) -> Callable[[], object]:
         """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
-        link = self._links.get(send.teacher)
+        link = self._links.by_name.get(send.teacher)
         if link is not None and link.spec is not None:
             ended = functools.partial(self._ended, send, job, link.spec.version)
             cancel = link.start(job.payload, send.timeout_s, ended)
@@ -339,7 +260,7 @@ class Engine:
         self._attempts.pop(send.attempt, None)
         try:
             if isinstance(result, dict):
-                result = self._misfit(send.teacher, result) or result
+                result = self._agreement.misfit(send.teacher, result) or result
             if isinstance(result, Failure):
                 actions = self._failed(send, job, result)
             elif result is not None:
@@ -348,7 +269,7 @@ class Engine:
             job.running -= 1
             self._release(job)
         self._apply(actions)
-        self._end_if_idle(send.teacher)
+        self._links.end_if_idle(send.teacher)
         self._inbox.look()
 
     def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
@@ -367,7 +288,7 @@ class Engine:
         counts.requests += 1
         actions = self._dispatcher.answered(send.attempt, self._now())
         if any(isinstance(action, Answer) for action in actions) and not self._closed:
-            self._progress_at = self._now()
+            self._outage.progress(self._now())
             counts.rows += job.payload.rows
             self._tally.received += job.payload.rows
             del self._jobs[job.number]
@@ -388,18 +309,6 @@ class Engine:
             if slot is not None and self._arena is not None:
                 self._arena.give(slot)
 
-    def _misfit(self, teacher: str, outputs: Outputs) -> Failure | None:
-        """All teachers of a service must agree on the shape of a row, also where their metadata leaves it open."""
-        for name, output in outputs.items():
-            shape = tuple(output.ids.shape[1:] if isinstance(output, TopK) else output.shape[1:])
-            if self._row_shapes.setdefault(name, shape) != shape:
-                return Failure(
-                    FailureKind.BAD_OUTPUT,
-                    f"{teacher}: output {name!r} has rows of shape {list(shape)}, "
-                    f"the teachers before it {list(self._row_shapes[name])}",
-                )
-        return None
-
     # Time
 
     def _set_timer(self) -> None:
@@ -413,7 +322,7 @@ class Engine:
         if now >= self._looked_at + _LOOK_EVERY_S:
             self._looked_at, self.room = now, self._dispatcher.room
             bundles = self._dispatcher.quick and all(
-                link.takes_bundles for link in self._links.values() if link.spec is not None
+                link.takes_bundles for link in self._links.by_name.values() if link.spec is not None
             )
             self.gathers = min(self.room // 2, MOST_GATHERED) if bundles else 0
             due, nobody = self._dispatcher.next_event(now), self._watch_for_nobody(now)
@@ -432,30 +341,19 @@ class Engine:
     def _watch_for_nobody(self, now: float) -> float | None:
         """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""
         if not self._jobs:
-            self._nobody_since = None
+            self._outage.end()
             return None
-        stuck_at = self._progress_at + self._timeout_s + self._dispatcher.policy.request_timeout_s
-        if self._dispatcher.live(now):
-            self._nobody_since = None
-            if now >= stuck_at:
-                self._fail_all()
-                return None
-            return stuck_at
-        if self._nobody_since is None:
-            self._nobody_since, self._reminded_at = now, now
-            logger.warning("no live teacher for %s: waiting up to %g s", self.name, self._timeout_s)
-        given_up_at = min(self._nobody_since + self._timeout_s, stuck_at)
-        if now >= given_up_at:
+        outlook = self._outage.look(now, self._dispatcher.live(now))
+        if outlook.say:
+            logger.warning("no live teacher for %s%s", self.name, outlook.say)
+        if outlook.over:
             self._fail_all()
             return None
-        if now >= self._reminded_at + _REMIND_S:
-            self._reminded_at = now
-            logger.warning("no live teacher for %s since %.0f s", self.name, now - self._nobody_since)
-        return min(given_up_at, self._reminded_at + _REMIND_S)
+        return outlook.look_at
 
     def _fail_all(self) -> None:
         error = self.no_teacher()
-        self._nobody_since = None
+        self._outage.end()
         jobs, self._jobs = self._jobs, {}
         for number, job in jobs.items():
             self._dispatcher.drop(number)

@@ -1,0 +1,69 @@
+"""How long work waits while no teacher is live, or none answers, and what is said meanwhile: decisions without I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Outage", "Outlook"]
+
+_REMIND_S = 10.0
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What follows for the work that is open.
+
+    Attributes:
+        over: it has waited for too long, and fails.
+        look_at: when to look again, if it has not.
+        say: how long it waits for a live teacher, in words for a person; empty where there is nothing new to say.
+    """
+
+    over: bool
+    look_at: float
+    say: str = ""
+
+
+class Outage:
+    """Keeps track of a time without teachers, or without an answer. Every method takes the time `now` in seconds.
+
+    Args:
+        timeout_s: how long work may wait while no teacher is live.
+        request_timeout_s: how much longer it may wait for an answer while one is.
+    """
+
+    def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
+        self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
+        self._nobody_since: float | None = None
+        self._reminded_at = 0.0
+        self._progress_at = 0.0
+
+    def begin(self, now: float) -> None:
+        """There is work, after a time without."""
+        self._progress_at, self._nobody_since = now, None
+
+    def progress(self, now: float) -> None:
+        """An answer came."""
+        self._progress_at = now
+
+    def end(self) -> None:
+        """There is no work any more."""
+        self._nobody_since = None
+
+    def look(self, now: float, live: int) -> Outlook:
+        """What follows for open work, with so many live teachers."""
+        stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
+        if live:
+            self._nobody_since = None
+            return Outlook(now >= stuck_at, stuck_at)
+        say = ""
+        if self._nobody_since is None:
+            self._nobody_since = self._reminded_at = now
+            say = f": waiting up to {self._timeout_s:g} s"
+        given_up_at = min(self._nobody_since + self._timeout_s, stuck_at)
+        if now >= given_up_at:
+            return Outlook(True, given_up_at, say)
+        if now >= self._reminded_at + _REMIND_S:
+            self._reminded_at = now
+            say = f" since {now - self._nobody_since:.0f} s"
+        return Outlook(False, min(given_up_at, self._reminded_at + _REMIND_S), say)

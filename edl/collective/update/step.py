@@ -45,7 +45,6 @@ class Step:
         due: rows of the micro-batch that is in the user's hands, None if there is none.
         mark: of the sampler when the step began, None without a sampler.
         begun: whether a backward was begun.
-        unscaled: the scaler has taken its factor out of the gradients, or begun to.
         synchronized: gradients are those of the global batch.
         began_at: `time.perf_counter()`.
     """
@@ -57,12 +56,18 @@ class Step:
     due: int | None = None
     mark: tuple[int, int, int] | None = None
     begun: bool = False
-    unscaled: bool = False
     synchronized: bool = False
     began_at: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.left = len(self.sizes)
+
+    def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
+        """Whether a new iteration over the sampler, which has this `mark` now, began with the batch of this step.
+
+        So it is after an error that made `stay` call the training loop anew, with a trainer from outside of it.
+        """
+        return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
 
 
 def begin_sampled(

@@ -28,6 +28,7 @@ from edl.collective.ranks import exchange
 from edl.collective.update.adjust import Policy, Scaling, needs_noise
 from edl.collective.update.goodput import AutoBatch
 from edl.collective.update.gradients import NoiseMeter, average_gradients, rate_times
+from edl.collective.update.loss_scale import LossScale
 from edl.collective.update.noise import Noise
 from edl.collective.update.rows import count_rows, cut_rows
 from edl.collective.update.sampler import ElasticSampler
@@ -35,7 +36,14 @@ from edl.collective.update.schedule import SampleSchedule
 from edl.collective.update.split import micro_sizes
 from edl.collective.update.step import How, Step, begin_counted, begin_sampled
 from edl.collective.update.tune import Now, Tuner
-from edl.collective.update.wrapping import averages_itself, check_wrapping, in_lockstep, is_sharded, without_averaging
+from edl.collective.update.wrapping import (
+    averages_itself,
+    check_averaged,
+    check_wrapping,
+    in_lockstep,
+    is_sharded,
+    without_averaging,
+)
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
@@ -109,16 +117,11 @@ class ElasticTrainer:
         self._scaling = Scaling(policy, base_batch or asked, asked)
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
-        self._scaler, self._group, self._asked = scaler, group, asked
+        self._scale, self._group, self._asked = LossScale(scaler), group, asked
         measures = needs_noise(policy) or auto is not None
         check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
         self._parameters = list(model.parameters())
-        strangers = set(map(id, self._updated())) - set(map(id, self._parameters))
-        if strangers:
-            raise SettingsError(
-                f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Make it "
-                "after fully_shard, and give ElasticTrainer a module that holds all of them, such as an nn.ModuleList"
-            )
+        check_averaged(self._updated(), self._parameters)
         self._meter: NoiseMeter | None = None
         if measures:
             if is_sharded(model):
@@ -167,7 +170,7 @@ class ElasticTrainer:
                 rank has a sample.
         """
         if self._step is not None:
-            if not self._comes_again(self._step):
+            if not self._step.comes_again(self.sampler.mark if self.sampler is not None else None):
                 raise SettingsError("the step before was not finished: call step(), or discard() after an error")
             self._forget()
         self._step = self._begin(count_rows(batch), rows)
@@ -191,13 +194,12 @@ class ElasticTrainer:
             raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
         rows, step.due, step.begun = step.due, None, True
         weight = step.world * rows / step.samples
-        scaled = loss * weight if self._scaler is None else self._scaler.scale(loss * weight)
+        scaled = self._scale.scaled(loss * weight)
         began = time.perf_counter()
         if self._meter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
-            scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-            with self._meter.micro_batch(rows, weight * scale):
+            with self._meter.micro_batch(rows, weight * self._scale.factor):
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
         if not step.left and step.world > 1 and averages_itself(self.model):
@@ -218,9 +220,7 @@ class ElasticTrainer:
             began = time.perf_counter()
             average_gradients([one for one in self._parameters if one.requires_grad], self._group)
             self._waited(began)
-        if self._scaler is not None and not step.unscaled:
-            step.unscaled = True  # even if it fails half-way: `discard` must undo it
-            self._scaler.unscale_(self.optimizer)
+        self._scale.unscale(self.optimizer)
         if self._meter is not None:
             self.noise.add(self._meter.finish(step.samples, self._group, step.world))
         if self.clip_norm is not None:
@@ -234,7 +234,7 @@ class ElasticTrainer:
         assert step is not None
         batch = self.global_batch
         with rate_times(self.optimizer, self.rate_factor):
-            updated = self._update()
+            updated = self._scale.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self._scaling.trained(step.samples, self.noise)
         if self.sampler is not None:
@@ -273,14 +273,6 @@ class ElasticTrainer:
         self.sampler.advance()
         logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
 
-    def _comes_again(self, step: Step) -> bool:
-        """Whether a new iteration over the sampler began with the batch of a step that was not finished.
-
-        So it is after an error that made `stay` call the training loop anew, with a trainer from outside of it.
-        """
-        mark = self.sampler.mark if self.sampler is not None else None
-        return mark is not None and step.mark is not None and mark != step.mark and mark[1:] == step.mark[1:]
-
     def _forget(self) -> None:
         """Be as before the step under way."""
         step = self._step
@@ -294,8 +286,7 @@ class ElasticTrainer:
         if cuts is not None:
             cuts.close()  # or it would keep DDP from averaging until an exception lets go of it
         self.model.zero_grad(set_to_none=True)
-        if self._scaler is not None and step is not None and step.unscaled:
-            self._scaler.update(self._scaler.get_scale())  # begin anew with the same scale
+        self._scale.forget()
         if self._meter is not None:
             self._meter.forget()
 
@@ -323,7 +314,7 @@ class ElasticTrainer:
             "scaling": self._scaling.state_dict(),
             "noise": self.noise.state_dict(),
             "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "scaler": self._scale.state_dict(),
             "tuner": self._tuner.state_dict() if self._tuner is not None else None,
         }
 
@@ -342,11 +333,8 @@ class ElasticTrainer:
         self.noise.load_state_dict(state["noise"])
         if self.sampler is None and state["asked"] != self._asked:
             self._scaling.resize(self._asked, self.noise)
-        for part, saved in (
-            (self.schedule, state["schedule"]),
-            (self._scaler, state["scaler"]),
-            (self._tuner, state["tuner"]),
-        ):
+        self._scale.load_state_dict(state["scaler"])
+        for part, saved in ((self.schedule, state["schedule"]), (self._tuner, state["tuner"])):
             if part is not None and saved is not None:
                 part.load_state_dict(saved)
 
@@ -372,13 +360,3 @@ class ElasticTrainer:
             return begin_counted(given, given if rows is None else rows, how, self._group, self._device)
         self._scaling.resize(self.sampler.global_batch, self.noise)
         return begin_sampled(given, rows, self.sampler, how, self._group, self._device)
-
-    def _update(self) -> bool:
-        """Step the optimizer; False if the scaler skipped it because of infinite gradients."""
-        if self._scaler is None:
-            self.optimizer.step()
-            return True
-        before = self._scaler.get_scale()
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        return self._scaler.get_scale() >= before

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edl.collective.unwrapping import layers
 from edl.errors import SettingsError
 
-__all__ = ["averages_itself", "check_wrapping", "in_lockstep", "is_sharded", "without_averaging"]
+__all__ = ["averages_itself", "check_averaged", "check_wrapping", "in_lockstep", "is_sharded", "without_averaging"]
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
@@ -53,6 +53,20 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
             raise SettingsError(
                 "DistributedDataParallel averages over other ranks than ElasticTrainer counts: pass both the same group"
             )
+
+
+def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
+    """Refuse an optimizer that updates what is not among the `parameters` of the module.
+
+    Raises:
+        SettingsError: it does.
+    """
+    strangers = set(map(id, updated)) - set(map(id, parameters))
+    if strangers:
+        raise SettingsError(
+            f"the optimizer has {len(strangers)} parameters that the model has not: nobody averages them. Make it "
+            "after fully_shard, and give ElasticTrainer a module that holds all of them, such as an nn.ModuleList"
+        )
 
 
 def averages_itself(module: nn.Module) -> bool:

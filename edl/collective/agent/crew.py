@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from edl.collective.agent import failures
+from edl.collective.agent import failures, pausing
 from edl.collective.agent.failures import Failure, Verdict
 from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, errors_of, forks
 from edl.collective.agent.output import Output
+from edl.collective.agent.restarts import Restarts
 from edl.collective.agent.stacks import dump_stacks
 from edl.collective.agent.watch import hang
 from edl.collective.agent.workers import Exited, Workers, ZygoteLost
@@ -29,11 +28,6 @@ __all__ = ["HANGING", "Crew"]
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _REGROUP_S = 2.0
-_PAUSE_MARGIN_S = 0.3
-_PAUSE_STEPS = 6
-"""So many usual steps are waited for a pause that was asked for two steps ahead."""
-_FRUITLESS_RESTARTS = 10
-_FRUITFUL_S = 60.0
 
 HANGING = "the workers hang"
 """How the reason of a restart begins, before which every node shows the stacks of its workers."""
@@ -73,8 +67,7 @@ class Crew:
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._told_at: dict[int, float] = {}
-        self._fruitless = 0
-        self._best_step = -1
+        self._restarts = Restarts(told.max_restarts)
         self._began_at = 0.0
         self.generation = -1
         """Of the workers that run here or ran last."""
@@ -195,17 +188,11 @@ class Crew:
 
     def pause_step(self) -> int | None:
         """A step that no worker has finished and that all can still be told of; None if they report no steps."""
-        readings = self.readings().values()
-        if not self.running or any(one.step < 0 or one.generation != self.generation for one in readings):
-            return None
-        durations = [one for reading in readings for one in reading.durations_s]
-        step_s = statistics.median(durations) if durations else _PAUSE_MARGIN_S
-        return max(reading.step for reading in readings) + max(2, math.ceil(_PAUSE_MARGIN_S / max(step_s, 1e-6)))
+        return pausing.pause_step(self.readings().values(), self.generation) if self.running else None
 
     def pause_needs_s(self) -> float:
         """How long the steps until a pause may take, where steps are long."""
-        durations = [one for reading in self.readings().values() for one in reading.durations_s]
-        return _PAUSE_STEPS * statistics.median(durations) if durations else 0.0
+        return pausing.pause_needs_s(self.readings().values())
 
     def verdict(self, forgiven: int, others_ended: bool = False) -> Verdict | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
@@ -219,21 +206,11 @@ class Crew:
         waited_s = time.monotonic() - self._failed_at
         contact_s = _ECHO_S if others_ended or self._ended_well else self._told.ttl_s + 1.0
         verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s)
-        if verdict is None:
-            return None
-        if verdict.fatal and forgiven < self._told.max_restarts:
-            return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
-        if verdict.restart and self._fruitless >= _FRUITLESS_RESTARTS and self._best_step >= self._step():
-            reason = f"{_FRUITLESS_RESTARTS} restarts in a row led nowhere; the last because {verdict.restart}"
-            return Verdict(fatal=reason)
-        return verdict
+        return self._restarts.limited(verdict, forgiven, self._step()) if verdict is not None else None
 
     def restarted(self) -> None:
         """The verdict was carried out: count it."""
-        step = self._step()
-        lived = time.monotonic() - self._began_at > _FRUITFUL_S  # all that is known of a script that reports no steps
-        self._fruitless = 0 if step > self._best_step or lived else self._fruitless + 1
-        self._best_step = max(self._best_step, step)
+        self._restarts.count(self._step(), time.monotonic() - self._began_at)
 
     # --- Inside. ---
 

@@ -1,0 +1,60 @@
+"""What a node does after failures, and after which step it pauses: decisions without workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from edl.collective.agent.failures import Verdict
+from edl.collective.agent.pausing import pause_needs_s, pause_step
+from edl.collective.agent.restarts import Restarts
+from edl.collective.board import Board, Reading
+
+KILLED, ERROR = Verdict(restart="worker 0 was killed"), Verdict(fatal="rank 0: worker 0 failed\nTraceback")
+
+
+def test_errors_of_the_script_are_forgiven_as_often_as_the_user_said() -> None:
+    restarts = Restarts(2)
+    again = Verdict(restart="rank 0: worker 0 failed", after_error=True)
+    assert [restarts.limited(ERROR, forgiven, 5) for forgiven in range(3)] == [again, again, ERROR]
+    assert restarts.limited(KILLED, 2, 5) == KILLED
+
+
+def test_restarts_that_lead_nowhere_end_the_job() -> None:
+    restarts = Restarts(0)
+    for _ in range(11):
+        assert restarts.limited(KILLED, 0, 5) == KILLED
+        restarts.count(5, 1.0)
+    nowhere = restarts.limited(KILLED, 0, 5)
+    assert nowhere == Verdict(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
+    assert restarts.limited(KILLED, 0, 6) == KILLED, "this one led somewhere"
+
+
+@pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
+def test_a_step_or_a_long_life_counts_from_the_beginning(step: int, lived_s: float) -> None:
+    restarts = Restarts(0)
+    for _ in range(11):
+        restarts.count(5, 1.0)
+    restarts.count(step, lived_s)
+    for _ in range(10):
+        assert restarts.limited(KILLED, 0, step) == KILLED
+        restarts.count(step, 1.0)
+    assert restarts.limited(KILLED, 0, step).fatal
+
+
+def reading(step: int, *durations_s: float, generation: int = 3) -> Reading:
+    return replace(Board.from_env().read(), generation=generation, step=step, durations_s=durations_s)
+
+
+def test_workers_pause_after_a_step_that_all_can_be_told_of() -> None:
+    assert pause_step([reading(7, 1.0), reading(8, 1.0)], 3) == 10, "two steps ahead at least"
+    assert pause_step([reading(7, 0.01), reading(8, 0.01)], 3) == 38, "0.3 s ahead where steps are short"
+    assert pause_step([reading(0)], 3) == 2, "no step was measured yet"
+    assert pause_step([reading(7, 1.0), reading(-1)], 3) is None, "one reports no steps"
+    assert pause_step([reading(7, 1.0), reading(7, 1.0, generation=2)], 3) is None, "one is not there yet"
+
+
+def test_long_steps_have_long_until_the_pause() -> None:
+    assert pause_needs_s([reading(7, 2.0, 2.0, 40.0), reading(7, 2.0)]) == 12.0
+    assert pause_needs_s([reading(-1)]) == 0.0

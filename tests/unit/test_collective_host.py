@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,67 @@ def test_the_state_of_one_that_left_is_taken_over(job: str) -> None:
     assert (second.heir_of, second.path) == ("a", first.path)
     assert Path(second.slots(0) + "-0").read_bytes() == b"state"
     second.close(keep=False)
+
+
+LEAVE = """
+import os, sys, time
+from pathlib import Path
+from edl.collective.agent.host import HostFolder
+from edl.collective.checkpoint.slots import Label, SlotPair
+folders = []
+for part in sys.argv[2:]:
+    name, run, generation, step, died_s_ago = part.split()
+    folder = HostFolder(sys.argv[1], name)
+    folder.run = run
+    slots = SlotPair(Path(folder.slots(0)))
+    slots.begin(8, 0)
+    slots.commit(Label(int(generation), int(step), 1, 0), 8, b"")
+    os.utime(folder.path / "node", (time.time() - float(died_s_ago),) * 2)
+    folders.append(folder)
+"""
+
+
+def leave(job: str, *dead: str) -> None:
+    """Have folders of agents that died: "NAME RUN GENERATION STEP SECONDS-AGO" each."""
+    subprocess.run([sys.executable, "-c", LEAVE, job, *dead], check=True)
+
+
+@pytest.mark.parametrize(
+    "dead",
+    [
+        ("a 1 0 500 1", "b 1 1 20 1", "c 1 1 19 1"),  # a's part ended with an earlier generation
+        ("a 1 0 5 1", "b 1 0 20 1"),
+        ("a 2 9 900 500", "b 1 0 0 1"),  # a was of another run, of the same name
+    ],
+)
+def test_of_several_folders_that_with_the_newest_state_is_taken_over(job: str, dead: tuple[str, ...]) -> None:
+    leave(job, *dead)
+    heir = HostFolder(job, "heir")
+    assert heir.heir_of == "b"
+    assert heir.dead == {one.split()[0] for one in dead}
+    second = HostFolder(job, "second")
+    assert second.heir_of in heir.dead - {"b"}, "the next one is for the next agent"
+    heir.close(keep=False, ended=True)
+    second.close(keep=False, ended=True)
+
+
+def test_a_folder_is_found_whatever_its_number(job: str) -> None:
+    """The agent before it has left, and taken its folder with it."""
+    first = HostFolder(job, "first")
+    leave(job, "dead 1 0 7 1")
+    first.close(keep=False)
+    heir = HostFolder(job, "heir")
+    assert heir.heir_of == "dead"
+    heir.close(keep=False)
+
+
+def test_agents_that_start_together_take_over_one_folder_each(job: str) -> None:
+    leave(job, *(f"dead{number} 1 0 {number} 1" for number in range(4)))
+    with ThreadPoolExecutor(4) as pool:
+        heirs = list(pool.map(lambda number: HostFolder(job, f"heir{number}"), range(4)))
+    assert {heir.heir_of for heir in heirs} == {f"dead{number}" for number in range(4)}
+    for heir in heirs:
+        heir.close(keep=False)
 
 
 def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> None:

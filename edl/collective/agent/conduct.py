@@ -210,7 +210,7 @@ class Conduct:
             pause_needs_s=self._crew.pause_needs_s(),
             restart=verdict.restart,
             forgives=verdict.after_error,
-            dead=frozenset({self._part.host.heir_of}),
+            dead=self._part.host.dead,
         )
 
     # --- The record of this node. ---

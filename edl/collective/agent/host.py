@@ -1,7 +1,7 @@
 """The folder in memory that one agent keeps for its workers: boards, slots of state, logs.
 
-It outlives the agent. Another agent of the same job on the same host takes the folder of a dead one over, and with it
-the newest state, and knows from the folder's lock that the dead one and its workers are no more.
+It outlives the agent. Another agent of the same job on the same host takes the folder of a dead one over, that with the
+newest state if there are several, and knows from the folders' locks that the dead and their workers are no more.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from edl.collective.checkpoint.slots import find
 from edl.errors import EDLError
 
 __all__ = ["HostFolder"]
 
 _ABANDONED_S = 3600.0
+_LOOKING_S = 5.0
+_LOOK_AGAIN_S = 0.01
 
 
 class HostFolder:
@@ -33,33 +36,30 @@ class HostFolder:
     Attributes:
         path: the folder, in memory where the host has `/dev/shm`.
         heir_of: the node whose folder this was, empty if the folder is new.
+        dead: nodes whose agents have died on this host, that one among them.
     """
 
     def __init__(self, job: str, node: str) -> None:
         root = _root()
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
         _sweep(root, but=digest)
-        for number in itertools.count():
-            path = root / digest / str(number)
-            try:
-                path.mkdir(parents=True, exist_ok=True, mode=0o700)
-                lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                continue  # another agent is just removing it
-            if _locked(lock) and _is(path / "lock", lock):
-                break
-            os.close(lock)
-        self.path = path
-        self._lock = lock
-        owner = path / "node"
-        self.heir_of = owner.read_text() if owner.exists() else ""
-        owner.write_text(node)
+        with _one_at_a_time(root / digest):
+            left = _take_abandoned(root / digest)
+            self.dead = frozenset(filter(None, map(_owner, left)))
+            if left:
+                self.path = _newest(left)
+                self._lock = left.pop(self.path)
+            else:
+                self.path, self._lock = _make(root / digest)
+            for lock in left.values():
+                os.close(lock)
+        self.heir_of = _owner(self.path)
+        (self.path / "node").write_text(node)
 
     @property
     def run(self) -> str:
         """Which run of the job the state here is of, "" if nobody said so."""
-        file = self.path / "run"
-        return file.read_text() if file.exists() else ""
+        return _run_of(self.path)
 
     @run.setter
     def run(self, name: str) -> None:
@@ -129,6 +129,81 @@ def _root() -> Path:
     if root.stat().st_uid != os.getuid():
         raise EDLError(f"{root} belongs to another user: remove it")
     return root
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Agents that start together do not see each other's folders as taken while one looks which is the newest."""
+    deadline = time.monotonic() + _LOOKING_S
+    while True:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another agent has just removed it
+        # Whoever looks for longer than that was stopped, and what it locked is not abandoned for anybody else.
+        if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
+            break
+        os.close(file)
+        time.sleep(_LOOK_AGAIN_S)
+    try:
+        yield
+    finally:
+        os.close(file)
+
+
+def _take_abandoned(job: Path) -> dict[Path, int]:
+    """The folders of agents that are no more, each with its lock."""
+    taken = {}
+    for path in job.iterdir():
+        with contextlib.suppress(OSError):
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            if _locked(lock) and _is(path / "lock", lock):
+                taken[path] = lock
+            else:
+                os.close(lock)
+    return taken
+
+
+def _newest(folders: Iterable[Path]) -> Path:
+    """That with the newest state. Labels tell within a run; of several runs, the one whose agent died last is meant."""
+    died = {path: (path / "node").stat().st_mtime if _owner(path) else 0.0 for path in folders}
+    run = _run_of(max(died, key=lambda path: died[path]))
+
+    def state(path: Path) -> tuple[bool, tuple[int, int], float]:
+        prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
+        labels = [found.label for prefix in prefixes for found in find(prefix)]
+        newest = max(((label.generation, label.step) for label in labels), default=(-1, -1))
+        return _run_of(path) == run, newest, died[path]
+
+    return max(died, key=state)
+
+
+def _make(job: Path) -> tuple[Path, int]:
+    """A folder more, with its lock."""
+    number = -1
+    while True:
+        number += 1
+        path = job / str(number)
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # another agent is just removing it
+        if _locked(lock) and _is(path / "lock", lock):
+            return path, lock
+        os.close(lock)
+
+
+def _owner(path: Path) -> str:
+    """The node that a folder belongs to, or belonged to last; "" if nobody wrote it down."""
+    file = path / "node"
+    return file.read_text() if file.exists() else ""
+
+
+def _run_of(path: Path) -> str:
+    file = path / "run"
+    return file.read_text() if file.exists() else ""
 
 
 def _locked(file: int) -> bool:

@@ -15,6 +15,8 @@ from tests.plugins_consul import ConsulAgent
 
 pytestmark = pytest.mark.slow
 
+STATE_SCRIPT = Path(__file__).with_name("train_state.py")
+
 
 @pytest.mark.consul
 def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul_agent: ConsulAgent) -> None:
@@ -153,3 +155,22 @@ def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -
         job.nothing_is_left()
         steps = sorted({one.step for one in job.steps()})
         assert steps == list(range(len(steps)))
+
+
+def test_the_last_of_several_agents_here_is_gone_on_from(tmp_path: Path) -> None:
+    """Two terminals on one machine: the first leaves, the second goes on alone and is killed, and one starts again."""
+    with Job(tmp_path, command=[str(STATE_SCRIPT), str(tmp_path)]) as job:
+        one, other = job.start(), job.start()
+        job.wait_for_world(2)
+        one.kill(signal.SIGTERM)
+        one.wait()
+        alone = job.wait_for_world(1, after=time.monotonic())[0]
+        reached = wait_until(lambda: [at for at in job.steps() if at.step > alone.step + 20], "steps alone")[0]
+        other.signal_all(signal.SIGKILL)
+        begun = time.monotonic()
+        last = job.start()
+        again = job.wait_for_world(1, after=begun)[0]
+        assert again.step > reached.step, last.output
+        job.end()
+        assert last.wait() == 0
+        job.nothing_is_left()

@@ -1,39 +1,52 @@
-"""What all teachers of a service have in common: inputs, outputs and the shape of a row, as the first one has it."""
+"""What all teachers of a service have in common: inputs, outputs and what a row looks like, as the first one has it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from edl.discovery.registry import Instance
 from edl.distill.actions import Failure, FailureKind
 from edl.distill.compress import TopK
-from edl.distill.request import ModelSpec, Outputs
+from edl.distill.request import Ask, ModelSpec, Outputs
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "Inputs"]
 
 logger = logging.getLogger("edl.distill")
+
+Inputs: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
+"""Of a request: name, datatype, shape with rows."""
+
+_MOST_REMEMBERED = 1024
 
 
 class Agreement:
     """Of the teachers of one service.
 
+    Which dimensions of a row are fixed is what the first teacher's metadata says. Those that it leaves open, such as
+    the length of a text, may differ from one answer to the next.
+
     Args:
         service: for messages.
-        outputs: that are asked for.
+        ask: what is asked for.
 
     Attributes:
         spec: what the first teacher's model looks like, None while there was none.
     """
 
-    def __init__(self, service: str, outputs: Sequence[str]) -> None:
-        self._service, self._outputs = service, outputs
-        self._row_shapes: dict[str, tuple[int, ...]] = {}
+    def __init__(self, service: str, ask: Ask) -> None:
+        self._service, self._ask = service, ask
+        self._kinds: dict[str, tuple[str, int]] = {}  # dtype and dimensions of an output's rows
+        self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self.spec: ModelSpec | None = None
 
     def unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
         """Why a teacher with this model cannot be used, empty if it can."""
-        missing = [name for name in self._outputs if spec.outputs and name not in spec.outputs]
+        missing = [name for name in self._ask.outputs if spec.outputs and name not in spec.outputs]
         if missing:
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {', '.join(spec.outputs)}"
         known = self.spec
@@ -41,6 +54,13 @@ class Agreement:
             differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
             if differing or len(spec.inputs) != len(known.inputs):
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
+        for name in self._ask.outputs:
+            have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
+            if have is not None and want is not None and not _go_together(have.shape, want.shape):
+                return (
+                    f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
+                    f"the teachers before it {list(want.shape)}"
+                )
         if known is not None and known.version != spec.version:
             logger.warning(
                 "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
@@ -52,14 +72,75 @@ class Agreement:
             )
         return ""
 
-    def misfit(self, teacher: str, outputs: Outputs) -> Failure | None:
-        """All teachers of a service must agree on the shape of a row, also where their metadata leaves it open."""
+    def misfit(self, teacher: str, inputs: Inputs, outputs: Outputs) -> Failure | None:
+        """Why an answer to a request with these inputs does not go together with those before it."""
         for name, output in outputs.items():
-            shape = tuple(output.ids.shape[1:] if isinstance(output, TopK) else output.shape[1:])
-            if self._row_shapes.setdefault(name, shape) != shape:
-                return Failure(
-                    FailureKind.BAD_OUTPUT,
-                    f"{teacher}: output {name!r} has rows of shape {list(shape)}, "
-                    f"the teachers before it {list(self._row_shapes[name])}",
+            array = output.values if isinstance(output, TopK) else output
+            shape = tuple(array.shape[1:])
+            kind = (str(array.dtype), len(shape))
+            agreed = self._kinds.setdefault(name, kind)
+            if agreed != kind:
+                return self._failure(
+                    teacher,
+                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, "
+                    f"the teachers before it of {agreed[0]} with {agreed[1]}",
+                )
+            want = self._wanted(name, inputs, shape, compressed=isinstance(output, TopK))
+            if not _go_together(shape, want):
+                return self._failure(
+                    teacher,
+                    f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}",
                 )
         return None
+
+    def check_cacheable(self, fields: Mapping[str, Array]) -> None:
+        """See that labels found by a sample's id fit its inputs as they are now.
+
+        Where the shape of a label follows that of the inputs, a sample that is padded to another length than when its
+        label was kept would get one of the wrong length.
+
+        Raises:
+            SettingsError: outputs have variable dimensions, and the inputs have other shapes than those before.
+        """
+        known = self.spec
+        if known is None or not any(self._varies(name) for name in self._ask.outputs):
+            return
+        for name, array in fields.items():
+            if known.inputs and name not in known.inputs:
+                continue
+            shape = tuple(array.shape[1:])
+            before = self._kept_shapes.setdefault(name, shape)
+            if before != shape:
+                varying = next(name for name in self._ask.outputs if self._varies(name))
+                raise SettingsError(
+                    f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output {varying!r} "
+                    f"{list(known.outputs[varying].shape)} (-1 is any size) may follow it: kept soft labels would "
+                    "not fit. Pad all batches to one length, or leave the cache out"
+                )
+
+    def _varies(self, name: str) -> bool:
+        spec = self.spec.outputs.get(name) if self.spec is not None else None
+        if spec is None:
+            return False
+        return -1 in (spec.shape if self._ask.top_k is None else spec.shape[:-1])
+
+    def _wanted(self, name: str, inputs: Inputs, shape: tuple[int, ...], *, compressed: bool) -> tuple[int, ...]:
+        """Row shape of an output; -1 is any size."""
+        spec = self.spec.outputs.get(name) if self.spec is not None else None
+        if spec is None:
+            # Nothing is known but what came. Inputs of one shape may be expected to give outputs of one shape.
+            if len(self._row_shapes) >= _MOST_REMEMBERED:
+                self._row_shapes.clear()
+            return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
+        if compressed and self._ask.top_k is not None and spec.shape:
+            classes = spec.shape[-1]
+            return (*spec.shape[:-1], min(self._ask.top_k, classes) if classes > 0 else -1)
+        return spec.shape
+
+    @staticmethod
+    def _failure(teacher: str, what: str) -> Failure:
+        return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {what}")
+
+
+def _go_together(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))

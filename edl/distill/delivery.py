@@ -25,10 +25,17 @@ def rows_of(item: Item, service: int) -> Outputs:
         outputs = chunk.outputs[service]
         assert outputs is not None
         pieces.append({name: output[start:stop] for name, output in outputs.items()})
-    return {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
+    return {name: _joined(name, [piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _joined(pieces: Sequence[Array | TopK]) -> Array | TopK:
+def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
+    shapes = {(piece.ids if isinstance(piece, TopK) else piece).shape[1:] for piece in pieces}
+    if len(shapes) > 1:
+        raise SettingsError(
+            f"output {name!r} has rows of shapes {' and '.join(str(list(shape)) for shape in sorted(shapes))} in the "
+            "answers to pieces of one batch: send it as one request (batch_rows, teacher_batch_size), or pad all rows "
+            "to one length"
+        )
     if isinstance(pieces[0], TopK):
         return (
             pieces[0] if len(pieces) == 1 else TopK.concatenate([piece for piece in pieces if isinstance(piece, TopK)])

@@ -11,7 +11,7 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
@@ -30,6 +30,7 @@ from edl.distill.request import Ask, ModelSpec, Outputs
 from edl.distill.stats import ReaderStats
 from edl.distill.tally import Tally
 from edl.errors import EDLError, NoTeacherError
+from edl.protocol.tensors import Array
 
 __all__ = ["Engine"]
 
@@ -54,7 +55,7 @@ class Engine:
         self._thread, self._arena = thread, arena
         self._timeout_s = teacher_timeout_s
         self._dispatcher = Dispatcher(policy)
-        self._agreement = Agreement(name, ask.outputs)
+        self._agreement = Agreement(name, ask)
         self._links = Links(name, self._dispatcher, self._connect, self._dropped)
         self._jobs: dict[int, Job] = {}
         self._spec_known = threading.Event()
@@ -98,6 +99,10 @@ class Engine:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
         self._spec_known.wait(timeout_s)
         return self._agreement.spec
+
+    def check_cacheable(self, fields: Mapping[str, Array]) -> None:
+        """See `Agreement.check_cacheable`; from one thread at a time."""
+        self._agreement.check_cacheable(fields)
 
     def no_teacher(self) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher."""
@@ -260,7 +265,7 @@ class Engine:
         self._attempts.pop(send.attempt, None)
         try:
             if isinstance(result, dict):
-                result = self._agreement.misfit(send.teacher, result) or result
+                result = self._agreement.misfit(send.teacher, job.payload.inputs, result) or result
             if isinstance(result, Failure):
                 actions = self._failed(send, job, result)
             elif result is not None:

@@ -170,6 +170,7 @@ class Labeller:
     def _look_up(self, chunk: Chunk, engine: Engine, spec: ModelSpec) -> Missing | None:
         if self._caching is None or chunk.ids is None:
             return None
+        engine.check_cacheable(chunk.fields)
         view = self._caching.cache.view(key_of(engine.ask, spec, self._caching.dataset))
         found = view.get(chunk.ids)
         self._cached += int(found.mask.sum())

@@ -185,7 +185,8 @@ class _RowGatherer(Cutter):
             if array.shape != first.shape:
                 raise SourceError(
                     f"sample {self._first_seen + at}: input {name!r} has shape {list(array.shape)}, samples before it "
-                    f"{list(first.shape)}: pad them to one shape, or yield batches with set_batch_generator"
+                    f"{list(first.shape)}: pad them to one shape, yield batches with set_batch_generator, or send each "
+                    "alone with set_teacher_batch_size(1)"
                 )
         return np.stack(arrays)
 

@@ -1,0 +1,76 @@
+"""What the answers of one service's teachers must have in common, and what may differ."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edl.discovery.registry import Instance
+from edl.distill.agreement import Agreement
+from edl.distill.compress import top_k
+from edl.distill.request import Ask, ModelSpec, TensorSpec
+from edl.errors import SettingsError
+
+
+def spec(*shape: int, inputs: tuple[int, ...] = (-1,)) -> ModelSpec:
+    return ModelSpec("m", "1", {"x": TensorSpec("x", "FP32", inputs)}, {"y": TensorSpec("y", "FP32", shape)})
+
+
+def agreement(known: ModelSpec | None, k: int | None = None) -> Agreement:
+    one = Agreement("s", Ask(("y",), top_k=k))
+    one.spec = known
+    return one
+
+
+def words(one: Agreement, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)) -> str:
+    failure = one.misfit("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
+    return failure.message if failure is not None else ""
+
+
+def test_only_what_the_metadata_fixes_must_agree() -> None:
+    one = agreement(spec(-1, 997))
+    assert [words(one, length, 997) for length in (5, 7, 1, 5)] == [""] * 4
+    assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(one, 5, 998)
+    assert "1 dimensions, the teachers before it of float32 with 2" in words(one, 997)
+    assert "rows of float16 with 2" in words(one, 5, 997, dtype="float16")
+
+
+def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> None:
+    one = agreement(ModelSpec("m", "1", {}, {}))
+    assert words(one, 5, 8, inputs=(4, 5)) == ""
+    assert words(one, 7, 8, inputs=(4, 7)) == ""
+    assert words(one, 5, 8, inputs=(9, 5)) == ""
+    assert "rows of shape [5, 9], the teachers before it [5, 8]" in words(one, 5, 9, inputs=(4, 5))
+
+
+def test_top_k_has_k_classes_and_the_fixed_dimensions() -> None:
+    inputs = [("x", "FP32", (2, 5))]
+    for known, good, bad in (((-1, 9), (5, 9), None), ((3, 9), (3, 9), (4, 9)), ((-1, 2), (5, 2), None)):
+        one = agreement(spec(*known), k=3)
+        assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, *good), "f4"), min(3, good[-1]))}) is None
+        if bad is not None:
+            assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, *bad), "f4"), 3)}) is not None
+    one = agreement(spec(9), k=3)
+    assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
+
+
+def test_a_teacher_whose_metadata_fixes_other_sizes_is_not_connected() -> None:
+    one, instance = agreement(spec(-1, 997)), Instance("s", "t", "127.0.0.1", 1)
+    assert one.unsuitable(instance, spec(-1, 997)) == ""
+    assert one.unsuitable(instance, spec(5, 997)) == ""
+    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in one.unsuitable(instance, spec(-1, 10))
+    assert "rows of shape [997]" in one.unsuitable(instance, spec(997))
+
+
+def test_kept_labels_need_inputs_of_one_shape_only_where_labels_follow_them() -> None:
+    short, long = {"x": np.zeros((2, 5), "f4")}, {"x": np.zeros((2, 8), "f4")}
+    for known, k in ((spec(9), None), (spec(-1), 3), (ModelSpec("m", "1", {}, {}), None)):
+        free = agreement(known, k)
+        free.check_cacheable(short)
+        free.check_cacheable(long)
+    one = agreement(spec(-1, 9))
+    one.check_cacheable(short)
+    one.check_cacheable({**short, "not sent": np.zeros((2, 1))})
+    one.check_cacheable({**short, "not sent": np.zeros((2, 2))})
+    with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
+        one.check_cacheable(long)

@@ -28,7 +28,10 @@ class TopK:
     distribution within the tail is lost.
 
     The arrays are numpy's; `map` makes labels of another framework's tensors, on which only the attributes, `len`,
-    slicing and `map` work.
+    indexing and `map` work.
+
+    One row alone, as `labels[3]` or a reader's sample has it, is without the axis of rows: ids and values [k], tail_lse
+    of no dimension. `stack` puts such rows together again.
 
     Attributes:
         ids: int32 [rows, ..., k], classes by falling logit; no class twice in a row.
@@ -59,7 +62,7 @@ class TopK:
                 f"top-k labels of types {self.ids.dtype}, {self.values.dtype}, {self.tail_lse.dtype}: "
                 "ids must be integers, values and tail_lse floating-point"
             )
-        if self.ids.ndim < 2 or self.values.shape != self.ids.shape or self.tail_lse.shape != self.ids.shape[:-1]:
+        if self.ids.ndim < 1 or self.values.shape != self.ids.shape or self.tail_lse.shape != self.ids.shape[:-1]:
             raise SettingsError(
                 f"top-k labels of shapes {list(self.ids.shape)}, {list(self.values.shape)}, "
                 f"{list(self.tail_lse.shape)}: ids and values must be [rows, ..., k], tail_lse [rows, ...]"
@@ -83,13 +86,18 @@ class TopK:
 
     def __len__(self) -> int:
         """Rows."""
+        if self.ids.ndim < 2:
+            raise TypeError("top-k labels of one sample have no rows")
         return len(self.ids)
 
-    def __getitem__(self, rows: slice | Array | Sequence[int]) -> TopK:
-        """Some of the rows: a slice (a view of the same memory), indices or a mask."""
-        if isinstance(rows, int | np.integer):
-            raise SettingsError(f"top-k labels are cut by rows: index with a slice or array, not {rows}")
-        return TopK(self.ids[rows], self.values[rows], self.tail_lse[rows], self.temperature, self.classes)
+    def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> TopK:
+        """One row without the axis of rows, or some of the rows: a slice (both views of the same memory), indices or a
+        mask.
+        """
+        if self.ids.ndim < 2:
+            raise SettingsError("top-k labels of one sample have no rows to choose from; its classes are `ids`")
+        tail_lse = self.tail_lse[rows, ...] if isinstance(rows, int | np.integer) else self.tail_lse[rows]
+        return TopK(self.ids[rows], self.values[rows], tail_lse, self.temperature, self.classes)
 
     def map(self, function: Callable[[Array], Any]) -> TopK:
         """The same labels with `function` (such as `torch.from_numpy`) applied to each of the three arrays."""
@@ -98,23 +106,18 @@ class TopK:
     @staticmethod
     def concatenate(pieces: Sequence[TopK]) -> TopK:
         """The rows of all pieces, which must agree in k, temperature and number of classes, in new arrays."""
-        if not pieces:
-            raise SettingsError("no top-k labels to concatenate: pass at least one piece")
-        first = pieces[0]
-        for piece in pieces:
-            if (piece.k, piece.temperature, piece.classes) != (first.k, first.temperature, first.classes):
-                raise SettingsError(
-                    f"top-k labels do not go together: k={first.k}, temperature={first.temperature:g}, "
-                    f"classes={first.classes} and k={piece.k}, temperature={piece.temperature:g}, "
-                    f"classes={piece.classes}"
-                )
-        return TopK(
-            np.concatenate([piece.ids for piece in pieces]),
-            np.concatenate([piece.values for piece in pieces]),
-            np.concatenate([piece.tail_lse for piece in pieces]),
-            first.temperature,
-            first.classes,
-        )
+        if any(piece.ids.ndim < 2 for piece in pieces):
+            raise SettingsError("top-k labels of one sample have no rows to concatenate: use TopK.stack")
+        return _put_together(pieces, np.concatenate)
+
+    @staticmethod
+    def stack(samples: Sequence[TopK]) -> TopK:
+        """Labels of single samples as the rows of one, in new arrays. The samples must agree as for `concatenate`."""
+        shapes = {sample.ids.shape for sample in samples}
+        if len(shapes) > 1:
+            found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            raise SettingsError(f"top-k labels of shapes {found} cannot be the rows of one: pad the samples alike")
+        return _put_together(samples, np.stack)
 
     def to_dense(self, classes: int | None = None) -> Array:
         """Logits of all classes, float32 [rows, ..., classes].
@@ -135,6 +138,26 @@ class TopK:
         dense = np.repeat(even[..., None], classes, axis=-1)
         np.put_along_axis(dense, self.ids.astype(np.int64), self.values.astype(np.float32), axis=-1)
         return dense
+
+
+def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) -> TopK:
+    if not pieces:
+        raise SettingsError("no top-k labels to put together: pass at least one piece")
+    first = pieces[0]
+    for piece in pieces:
+        if (piece.k, piece.temperature, piece.classes) != (first.k, first.temperature, first.classes):
+            raise SettingsError(
+                f"top-k labels do not go together: k={first.k}, temperature={first.temperature:g}, "
+                f"classes={first.classes} and k={piece.k}, temperature={piece.temperature:g}, "
+                f"classes={piece.classes}"
+            )
+    return TopK(
+        join([piece.ids for piece in pieces]),
+        join([piece.values for piece in pieces]),
+        join([piece.tail_lse for piece in pieces]),
+        first.temperature,
+        first.classes,
+    )
 
 
 def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:

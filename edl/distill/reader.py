@@ -96,11 +96,17 @@ class DistillReader:
     # Configuration
 
     def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
-        """`reader()` yields samples: tuples of fields. Delivered: the tuple with the predictions behind it."""
+        """`reader()` yields samples: tuples of fields. Delivered: the tuple with the predictions behind it.
+
+        A sample's prediction is an array without the axis of rows; with `top_k` a `TopK` likewise, ids and values [k].
+        `TopK.stack` makes one of several.
+        """
         return self._set_source("sample", reader)
 
     def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
-        """`reader()` yields lists of samples. Delivered: lists of the same lengths."""
+        """`reader()` yields lists of samples. Delivered: lists of the same lengths, of samples as
+        `set_sample_generator` has them.
+        """
         return self._set_source("sample_list", reader)
 
     def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:

@@ -117,7 +117,8 @@ def test_labels_that_do_not_go_together_are_not_joined() -> None:
     [
         ([[0, 1]], [[1.0, 2.0]], [0.0, 1.0], "shapes"),
         ([[0, 1]], [[1.0]], [0.0], "shapes"),
-        ([0, 1], [1.0, 2.0], 0.0, "shapes"),
+        ([0, 1], [1.0, 2.0], [0.0], "shapes"),
+        (0, 1.0, 0.0, "shapes"),
         ([[0.0, 1.0]], [[1.0, 2.0]], [0.0], "types"),
         ([[0, 9]], [[1.0, 2.0]], [0.0], "class ids from 0 to 9, of 5 classes"),
         ([[-1, 2]], [[1.0, 2.0]], [0.0], "class ids from -1"),
@@ -155,8 +156,16 @@ def test_the_arrays_can_be_those_of_another_framework() -> None:
 
 
 def test_one_row_is_not_a_cut() -> None:
-    with pytest.raises(SettingsError, match="slice"):
-        top_k(np.zeros((2, 8), np.float32), 2)[0]  # type: ignore[index]
+    one = top_k(np.zeros((2, 8), np.float32), 2)[0]
+    for cut in (0, slice(1), [0]):
+        with pytest.raises(SettingsError, match="of one sample"):
+            one[cut]
+    with pytest.raises(SettingsError, match=r"use TopK\.stack"):
+        TopK.concatenate([one, one])
+    with pytest.raises(SettingsError, match=r"shapes \[2\] and \[3, 2\]"):
+        TopK.stack([one, top_k(np.zeros((1, 3, 8), np.float32), 2)[0]])
+    with pytest.raises(SettingsError, match="do not go together"):
+        TopK.stack([one, top_k(np.zeros((2, 9), np.float32), 2)[0]])
 
 
 def test_dense_labels_need_the_number_of_classes() -> None:
@@ -180,3 +189,18 @@ def test_no_deep_learning_framework_is_imported() -> None:
     code = "import sys, edl.distill.compress; print([m for m in ('torch', 'paddle') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (5, 3, 8)])
+def test_one_row_is_without_the_axis_of_rows_and_stack_puts_rows_together(shape: tuple[int, ...]) -> None:
+    logits = np.random.default_rng(1).normal(0, 3, shape).astype(np.float32)
+    labels = top_k(logits, 3, 2.0)
+    rows = list(labels)
+    assert [row.ids.shape for row in rows] == [(*shape[1:-1], 3)] * 5
+    assert [row.tail_lse.shape for row in rows] == [shape[1:-1]] * 5
+    np.testing.assert_array_equal(rows[4].values, labels.values[4])
+    np.testing.assert_allclose(rows[2].to_dense(), labels.to_dense()[2], rtol=1e-6)
+    again = TopK.stack(rows)
+    assert (again.temperature, again.classes) == (2.0, 8)
+    for ours, theirs in ((again.ids, labels.ids), (again.values, labels.values), (again.tail_lse, labels.tail_lse)):
+        np.testing.assert_array_equal(ours, theirs)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
+from edl.distill.compress import TopK
 from edl.errors import BadOutputError, ClosedError, NoTeacherError, RejectedError, SettingsError, SourceError
 from tests.integration.distill.conftest import Start, until
 
@@ -73,6 +74,28 @@ def test_sample_lists_keep_their_lengths(start: Start) -> None:
         lists = list(reader())
     assert [len(samples) for samples in lists] == [3, 1, 7, 2, 10]
     check([row for samples in lists for row in samples], 23)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_each_sample_has_a_top_k_of_its_own(start: Start, rows: int) -> None:
+    def source() -> Iterator[Any]:
+        yield from ((np.roll(np.arange(WIDTH, dtype=np.float32), number), number) for number in range(10))
+
+    def lists() -> Iterator[Any]:
+        both = list(source())
+        yield from (both[:3], both[3:])
+
+    for kwargs in ({"top_k": 2}, {"top_k": 2, "dtype": "float16", "temperature": 4.0}):
+        with reader_of(start("echo"), teacher_batch_size=rows, **kwargs) as reader:
+            found = list(reader.set_sample_generator(source)())
+        with reader_of(start("echo"), teacher_batch_size=rows, **kwargs) as reader:
+            found += [row for some in reader.set_sample_list_generator(lists)() for row in some]
+        assert [number for _, number, _ in found] == [*range(10)] * 2
+        for x, _, label in found:
+            assert label.ids.tolist() == np.argsort(-x)[:2].tolist()
+            assert label.values.tolist() == [3, 2]
+            assert label.tail_lse.shape == ()
+        assert TopK.stack([label for *_, label in found]).ids.shape == (20, 2)
 
 
 def test_batches_are_arrays_and_other_fields_pass_through(start: Start) -> None:

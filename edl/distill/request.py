@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Payload:
         plain = all(datatype != "BYTES" for _, datatype, _ in inputs)
         slot = arena.take(sum(array.nbytes for array in arrays.values())) if arena is not None and plain else None
         if slot is None:
-            return cls(rows, inputs, [tensors.to_raw(array) for array in arrays.values()])
+            return cls(rows, inputs, [_to_raw(name, array) for name, array in arrays.items()])
         raw, at, memory = [], 0, slot.memory
         for array in arrays.values():
             part = memory[at : at + array.nbytes]
@@ -108,6 +108,16 @@ class Payload:
             raw.append(part.data)
             at += array.nbytes
         return cls(rows, inputs, raw, slot)
+
+
+def _to_raw(name: str, array: Array) -> codec.Buffer:
+    try:
+        return tensors.to_raw(array)
+    except UnicodeEncodeError as exc:
+        raise SourceError(
+            f"input {name!r} has a string that is no text, {exc.object[:64]!r}: {exc.reason} at position {exc.start}. "
+            "Clean it in your source, or send bytes"
+        ) from exc
 
 
 def request_header(ask: Ask, model: str, payload: Payload, *, compressed: bool, in_slot: bool) -> bytes:
@@ -142,7 +152,7 @@ def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Arr
     """Those fields that the model wants, in the types that it wants.
 
     Raises:
-        SourceError: a field has another shape, or a type that cannot be converted without loss of its kind.
+        SourceError: a field has another shape, or a type or value that cannot be converted without loss.
     """
     if not spec.inputs:
         return dict(fields)
@@ -168,11 +178,51 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
         return array
     if dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
         return _refuse(array, wanted, model)
-    return array.astype(dtype)
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    lost = _first_lost(array, converted)
+    return _refuse(array, wanted, model, lost) if lost is not None else converted
 
 
-def _refuse(array: Array, wanted: TensorSpec, model: str) -> Array:
+def _first_lost(array: Array, converted: Array) -> str | None:
+    """The first value that a conversion made another one of, None if there is none.
+
+    Of floating-point numbers the digits that the smaller type does not have may go, but none may become infinite.
+    """
+    # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
+    large = array.dtype.kind in "iu" and array.dtype.itemsize == 8
+    if not array.size or (not large and np.can_cast(array.dtype, converted.dtype, "safe")):
+        return None
+    if array.dtype.kind == "f":
+        # Either extreme is infinite if any value is; NaN in them hides the others, and calls for the closer look.
+        if np.isfinite([converted.min(), converted.max()]).all():
+            return None
+        changed = np.isinf(converted) & ~np.isinf(array)
+    else:
+        low, high = _exact_range(converted.dtype)
+        if low <= int(array.min()) and int(array.max()) <= high:
+            return None
+        if converted.dtype.kind == "f":  # beyond the range, too, every second or fourth number is exact
+            whole = converted.astype(np.float64)
+            back = np.where((whole >= -(2.0**63)) & (whole < float(np.iinfo(array.dtype).max)), whole, 0)
+            changed = back.astype(array.dtype) != array
+        else:
+            changed = (array < low) | (array > high)
+    where = np.flatnonzero(changed)
+    return str(array.reshape(-1)[where[0]]) if where.size else None
+
+
+def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """From where to where every whole number is itself in this type."""
+    if dtype.kind == "f":
+        most = 2 ** (np.finfo(dtype).nmant + 1)
+        return -most, most
+    return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+
+
+def _refuse(array: Array, wanted: TensorSpec, model: str, value: str = "") -> Array:
+    what = f"holds {value} as {array.dtype}" if value else f"is {array.dtype}"
     raise SourceError(
-        f"input {wanted.name!r} is {array.dtype}; model {model!r} wants {wanted.datatype}, "
+        f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "
         "and converting would lose information: convert it in your source"
     )

@@ -236,8 +236,14 @@ def as_array(value: Any, what: str) -> Array:
             array = array.astype(object)
     if array.dtype.kind not in "biufSUO":
         raise SourceError(f"{what}: dtype {array.dtype} cannot be sent; numbers, booleans, bytes and strings can")
-    if array.dtype.kind == "O" and not all(isinstance(element, bytes | str) for element in array.reshape(-1)[:64]):
-        raise SourceError(f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings")
+    if array.dtype.kind == "O":
+        strange = {kind for kind in set(map(type, array.flat)) if not issubclass(kind, bytes | str)}
+        if strange:
+            at, found = next((at, one) for at, one in enumerate(array.flat) if type(one) in strange)
+            raise SourceError(
+                f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings "
+                f"(element {at} is {type(found).__name__})"
+            )
     return array
 
 

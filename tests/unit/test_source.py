@@ -71,6 +71,7 @@ def test_ids_go_with_their_rows() -> None:
         (BatchCutter(X, 2, 1), (), "no field for input 'x'"),
         (BatchCutter({**X, "y": itemgetter(1)}, 2, 1), (np.zeros(2), np.zeros(3)), "different numbers of rows"),
         (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
+        (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
         (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),
         (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be made an array"),
         (BatchCutter(X, 2, 1, ids=itemgetter(1)), (np.zeros(2), [1]), "1 sample ids for 2 rows"),

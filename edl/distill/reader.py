@@ -20,7 +20,7 @@ from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.errors import ClosedError, SettingsError
+from edl.errors import ClosedError, SettingsError, SourceError
 
 __all__ = ["DistillReader"]
 
@@ -186,12 +186,13 @@ class DistillReader:
             raise ClosedError("the reader is closed")
         if self._source is None or self._kind is None:
             raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
+        source = self._source
         labeller = self._start()
         labeller.check()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
         cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
-        epoch = labeller.begin(self._source, cutter)
+        epoch = labeller.begin(lambda: _iterator_of(source), cutter)
         weights = [group.weight for group in labeller.teachers] or [1.0]
         return self._deliver(epoch, Combiner(self._combine, weights), labeller.services)
 
@@ -224,6 +225,10 @@ class DistillReader:
         shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
         try:
             for item in epoch:
+                if not item.parts:  # an empty list of samples
+                    epoch.taken(item)
+                    yield shape(item, [])
+                    continue
                 combined = combiner([rows_of(item, service) for service in range(services)])
                 epoch.taken(item)
                 predictions = [in_order(outputs, self._ask.outputs) for outputs in combined]
@@ -252,6 +257,15 @@ class DistillReader:
         if rows is not None and (not isinstance(rows, int) or rows < 1):
             raise SettingsError(f"teacher_batch_size={rows!r}: must be a whole number of at least 1")
         return rows
+
+
+def _iterator_of(source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
+    found = source()
+    if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
+        raise SourceError(
+            f"the data source returned {found!r}: it must return an iterable, as a function with `yield` does"
+        )
+    return iter(found)
 
 
 def _limited(group: Teachers, most: int) -> Teachers:

@@ -7,7 +7,7 @@ the field and the remedy.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -210,6 +210,10 @@ class SampleListCutter(_RowGatherer):
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         traces: list[Trace] = []
+        if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
+            raise SourceError(
+                f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
+            )
         for sample in value:
             traces += self._sample_traces(sample)
             chunk, row = self._row(sample, ready)

@@ -67,12 +67,12 @@ def test_samples_come_back_in_order_with_their_own_labels(start: Start) -> None:
 def test_sample_lists_keep_their_lengths(start: Start) -> None:
     def source() -> Iterator[Any]:
         numbers = itertools.count()
-        for length in (3, 1, 7, 2, 10):
+        for length in (0, 3, 1, 0, 7, 2, 10, 0):
             yield [sample(next(numbers)) for _ in range(length)]
 
     with reader_of(start("echo")).set_sample_list_generator(source) as reader:
         lists = list(reader())
-    assert [len(samples) for samples in lists] == [3, 1, 7, 2, 10]
+    assert [len(samples) for samples in lists] == [0, 3, 1, 0, 7, 2, 10, 0]
     check([row for samples in lists for row in samples], 23)
 
 
@@ -336,6 +336,38 @@ def test_a_buffer_filled_again_is_noticed(start: Start) -> None:
     with (
         reader_of(start("echo", delay_s=0.01)).set_batch_generator(source) as reader,
         pytest.raises(SourceError, match=r"yield a new array each time"),
+    ):
+        list(reader())
+
+
+def test_a_source_that_gives_nothing_to_go_through_is_named(start: Start) -> None:
+    def forgot_to_return() -> Any:
+        samples(3)
+
+    teacher = start("echo")
+    with (
+        reader_of(teacher).set_batch_generator(forgot_to_return) as reader,
+        pytest.raises(SourceError, match="the data source returned None: it must return an iterable"),
+    ):
+        reader()
+    with (
+        reader_of(teacher).set_sample_list_generator(lambda: [[sample(0)], None]) as reader,
+        pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is no list"),
+    ):
+        list(reader())
+
+
+def test_strings_that_are_no_text_are_named_with_their_input(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "words.py"
+    path.write_text(
+        "import numpy as np\nfrom edl.testing.models import Model\n"
+        "def words(**options):\n"
+        "    answer = lambda inputs: {'y': np.zeros((len(inputs['x']), 4), 'f4')}\n"
+        "    return Model(answer, ['x:bytes'], ['y:float32[4]'], **options)\n"
+    )
+    with (
+        reader_of(start(f"{path}:words")).set_batch_generator(lambda: [(["good", "\ud800"], None)]) as reader,
+        pytest.raises(SourceError, match=r"input 'x' has a string that is no text"),
     ):
         list(reader())
 

@@ -44,6 +44,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 _NO_ID = codec.id_field("-" * 8)  # as long as a stream's, so that a call of its own is as large
 _MOST_SPECS = 64
+_CONFIGURATION = "model_configuration"  # Triton's extension
 _SMALL = 4096  # bytes; no server refuses a message for that
 
 
@@ -101,6 +102,7 @@ class TeacherClient:
             version=meta.versions[-1] if meta.versions else "",
             inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
             outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
+            max_rows=await self._max_rows(model, deadline) if _CONFIGURATION in server.extensions else 0,
         )
         return self.spec
 
@@ -235,6 +237,20 @@ class TeacherClient:
             has = f"serves {', '.join(found)}" if found else "serves no model"
             raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} {has}: say which one with model=")
         return str(found[0])
+
+    async def _max_rows(self, model: str, deadline: float) -> int:
+        """Rows of one request that the server takes, 0 if it does not say."""
+        try:
+            config = (await self._ask("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)).config
+        except RequestFailed as exc:
+            if exc.failure.kind is FailureKind.LOST:
+                raise
+            logger.info("%s does not tell the configuration of model %r: %s", self.endpoint, model, exc)
+            return 0
+        if not self._server_streams:
+            return max(int(config.max_batch_size), 0)
+        said = config.parameters[names.MAX_ROWS].string_value
+        return int(said) if said.isdecimal() else 0
 
     async def _ask(self, method: str, request: Any, deadline: float) -> Any:
         answer_type = getattr(kserve, f"{method}Response")

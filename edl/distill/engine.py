@@ -73,6 +73,8 @@ class Engine:
         """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
         self.taken_up = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
+        self.max_rows = 0
+        """Rows that every teacher takes in one request, as of when the last one connected; 0 if none has a limit."""
 
     # Any thread
 
@@ -192,7 +194,9 @@ class Engine:
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
         if self._agreement.spec is None:
             self._agreement.spec = link.spec
-            self._spec_known.set()
+        limits = [link.spec.max_rows for link in self._links.by_name.values() if link.spec is not None]
+        self.max_rows = min((limit for limit in limits if limit), default=0)
+        self._spec_known.set()
         self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
         self._inbox.take_in()
 
@@ -217,7 +221,8 @@ class Engine:
                     self._tally.hedged += job.payload.rows
                 self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
-                self._finish(self._jobs.pop(action.task), error_of(action), "")
+                job = self._jobs.pop(action.task)
+                self._finish(job, error_of(action, job.payload.rows, self.max_rows), "")
         self._set_timer()
 
     def _start(self, send: Send, job: Job) -> Callable[[], object]:

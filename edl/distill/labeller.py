@@ -167,6 +167,11 @@ class Labeller:
             engine.submit(Job(number, payload, answer, changed))
         changed()
 
+    def max_rows(self, stopped: Callable[[], bool]) -> int:
+        """Rows that teachers take in one request, 0 if any number. Waits for them, and fails, as `submit` does."""
+        limits = [engine.max_rows for engine in self._engines if self._spec(engine, stopped) is not None]
+        return min((limit for limit in limits if limit), default=0)
+
     def _look_up(self, chunk: Chunk, engine: Engine, spec: ModelSpec) -> Missing | None:
         if self._caching is None or chunk.ids is None:
             return None

@@ -153,7 +153,9 @@ class DistillReader:
         return self
 
     def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
-        """Rows of one request. Default: 32 with samples, the whole batch with batches."""
+        """Rows of one request. Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is
+        larger. In either case fewer where a teacher takes no more.
+        """
         self._not_started("set_teacher_batch_size")
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         return self

@@ -70,12 +70,14 @@ class ModelSpec:
     Attributes:
         name, version: of the model.
         inputs, outputs: by name. Empty if the server does not say.
+        max_rows: the most in one request, 0 if the server does not say.
     """
 
     name: str
     version: str
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
+    max_rows: int = 0
 
 
 @dataclass

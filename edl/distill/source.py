@@ -89,16 +89,28 @@ class Cutter(abc.ABC):
 
     Args:
         getters: for each input's name, how to find it in a sample or batch.
-        chunk_rows: rows of a request.
+        chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
         services: how many services are asked for each chunk.
         ids: how to find the sample ids, None without a cache.
+
+    Attributes:
+        max_rows: that teachers take in one request, 0 if any number.
     """
+
+    usual_rows: int
+    """Of a request at most, where the user does not say."""
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
     ) -> None:
-        self.getters, self.chunk_rows, self.services, self.ids = getters, chunk_rows, services, ids
-        self.seen = 0
+        self.getters, self.services, self.ids = getters, services, ids
+        self.seen = self.max_rows = 0
+        self._chunk_rows = chunk_rows
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a full request."""
+        return self._chunk_rows or min(self.usual_rows, self.max_rows or self.usual_rows)
 
     @abc.abstractmethod
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
@@ -118,6 +130,8 @@ class Cutter(abc.ABC):
 class BatchCutter(Cutter):
     """Items are batches: fields are arrays [rows, ...]. Each is split into requests, never merged with another."""
 
+    usual_rows = 256  # a quarter of what `edl serve` lets wait, and four times what it computes at once
+
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         fields = {
             name: as_array(self._get(name, getter, value, "batch"), f"batch {self.seen}, input {name!r}")
@@ -125,7 +139,7 @@ class BatchCutter(Cutter):
         }
         rows = _common_rows(fields, self.seen)
         ids = _as_ids(self.ids(value), rows, self.seen) if self.ids is not None else None
-        step = self.chunk_rows or rows
+        step = self.chunk_rows
         parts, chunks = [], []
         for start in range(0, rows, step):
             stop = min(start + step, rows)
@@ -143,10 +157,12 @@ class BatchCutter(Cutter):
 class _RowGatherer(Cutter):
     """Gathers single rows into chunks of `chunk_rows`."""
 
+    usual_rows = 32
+
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
     ) -> None:
-        super().__init__(getters, chunk_rows or 32, services, ids)
+        super().__init__(getters, chunk_rows, services, ids)
         self._open = Chunk(services)
         self._rows: dict[str, list[Any]] = {name: [] for name in getters}
         self._ids: list[Any] = []
@@ -161,7 +177,7 @@ class _RowGatherer(Cutter):
         chunk.rows += 1
         self.seen += 1
         row = chunk.rows - 1
-        if chunk.rows == self.chunk_rows:
+        if chunk.rows >= self.chunk_rows:
             ready.append(self._sealed())
         return chunk, row
 

@@ -53,7 +53,8 @@ def distill(
             is a tensor or whose first part is meant, or a mapping from name to key, position or function of the batch.
         outputs: the teachers' output, or several.
         discovery: URL of the registry that `teachers` names a service of.
-        batch_rows: rows of one request; None for the whole batch.
+        batch_rows: rows of one request; None for the whole batch, in pieces where it has more than 256 rows or a
+            teacher takes fewer.
         combine, top_k, temperature, dtype: see `DistillReader`.
         device: move tensors there one batch ahead of use; pinned batches without waiting.
         cache, ids, dataset: keep soft labels by sample id; `ids` finds the ids in a batch. See `DistillReader`.

@@ -17,6 +17,7 @@ __all__ = [
     "EXTENSION_NO_NAN",
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
+    "MAX_ROWS",
     "RETRY_AFTER",
     "RETRY_AFTER_MS",
     "SERVICE",
@@ -59,6 +60,10 @@ STATUS = "edl_status"
 """Answer parameter (string) beside a stream's error_message: the gRPC status that a unary call would have had."""
 RETRY_AFTER = "edl_retry_after_ms"
 """Answer parameter (int64) beside `edl_status`: see `RETRY_AFTER_MS`."""
+
+MAX_ROWS = "edl_max_rows"
+"""Parameter of a model's configuration: the most rows in one request. A server of ours computes more rows than
+`max_batch_size` in parts, where Triton refuses them."""
 
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"

@@ -70,6 +70,7 @@ class Model:
         for spec in self.outputs:
             config.output.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
         config.dynamic_batching.max_queue_delay_microseconds = round(self._settings.max_delay_s * 1e6)
+        config.parameters[names.MAX_ROWS].string_value = str(self._settings.max_queue_rows)
         return kserve.ModelConfigResponse(config=config)
 
     def extensions(self) -> list[str]:

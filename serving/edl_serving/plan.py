@@ -143,7 +143,10 @@ def _read_inputs(header: kserve.ModelInferRequest, model: Model, max_rows: int) 
         shape = tuple(tensor.shape)
         _check_shape(tensor.datatype, shape, spec)
         if shape[0] > max_rows:
-            raise invalid(f"input {quote(spec.name)} has {shape[0]} rows; this server takes {max_rows} in a request")
+            raise invalid(
+                f"input {quote(spec.name)} has {shape[0]} rows; this server takes {max_rows} in a request "
+                "(edl serve --max-queue)"
+            )
         if shape[0] != header.inputs[0].shape[0]:
             rows = header.inputs[0].shape[0]
             raise invalid(f"input {quote(spec.name)} has {shape[0]} rows, but {quote(sent[0])} has {rows}")

@@ -50,6 +50,39 @@ def test_batches_are_split_and_never_merged(sizes: list[int], chunk_rows: int | 
     assert sum(chunk.rows for chunk in chunks) == sum(sizes)
 
 
+@pytest.mark.parametrize(
+    ("chunk_rows", "max_rows", "sizes"),
+    [
+        (None, 0, [256, 256, 88]),
+        (None, 1024, [256, 256, 88]),
+        (None, 250, [250, 250, 100]),
+        (600, 0, [600]),
+        (600, 250, [600]),
+    ],
+)
+def test_where_the_user_does_not_say_requests_are_no_larger_than_teachers_take(
+    chunk_rows: int | None, max_rows: int, sizes: list[int]
+) -> None:
+    cutter = BatchCutter(X, chunk_rows, 1)
+    cutter.max_rows = max_rows
+    _, chunks = cut(cutter, [(np.arange(600),)])
+    assert [chunk.rows for chunk in chunks] == sizes
+
+
+def test_batches_that_are_small_enough_are_sent_as_they_are() -> None:
+    batch = np.zeros((256, 3))
+    _, (chunk,) = cut(BatchCutter(X, None, 1), [(batch,)])
+    assert np.shares_memory(chunk.fields["x"], batch)
+
+
+@pytest.mark.parametrize(("max_rows", "sizes"), [(0, [32, 8]), (64, [32, 8]), (15, [15, 15, 10])])
+def test_samples_are_gathered_to_no_more_than_teachers_take(max_rows: int, sizes: list[int]) -> None:
+    cutter = SampleCutter(X, None, 1)
+    cutter.max_rows = max_rows
+    _, chunks = cut(cutter, [(number,) for number in range(40)])
+    assert [chunk.rows for chunk in chunks] == sizes
+
+
 def test_samples_are_gathered_in_order_with_the_rest_at_the_end() -> None:
     items, chunks = cut(SampleCutter(X, 4, 1), [(np.full(3, i, np.float32), i) for i in range(10)])
     assert [chunk.rows for chunk in chunks] == [4, 4, 2]

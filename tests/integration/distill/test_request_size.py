@@ -1,0 +1,74 @@
+"""Batches larger than what a teacher takes in one request, by its own word or by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader, Options, Teachers
+from edl.errors import RejectedError
+from tests.integration.distill.conftest import Start, until
+from tests.plugins_triton import TritonFactory
+
+WIDTH = 4
+
+
+def reader_of(*endpoints: str, output: str = "y", model: str = "", **kwargs: Any) -> DistillReader:
+    kwargs.setdefault("options", Options(teacher_timeout_s=20))
+    return DistillReader(["x", None], [output], teachers=[Teachers(endpoints=endpoints, model=model)], **kwargs)
+
+
+def batch_of(rows: int) -> tuple[Any, Any]:
+    numbers = np.arange(rows)
+    return np.repeat(numbers[:, None], WIDTH, 1).astype("f4"), numbers
+
+
+@pytest.mark.parametrize("options", [{}, {"max_queue": 100, "max_batch": 64}])
+def test_a_batch_beyond_the_servers_limit_is_sent_in_pieces(start: Start, options: Any) -> None:
+    with reader_of(start("echo", **options).endpoint) as reader:
+        reader.set_batch_generator(lambda: [batch_of(1025), batch_of(3), batch_of(2500)])
+        delivered = list(reader())
+        assert sum(teacher.failures for teacher in reader.stats().teachers.values()) == 0
+    for rows, (x, numbers, labels) in zip((1025, 3, 2500), delivered, strict=True):
+        assert labels.shape == (rows, WIDTH)
+        assert (labels[:, 0] == numbers).all()
+        assert (labels == x).all()
+
+
+def test_the_smallest_limit_of_several_teachers_counts(start: Start) -> None:
+    sizes = [1]
+    with reader_of(start("echo").endpoint, start("echo", max_queue=20, max_batch=8).endpoint) as reader:
+        reader.set_batch_generator(lambda: [batch_of(size) for size in sizes])
+        until(lambda: bool(list(reader())) and reader.stats().teachers_live == 2, 20)
+        sizes = [200] * 40
+        for _, numbers, labels in reader():
+            assert (labels[:, 0] == numbers).all()
+        assert all(teacher.rows > 0 == teacher.failures for teacher in reader.stats().teachers.values())
+
+
+def test_a_size_that_the_user_fixed_is_refused_with_the_remedy(start: Start) -> None:
+    teacher = start("echo", max_queue=100, max_batch=64)
+    with reader_of(teacher.endpoint, teacher_batch_size=300) as reader:
+        reader.set_batch_generator(lambda: [batch_of(400)])
+        remedy = r"has 300 rows, and they take 100: set batch_rows \(set_teacher_batch_size\) to that or less"
+        with pytest.raises(RejectedError, match=rf"edl serve --max-queue.*{remedy}"):
+            list(reader())
+
+
+@pytest.mark.triton
+def test_a_real_tritons_max_batch_size_is_kept_to(triton: TritonFactory) -> None:
+    server = triton.start(max_batch=20)
+    with reader_of(server.endpoint, output="logits", model="teacher") as reader:
+        (_, numbers, labels), (_, _, few) = reader.set_batch_generator(lambda: [batch_of(50), batch_of(7)])()
+    assert (labels[:, 0] == WIDTH * numbers).all()
+    assert few.shape == (7, 10)
+    with reader_of(server.endpoint, output="logits", model="teacher") as reader:
+        x, _ = batch_of(45)
+        reader.set_sample_generator(lambda: ((row, number) for number, row in enumerate(x)))
+        assert [label[0] for *_, label in reader()] == [WIDTH * number for number in range(45)]
+    with reader_of(server.endpoint, output="logits", model="teacher", teacher_batch_size=32) as reader:
+        reader.set_batch_generator(lambda: [batch_of(50)])
+        with pytest.raises(RejectedError, match=r"has 32 rows, and they take 20: set batch_rows"):
+            list(reader())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from edl.discovery.registry import Instance
 from edl.distill.actions import Failure, FailureKind
@@ -39,7 +41,7 @@ class Agreement:
 
     def __init__(self, service: str, ask: Ask) -> None:
         self._service, self._ask = service, ask
-        self._kinds: dict[str, tuple[str, int]] = {}  # dtype and dimensions of an output's rows
+        self._kinds: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self.spec: ModelSpec | None = None
@@ -77,16 +79,17 @@ class Agreement:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
             shape = tuple(array.shape[1:])
-            kind = (str(array.dtype), len(shape))
+            kind = (array.dtype, len(shape))
             agreed = self._kinds.setdefault(name, kind)
             if agreed != kind:
                 return self._failure(
                     teacher,
                     f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, "
-                    f"the teachers before it of {agreed[0]} with {agreed[1]}",
+                    f"the teachers before it of {agreed[0]} with {agreed[1]}: ask for one dtype=, or give it "
+                    "another --service",
                 )
             want = self._wanted(name, inputs, shape, compressed=isinstance(output, TopK))
-            if not _go_together(shape, want):
+            if shape != want and not _go_together(shape, want):
                 return self._failure(
                     teacher,
                     f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}",

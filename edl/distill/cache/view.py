@@ -56,7 +56,8 @@ class Found:
         have, layout = flatten(self.outputs, int(self.mask.sum()))
         new, other = flatten(rest, int((~self.mask).sum()))
         if layout.top_k != other.top_k or layout.shapes != other.shapes:
-            raise SettingsError(f"rows of the cache are {layout}, the others {other}")
+            remedy = "rows of several shapes cannot be kept: pad them alike, or leave the cache out"
+            raise SettingsError(f"rows of the cache are {layout}, the others {other}; {remedy}")
         arrays = {}
         for column in layout.columns:
             array: Array = np.empty((len(self.mask), *column.shape), column.dtype)

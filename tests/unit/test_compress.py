@@ -155,7 +155,7 @@ def test_the_arrays_can_be_those_of_another_framework() -> None:
     assert tensors[1:].ids.tolist() == labels[1:].ids.tolist()
 
 
-def test_one_row_is_not_a_cut() -> None:
+def test_one_row_alone_has_no_rows_to_cut_or_to_concatenate() -> None:
     one = top_k(np.zeros((2, 8), np.float32), 2)[0]
     for cut in (0, slice(1), [0]):
         with pytest.raises(SettingsError, match="of one sample"):

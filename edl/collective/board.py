@@ -49,6 +49,8 @@ class Phase(enum.IntEnum):
     PAUSE = 5
     """Stopped between two steps, for others to join or leave."""
     EXIT = 6
+    AGREE = 7
+    """Waiting for other ranks, to agree with them on the next save: what a rank that is slow, or hangs, costs."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,13 @@ class Board:
             yield
         finally:
             self.enter(before)
+
+    def count_as(self, phase: Phase, seconds: float) -> None:
+        """The first `seconds` of the present phase, or all of it if it is not that long yet, were of `phase`."""
+        since, total = self._get_time(_SINCE), _TOTALS + phase
+        seconds = min(max(seconds, 0.0), time.monotonic() - since)
+        self._set_time(_SINCE, since + seconds)
+        self._set_time(total, self._get_time(total) + seconds)
 
     def finish_step(self, step: int, samples: int = 0) -> None:
         """Step `step` (counted from 0) is finished, with `samples` more samples processed by this rank."""

@@ -191,6 +191,23 @@ def test_a_hang_is_idle_but_for_the_step_that_was_lost() -> None:
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
+def test_waiting_in_a_save_for_a_rank_that_is_slow_is_training_and_for_one_that_hangs_is_idle() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(5):
+        worker.finish(step, 2.0)
+        worker.spend(Phase.SAVE, 0.1)
+        worker.spend(Phase.AGREE, 0.9)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 14.5, "SAVE": 0.5}
+    worker.finish(5, 2.0)
+    for _ in range(30):
+        worker.spend(Phase.AGREE, 1.0)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
+
+
 def test_a_group_formed_again_in_process_loses_the_step_that_broke() -> None:
     worker = Worker()
     ledger = started(worker)

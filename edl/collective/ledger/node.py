@@ -38,6 +38,7 @@ _STATE_OF: Final = {
     Phase.ROLLBACK: State.ROLLBACK,
     Phase.PAUSE: State.RENDEZVOUS,
     Phase.EXIT: State.IDLE,
+    Phase.AGREE: State.TRAIN,
 }
 
 
@@ -220,7 +221,7 @@ class Ledger:
         self._charge(span)
         whole_us = self._open_us + span.amounts[State.TRAIN]
         open_us = 0
-        if reading.phase is Phase.TRAIN:
+        if _STATE_OF[reading.phase] is State.TRAIN:
             open_us = round((now_s - max(reading.step_at, reading.phase_since)) * _MICRO)
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:

@@ -39,6 +39,8 @@ class Worker:
     def finish(self, step: int, seconds: float = 1.0, phase: Phase = Phase.TRAIN) -> None:
         self.spend(phase, seconds)
         durations = (*self._fields.durations_s, seconds)[-64:]
+        if self._fields.first < 0 or step <= self._fields.step:
+            self._set(first=step)
         self._set(step=step, step_at=self.now_s, samples=self._fields.samples + 8, durations_s=durations)
 
     def save(self, step: int) -> None:
@@ -46,7 +48,7 @@ class Worker:
 
     def restart(self, generation: int) -> None:
         """A new process."""
-        self._set(generation=generation, pid=self._fields.pid + 1, phase=Phase.START, phase_since=self.now_s)
+        self._set(generation=generation, pid=self._fields.pid + 1, first=-1, phase=Phase.START, phase_since=self.now_s)
 
     def form(self, generation: int) -> None:
         """The same process goes on."""
@@ -144,8 +146,44 @@ def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_k
     ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
     for step in range(10, 15):
         worker.finish(step)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=14)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
+
+
+@pytest.mark.parametrize(("restored", "repeated"), [(60, 40), (90, 10), (100, 0)])
+def test_an_agent_that_is_new_knows_steps_of_those_before_it_by_the_first_glance(restored: int, repeated: int) -> None:
+    """Also where the first glance at its empty boards sees many steps, old ones and new ones."""
+    worker = Worker()
+    ledger = started(worker)
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(restored + 1, 106):
+        worker.finish(step, 0.125)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=100)
+    trained = {"TRAIN": 5 * 0.125}
+    assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
+
+
+def test_whoever_is_killed_while_it_repeats_steps_leaves_word_of_those_it_did_not_come_to() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(10):
+        worker.finish(step)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (0, 9, -1)
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(5, 8):
+        worker.finish(step)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (1, 7, 9)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    worker.restart(2)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(5, 11):
+        worker.finish(step)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
 
 
 def test_what_a_worker_itself_calls_rollback_is_not_counted_twice() -> None:

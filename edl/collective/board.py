@@ -32,6 +32,7 @@ _NEVER: Final = -1
 
 # Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS, _WAITED = range(1, 13)
+_FIRST = 13
 _PAUSE_AT, _BEAT_AT = 16, 17
 _TOTALS, _DURATIONS = 24, 64
 
@@ -49,6 +50,8 @@ class Phase(enum.IntEnum):
     PAUSE = 5
     """Stopped between two steps, for others to join or leave."""
     EXIT = 6
+    AGREE = 7
+    """Waiting for other ranks, to agree with them on the next save: what a rank that is slow, or hangs, costs."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Reading:
         durations_s: of recent steps, in no order.
         stays: whether the worker can go on in the next generation in the same process.
         waited_s: spent in the synchronisation of gradients, over all workers that wrote here; 0 if nobody measures it.
+        first: of the steps that this worker finished one after another until `step`, -1 before it finished one.
     """
 
     generation: int
@@ -82,6 +86,7 @@ class Reading:
     durations_s: tuple[float, ...]
     stays: bool
     waited_s: float = 0.0
+    first: int = _NEVER
 
 
 class Board:
@@ -95,7 +100,7 @@ class Board:
         """A new, empty page in the file `path`, which must be in memory (`/dev/shm`)."""
         path.write_bytes(bytes(_SIZE))
         board = cls._map(path)
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
             board._set(field, _NEVER)
         board._set_time(_SINCE, time.monotonic())
         board._memory[: len(_MAGIC)] = _MAGIC
@@ -120,7 +125,7 @@ class Board:
         if path is not None:
             return cls.open(path)
         board = cls(mmap.mmap(-1, _SIZE))
-        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _PAUSE_AT):
+        for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
             board._set(field, _NEVER)
         board._set_time(_SINCE, time.monotonic())
         return board
@@ -131,6 +136,7 @@ class Board:
         """A worker starts: the time until now counts as the phase that the last one was in."""
         self._set(_PAUSED, _NEVER)
         self._set(_STAYS, 0)
+        self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
         self.enter(Phase.START)
         self._set(_GENERATION, generation)
@@ -163,6 +169,13 @@ class Board:
         finally:
             self.enter(before)
 
+    def count_as(self, phase: Phase, seconds: float) -> None:
+        """The first `seconds` of the present phase, or all of it if it is not that long yet, were of `phase`."""
+        since, total = self._get_time(_SINCE), _TOTALS + phase
+        seconds = min(max(seconds, 0.0), time.monotonic() - since)
+        self._set_time(_SINCE, since + seconds)
+        self._set_time(total, self._get_time(total) + seconds)
+
     def finish_step(self, step: int, samples: int = 0) -> None:
         """Step `step` (counted from 0) is finished, with `samples` more samples processed by this rank."""
         now = time.monotonic()
@@ -172,6 +185,8 @@ class Board:
         self._set(_FINISHED, finished + 1)
         self._set_time(_STEP_AT, now)
         self._set(_SAMPLES, self._get(_SAMPLES) + samples)
+        if self._get(_FIRST) == _NEVER or step <= self._get(_STEP):
+            self._set(_FIRST, step)
         self._set(_STEP, step)
 
     def waited(self, seconds: float) -> None:
@@ -237,6 +252,7 @@ class Board:
             durations_s=tuple(one for one in durations if one > 0),
             stays=self._get(_STAYS) == 1,
             waited_s=self._get_time(_WAITED),
+            first=self._get(_FIRST),
         )
 
     def close(self) -> None:

@@ -42,6 +42,40 @@ def test_the_totals_sum_to_the_time_since_the_page_was_made(tmp_path: Path) -> N
     assert board.read().phase is Phase.TRAIN
 
 
+def test_the_first_of_the_steps_that_follow_one_another_is_known(tmp_path: Path) -> None:
+    board = Board.create(tmp_path / "board")
+    board.begin(0)
+    assert board.read().first == -1
+    firsts = []
+    for step in (61, 62, 64, 63, 64):
+        board.finish_step(step)
+        firsts.append(board.read().first)
+    assert firsts == [61, 61, 61, 63, 63]
+    board.begin(1)
+    assert (board.read().first, board.read().step) == (-1, 64)
+    board.finish_step(65)
+    assert board.read().first == 65
+    board.close()
+
+
+def test_the_beginning_of_a_phase_can_turn_out_to_have_been_of_another_one(tmp_path: Path) -> None:
+    board = Board.create(tmp_path / "board")
+    began = time.monotonic()
+    with board.phase(Phase.AGREE):
+        while time.monotonic() - began < 0.02:
+            pass
+        board.count_as(Phase.SAVE, 0.015)
+        board.count_as(Phase.SAVE, -1.0)
+    passed = time.monotonic() - began
+    totals = board.read().totals_s
+    assert totals[Phase.SAVE] == pytest.approx(0.015)
+    assert totals[Phase.AGREE] == pytest.approx(passed - 0.015, abs=0.01)
+    with board.phase(Phase.AGREE):
+        board.count_as(Phase.SAVE, 100.0)
+    assert board.read().totals_s[Phase.SAVE] < 1.0, "no more than has passed"
+    board.close()
+
+
 def test_a_killed_workers_page_still_counts(tmp_path: Path) -> None:
     board = Board.create(tmp_path / "board")
     child = os.fork()

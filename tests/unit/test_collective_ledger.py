@@ -39,6 +39,8 @@ class Worker:
     def finish(self, step: int, seconds: float = 1.0, phase: Phase = Phase.TRAIN) -> None:
         self.spend(phase, seconds)
         durations = (*self._fields.durations_s, seconds)[-64:]
+        if self._fields.first < 0 or step <= self._fields.step:
+            self._set(first=step)
         self._set(step=step, step_at=self.now_s, samples=self._fields.samples + 8, durations_s=durations)
 
     def save(self, step: int) -> None:
@@ -46,7 +48,7 @@ class Worker:
 
     def restart(self, generation: int) -> None:
         """A new process."""
-        self._set(generation=generation, pid=self._fields.pid + 1, phase=Phase.START, phase_since=self.now_s)
+        self._set(generation=generation, pid=self._fields.pid + 1, first=-1, phase=Phase.START, phase_since=self.now_s)
 
     def form(self, generation: int) -> None:
         """The same process goes on."""
@@ -144,8 +146,44 @@ def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_k
     ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
     for step in range(10, 15):
         worker.finish(step)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=14)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
+
+
+@pytest.mark.parametrize(("restored", "repeated"), [(60, 40), (90, 10), (100, 0)])
+def test_an_agent_that_is_new_knows_steps_of_those_before_it_by_the_first_glance(restored: int, repeated: int) -> None:
+    """Also where the first glance at its empty boards sees many steps, old ones and new ones."""
+    worker = Worker()
+    ledger = started(worker)
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(restored + 1, 106):
+        worker.finish(step, 0.125)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=100)
+    trained = {"TRAIN": 5 * 0.125}
+    assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
+
+
+def test_whoever_is_killed_while_it_repeats_steps_leaves_word_of_those_it_did_not_come_to() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(10):
+        worker.finish(step)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (0, 9, -1)
+    worker.restart(1)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(5, 8):
+        worker.finish(step)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (1, 7, 9)
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    worker.restart(2)
+    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    for step in range(5, 11):
+        worker.finish(step)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
 
 
 def test_what_a_worker_itself_calls_rollback_is_not_counted_twice() -> None:
@@ -189,6 +227,23 @@ def test_a_hang_is_idle_but_for_the_step_that_was_lost() -> None:
     assert seconds(ledger) == {"TRAIN": 40.0}  # it may still finish
     ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
+
+
+def test_waiting_in_a_save_for_a_rank_that_is_slow_is_training_and_for_one_that_hangs_is_idle() -> None:
+    worker = Worker()
+    ledger = started(worker)
+    for step in range(5):
+        worker.finish(step, 2.0)
+        worker.spend(Phase.SAVE, 0.1)
+        worker.spend(Phase.AGREE, 0.9)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 14.5, "SAVE": 0.5}
+    worker.finish(5, 2.0)
+    for _ in range(30):
+        worker.spend(Phase.AGREE, 1.0)
+        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
 def test_a_group_formed_again_in_process_loses_the_step_that_broke() -> None:

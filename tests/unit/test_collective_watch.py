@@ -59,7 +59,9 @@ def test_a_save_or_a_new_worker_begins_the_time_anew() -> None:
     assert hang(reading(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0)])
+@pytest.mark.parametrize(
+    ("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0), (Phase.AGREE, 20.0)]
+)
 def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
     assert hang(reading(phase), 100.0 + limit_s, LIMITS) is None
     assert f"in phase {phase.name}" in (hang(reading(phase), 100.1 + limit_s, LIMITS) or "")

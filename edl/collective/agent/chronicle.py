@@ -11,13 +11,15 @@ from edl.collective.agent.crew import Crew
 from edl.collective.agent.stragglers import share
 from edl.collective.agent.watch import Stragglers
 from edl.collective.ledger.node import Doing, Ledger, NodeRecord
-from edl.collective.ledger.records import LedgerWriter
+from edl.collective.ledger.records import LedgerWriter, finished_before
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
 __all__ = ["Chronicle"]
 
 _WRITE_EVERY_S = 1.0
+_ASK_S = 3.0
+"""So long at most nothing is charged, while it is asked which steps were finished before."""
 
 
 class Chronicle:
@@ -35,6 +37,10 @@ class Chronicle:
         self._writer = LedgerWriter(store, job, self._ledger)
         self._doing = Doing.RENDEZVOUS
         self._handed_at = 0.0
+        self._generation = -1
+        self._highest = -1
+        self._asking: int | None = None
+        self._asked_at = 0.0
         self._waiting = threading.Condition()
         self._record: NodeRecord | None = None
         self._events: list[tuple[str, str, int]] = []
@@ -45,11 +51,13 @@ class Chronicle:
     def observe(self, doing: Doing, crew: Crew) -> None:
         """Charge the time until now. Call it often; the store is written about once a second."""
         now = time.monotonic()
-        due = now - self._handed_at >= _WRITE_EVERY_S
+        self._ask(crew.generation, now)
+        waits = self._asking is not None and now - self._asked_at < _ASK_S
+        due = not waits and now - self._handed_at >= _WRITE_EVERY_S
         if not due and doing is self._doing:
             return
         self._doing = doing
-        self._ledger.observe(now, doing, list(crew.readings().values()))
+        self._ledger.observe(now, doing, list(crew.readings().values()), self._highest)
         if due:
             self._handed_at = now
             self._hand_over()
@@ -70,13 +78,25 @@ class Chronicle:
         """The part of this node is over, with this crew; None if it had none. What is not written in time is not."""
         if crew is not None:
             now = time.monotonic()
-            self._ledger.observe(now, self._doing, list(crew.readings().values()))
+            self._ledger.observe(now, self._doing, list(crew.readings().values()), self._highest)
             self._ledger.end(now)
             self._hand_over()
         with self._waiting:
             self._closing = True
             self._waiting.notify()
         self._thread.join(timeout_s)
+
+    def _ask(self, generation: int, now: float) -> None:
+        """In a generation new to this node, find out which steps are no news.
+
+        Workers that were in the one before know that themselves: all ranks finish the same steps.
+        """
+        before, self._generation = self._generation, generation
+        if generation in (before, before + 1):
+            return
+        with self._waiting:
+            self._asking, self._asked_at = generation, now
+            self._waiting.notify()
 
     def _hand_over(self) -> None:
         record = self._ledger.record()
@@ -87,13 +107,20 @@ class Chronicle:
     def _write(self) -> None:
         while True:
             with self._waiting:
-                while self._record is None and not self._events and self._times is None and not self._closing:
+                while self._nothing_to_do and not self._closing:
                     self._waiting.wait()
+                if self._nothing_to_do:
+                    return
+                asking = self._asking
                 record, self._record = self._record, None
                 times, self._times = self._times, None
                 events, self._events = self._events, []
-                if record is None and not events and times is None:
-                    return
+            if asking is not None:
+                with contextlib.suppress(DiscoveryError, ClosedError):
+                    self._highest = finished_before(self._store, self._job, asking)
+                with self._waiting:
+                    if self._asking == asking:
+                        self._asking = None
             for event in events:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._writer.tell(*event)
@@ -103,6 +130,10 @@ class Chronicle:
             if times is not None:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._compare(*times)
+
+    @property
+    def _nothing_to_do(self) -> bool:
+        return self._record is None and not self._events and self._times is None and self._asking is None
 
     def _compare(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
         if generation != self._compared:

@@ -32,7 +32,7 @@ class HangLimits:
         first_step_s: for the first steps of a world, which compile, open files and connect.
         start_s: from the fork to the first step or load, for a script that has reported steps before.
         load_s: for reading a checkpoint.
-        save_s: for copying the state.
+        save_s: for copying the state, and then for waiting for the other ranks, each of which has its own limits.
     """
 
     floor_s: float = 300.0
@@ -56,7 +56,12 @@ def hang(reading: Reading, now_s: float, limits: HangLimits, forked_s: float = 0
         return _no_step(reading, now_s, limits, forked_s)
     if reading.phase is Phase.START and reading.step < 0:
         return None  # perhaps a script that reports nothing at all
-    limit_s = {Phase.START: limits.start_s, Phase.LOAD: limits.load_s, Phase.SAVE: limits.save_s}[reading.phase]
+    limit_s = {
+        Phase.START: limits.start_s,
+        Phase.LOAD: limits.load_s,
+        Phase.SAVE: limits.save_s,
+        Phase.AGREE: limits.save_s,
+    }[reading.phase]
     passed_s = now_s - reading.phase_since
     if passed_s <= limit_s:
         return None

@@ -186,8 +186,8 @@ class Checkpointer:
                 keep = due and self._keep_next and not wanted
                 slots = self._keeping.slots if keep and self._keeping else self._slots
                 save_s = self._save(step, wanted, slots, place, usual=not keep, wait=force or pausing)
-                if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
-                    self._plan_next(step, save_s)
+            if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
+                self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
         if self._board.unattended_s > _UNATTENDED_S:
@@ -291,8 +291,11 @@ class Checkpointer:
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
         if world_of(self._group) > 1:
-            values = [steps, int(store), int(not keep), self._run]
-            steps, stored, kept_not, self._run = transfer.agree_on_most(values, self._group)
+            values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6)]
+            with self._board.phase(Phase.AGREE):
+                steps, stored, kept_not, self._run, longest_us = transfer.agree_on_most(values, self._group)
+                # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
+                self._board.count_as(Phase.SAVE, longest_us / 1e6 - save_s)
             store, keep = bool(stored), not kept_not
         self._pace.agreed(step, steps)
         self._store_next, self._keep_next = store, keep

@@ -38,6 +38,7 @@ _STATE_OF: Final = {
     Phase.ROLLBACK: State.ROLLBACK,
     Phase.PAUSE: State.RENDEZVOUS,
     Phase.EXIT: State.IDLE,
+    Phase.AGREE: State.TRAIN,
 }
 
 
@@ -82,6 +83,7 @@ class NodeRecord:
         generation, step: -1 before there is one.
         steps_per_s, samples_per_s: over the last 15 seconds, 0 where nothing moved.
         ended: the agent said goodbye. If not, it lives or was killed.
+        reached: the last step that the job is known to have ever finished before `generation`, -1 for none.
     """
 
     node: str
@@ -94,6 +96,7 @@ class NodeRecord:
     steps_per_s: float = 0.0
     samples_per_s: float = 0.0
     ended: bool = False
+    reached: int = -1
 
     @property
     def until_us(self) -> int:
@@ -107,27 +110,23 @@ class _Worker:
     def __init__(self, reading: Reading) -> None:
         self.last = reading
         self._highest = reading.step
-        self._resumed = reading.step
 
     def repeated(self, reading: Reading, highest: int) -> float | None:
         """Which part of the steps finished since the last call had been finished before; None: none was finished.
 
         Args:
-            highest: the last step that the job had ever finished when this worker was replaced.
+            highest: the last step that the job had ever finished before the present generation.
         """
         before, self.last = self.last, reading
-        if reading.generation != before.generation:
-            self._highest = max(self._highest, highest)
-            if reading.pid != before.pid:
-                # The page shows the step of the process before until the new one finishes its first.
-                self._resumed = min(before.step, before.saved)
+        self._highest = max(self._highest, highest)
         if reading.step_at == before.step_at:
             return None
-        resumed = min(self._resumed, reading.step - 1)
-        again = min(max(self._highest - resumed, 0), reading.step - resumed)
-        self._resumed = reading.step
+        went_on = (reading.pid, reading.first) == (before.pid, before.first) and reading.step > before.step
+        # The page shows the step of the process before until the new one finishes its first.
+        done = min(before.step if went_on else reading.first - 1, reading.step - 1)
+        again = min(max(self._highest - done, 0), reading.step - done)
         self._highest = max(self._highest, reading.step)
-        return again / (reading.step - resumed)
+        return again / (reading.step - done)
 
 
 class Ledger:
@@ -150,7 +149,7 @@ class Ledger:
         self._boards: list[_Worker] = []
         self._spans: list[Span] = []
         self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
-        self._highest = -1
+        self._highest = self._reached = -1
         self._usual_step_s = 0.0
         self._marks: list[Mark] = []
         self._mark_every_us = 0
@@ -164,18 +163,20 @@ class Ledger:
 
         Args:
             readings: of the boards of all local ranks, in their order; empty where there are none.
-            highest: the last step that any node of the job ever finished, where the agent knows it.
+            highest: the last step that any node of the job ever finished before the workers' generation, where the
+                agent knows it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
-        self._highest = max(self._highest, highest)
+        self._highest, self._reached = max(self._highest, highest), max(self._reached, highest)
         known = len(readings) == len(self._boards)
         befores = [worker.last for worker in self._boards] if known else list(readings)
         if not known:
             self._boards = [_Worker(reading) for reading in readings]
-        repeats = [worker.repeated(one, self._highest) for worker, one in zip(self._boards, readings, strict=True)]
         if any(one.generation != before.generation for one, before in zip(readings, befores, strict=True)):
             self._lose_open_step()
+            self._reached = self._highest
+        repeats = [worker.repeated(one, self._reached) for worker, one in zip(self._boards, readings, strict=True)]
         if self._doing is not Doing.RUNNING or not readings:
             self._charge(plain(_WITHOUT_WORKERS[self._doing], length_us))
         else:
@@ -206,6 +207,7 @@ class Ledger:
             marks=tuple(self._marks),
             generation=max((one.generation for one in newest), default=-1),
             step=min((one.step for one in newest), default=-1),
+            reached=self._reached,
             steps_per_s=steps_per_s,
             samples_per_s=samples_per_s,
             ended=self._ended,
@@ -220,7 +222,7 @@ class Ledger:
         self._charge(span)
         whole_us = self._open_us + span.amounts[State.TRAIN]
         open_us = 0
-        if reading.phase is Phase.TRAIN:
+        if _STATE_OF[reading.phase] is State.TRAIN:
             open_us = round((now_s - max(reading.step_at, reading.phase_since)) * _MICRO)
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:

@@ -12,6 +12,7 @@ agent which comes back writes beside what it wrote before.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from edl.collective.job import World, prefix
 from edl.collective.ledger.codec import Event, decode_events, decode_record, encode_events, encode_record
 from edl.collective.ledger.node import Ledger, NodeRecord
 from edl.discovery.store import Store
-from edl.errors import SettingsError
+from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["JobRecord", "LedgerWriter", "forget", "jobs", "read_job"]
+__all__ = ["JobRecord", "LedgerWriter", "finished_before", "forget", "jobs", "read_job"]
 
 MAX_EVENTS: Final = 300
 
@@ -98,6 +99,22 @@ def read_job(store: Store, job: str) -> JobRecord:
     nodes.sort(key=lambda record: (record.began_us, record.node))
     events.sort(key=lambda event: event.at_us)
     return JobRecord(job, world, tuple(nodes), tuple(events))
+
+
+def finished_before(store: Store, job: str, generation: int) -> int:
+    """The last step that any node of the job ever finished before a generation, -1 for none.
+
+    Others may be at work in that generation already, and their steps in it do not count.
+
+    Raises:
+        DiscoveryError: the store does not answer.
+    """
+    highest = -1
+    for entry in store.list(f"{_prefix(job)}ledger/"):
+        with contextlib.suppress(ProtocolError):  # whoever asks how the job is, is told of that one
+            record = decode_record(entry.value, entry.key)
+            highest = max(highest, record.reached, record.step if record.generation < generation else -1)
+    return highest
 
 
 def jobs(store: Store) -> list[str]:

@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable
@@ -236,6 +237,47 @@ def resume(kind: str, steps: int) -> dict[str, Any]:
     return {"first": first, "states": states, "next": torch.rand(3).tolist()}
 
 
+class Slow:
+    """A field that takes so many seconds to be saved."""
+
+    seconds = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def waits(late: int, slow: int, seconds: float) -> list[dict[str, float]]:
+    """Rank `late` comes later to one save than the others, rank `slow` takes longer for the next one.
+
+    What each of the two saves took, by phase.
+    """
+    import torch.distributed as dist
+
+    from edl.collective.board import Board, Phase
+    from edl.collective.checkpoint.checkpointer import Checkpointer
+    from edl.collective.checkpoint.state import State
+
+    board, field, rank, taken = Board.from_env(), Slow(), dist.get_rank(), []
+    with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        for step in (1, 2):
+            dist.barrier()
+            if step == 1 and rank == late:
+                time.sleep(seconds)
+            field.seconds = seconds if step == 2 and rank == slow else 0.0
+            before = board.read().totals_s
+            checkpointer.save(step)
+            after = board.read().totals_s
+            field.seconds = 0.0
+            taken.append({phase.name: after[phase] - before[phase] for phase in Phase})
+    return taken
+
+
 def broadcast(kind: str) -> dict[str, Any]:
     """Everybody gets the live state of rank 1."""
     import torch
@@ -283,6 +325,7 @@ CASES: dict[str, Case] = {
     "save": save,
     "restore": restore,
     "resume": resume,
+    "waits": waits,
     "broadcast": broadcast,
     "broadcast_refused": broadcast_refused,
     "dcp_load": dcp_load,

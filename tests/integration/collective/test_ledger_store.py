@@ -18,7 +18,7 @@ from edl.collective.job import World
 from edl.collective.ledger.codec import encode_record
 from edl.collective.ledger.job import join
 from edl.collective.ledger.node import Doing, Ledger, Mark, NodeRecord
-from edl.collective.ledger.records import MAX_EVENTS, LedgerWriter, forget, jobs, read_job
+from edl.collective.ledger.records import MAX_EVENTS, LedgerWriter, finished_before, forget, jobs, read_job
 from edl.collective.ledger.spans import MAX_SPANS, State, plain
 from edl.discovery import Store, open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
@@ -98,6 +98,27 @@ def test_an_agent_that_comes_back_leaves_its_former_life_as_it_was(store: Store,
         read_job(store, job)
 
 
+def test_the_last_step_before_a_generation_is_that_of_all_lives(store: Store, job: str) -> None:
+    assert finished_before(store, job, 5) == -1
+    lives = [
+        NodeRecord("far", 1, 1, generation=2, step=100),
+        NodeRecord("killed while it repeated them", 2, 1, generation=3, step=80, reached=99),
+        NodeRecord("at work already", 3, 1, generation=4, step=120, reached=70),
+        NodeRecord("has no workers", 4, 1),
+    ]
+    for life in lives:
+        store.put(f"jobs/{job}/ledger/{life.node}/{life.began_us}", encode_record(life))
+    store.put(f"jobs/{job}/ledger/of another version/5", b'{"version": 99}')
+    assert [finished_before(store, job, generation) for generation in (5, 4, 3, 2)] == [120, 100, 100, 99]
+
+
+def test_a_ledger_from_before_the_last_step_was_kept_can_be_read(store: Store, job: str) -> None:
+    fields = json.loads(encode_record(NodeRecord("a", 1, 1, generation=0, step=7, reached=3)))
+    del fields["reached"]
+    store.put(f"jobs/{job}/ledger/a/1", json.dumps(fields).encode())
+    assert [(one.step, one.reached) for one in read_job(store, job).nodes] == [(7, -1)]
+
+
 def test_a_job_that_is_not_there_names_those_that_are(store: Store, job: str) -> None:
     LedgerWriter(store, job, ledger_of("a")).write()
     with pytest.raises(SettingsError, match=f"there is no job 'other' in this store; there is .*{job}"):
@@ -171,6 +192,7 @@ def test_bytes_that_are_no_ledger_are_named(value: bytes, words: str, tmp_path: 
         {"node": 7},
         {"began_us": True},
         {"step": -2},
+        {"reached": 1.5},
     ],
 )
 def test_a_damaged_ledger_is_an_error_and_never_a_number(damage: dict[str, object], tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.integration.collective.job import Job
+
 # Trains until it is told that it is enough.
 SCRIPT = """\
 import itertools, pathlib, sys, time, torch
@@ -30,13 +32,17 @@ with Checkpointer(state) as checkpointer:
 """
 
 
+# The first step is saved, and none after it.
+SAVES_ONCE = SCRIPT.replace("Checkpointer(state)", "Checkpointer(state, interval_steps=10**6)")
+
+
 def edl(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "edl", *arguments]
 
 
-def status(url: str) -> dict[str, Any] | None:
+def status(url: str, job: str = "live") -> dict[str, Any] | None:
     """What `edl status --json` says, None while there is no such job."""
-    done = subprocess.run(edl("status", "live", "--json", "--store", url), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(edl("status", job, "--json", "--store", url), capture_output=True, text=True, timeout=60)
     if done.returncode:
         assert "there is no job" in done.stderr
         return None
@@ -44,10 +50,10 @@ def status(url: str) -> dict[str, Any] | None:
     return told
 
 
-def wait_for(url: str, generation: int, step: int) -> dict[str, Any]:
+def wait_for(url: str, generation: int, step: int, job: str = "live") -> dict[str, Any]:
     """Until the job finished `step` or a later one in `generation`."""
     deadline = time.monotonic() + 120
-    while (told := status(url)) is None or told["generation"] < generation or told["nodes"][0]["step"] < step:
+    while (told := status(url, job)) is None or told["generation"] < generation or told["nodes"][0]["step"] < step:
         assert time.monotonic() < deadline, told
         time.sleep(0.1)
     return told
@@ -86,3 +92,23 @@ def test_a_killed_worker_shows_in_status_and_ledger(tmp_path: Path) -> None:
     assert 0 < ended["goodput"] < 1
     assert {"join", "generation", "restart"} <= {event["kind"] for event in ended["events"]}
     assert "SIGKILL" in str(ended["events"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_steps_that_a_whole_node_had_finished_are_rollback_for_the_next_one(tmp_path: Path) -> None:
+    """With the agent its boards are gone: what was finished before is known by the store."""
+    (tmp_path / "train.py").write_text(SAVES_ONCE)
+    enough = tmp_path / "enough"
+    with Job(tmp_path / "job", options=("--nnodes", "1:1"), command=[str(tmp_path / "train.py"), str(enough)]) as job:
+        lost = job.start()
+        finished = wait_for(job.url, 0, 60, job.name)["nodes"][0]["step"]
+        lost.signal_all(signal.SIGKILL)
+        lost.process.wait()
+        again = job.start()
+        wait_for(job.url, 1, finished + 20, job.name)
+        enough.touch()
+        assert again.wait() == 0
+        seconds = (status(job.url, job.name) or {})["seconds"]
+    assert seconds["rollback"] >= 0.9 * finished * 0.05
+    assert seconds["train"] >= (finished + 20) * 0.05

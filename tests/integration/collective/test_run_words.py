@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,22 @@ def test_a_node_without_a_place_says_that_it_waits(job: Job) -> None:
     wait_until(lambda: words in reserve.output, "it says so")
     job.end()
     assert [node.wait() for node in job.nodes] == [0, 0, 0]
+
+
+def test_a_node_says_how_many_are_missing_and_how_long_it_waits(tmp_path: Path) -> None:
+    with Job(tmp_path, options=("--nnodes", "2:3", "--rdzv-conf", "join_timeout=77")) as job:
+        first = job.start()
+        words = "1 of at least 2 nodes are here: waiting up to 77 s for more (--rdzv-conf join_timeout=SECONDS)"
+        wait_until(lambda: words in first.output, "it says so when it comes")
+        second = job.start()
+        job.wait_for_world(2)
+        lost = job.member(second)
+        second.signal_all(signal.SIGKILL)
+        wait_until(lambda: first.output.count(words) == 2, "it says so when the other is lost")
+        assert f"the workers are stopped: lost {lost}" in first.output
+        first.kill(signal.SIGTERM)
+        assert first.wait() == 143
+    shutil.rmtree(job.shared_memory, ignore_errors=True)
 
 
 def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from edl.collective.agent.address import own_address
 from edl.collective.agent.agent import Agent
 from edl.collective.agent.launch import Launch
-from edl.collective.agent.log_folder import temporary_logs
+from edl.collective.agent.log_folder import kept_logs, temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.options import parser
 from edl.collective.agent.watch import HangLimits
@@ -148,17 +148,27 @@ def _warm(options: argparse.Namespace) -> Warm:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
-    folder = options.log_dir or stack.enter_context(temporary_logs())
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
     except ValueError as exc:
         raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
+    folder = options.log_dir
+    if not folder and (_any(redirects) or _any(tee)):
+        folder = stack.enter_context(kept_logs())
+        _say(f"what the workers print is kept in {folder} (--log-dir FOLDER)")
+    elif not folder:
+        folder = stack.enter_context(temporary_logs())
     try:
         return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
     except OSError as exc:
         raise SettingsError(f"--log-dir {folder}: {exc.strerror or exc}") from exc
+
+
+def _any(streams: Std | dict[int, Std]) -> bool:
+    """Whether any worker's output goes to files."""
+    return any(each != Std.NONE for each in (streams.values() if isinstance(streams, dict) else [streams]))
 
 
 def _nodes(text: str) -> tuple[int, int]:

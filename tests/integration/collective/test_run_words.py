@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield job
 
 
-def edl_run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def edl_run(*arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "edl", "run", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_another_script_is_not_another_node(job: Job, tmp_path: Path) -> None:
@@ -116,6 +117,30 @@ def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None
     done = edl_run(*arguments, str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "edl run: --rdzv-backend, --rdzv-endpoint: not used here; nodes meet in the store, sqlite:///" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["-r", "3"], ["-t", "0:1"], []])
+def test_what_workers_print_into_files_stays_where_it_is_said_to_be(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello', 'file')")
+    (tmp_path / "temporary").mkdir()
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    done = edl_run("--standalone", "--no-prewarm", *options, "hello.py", cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    folders = list((tmp_path / "temporary").glob("edl-*"))
+    if not options:
+        assert not folders
+        return
+    (folder,) = folders
+    assert f"what the workers print is kept in {folder} (--log-dir FOLDER)" in done.stderr
+    assert [path.read_text() for path in folder.rglob("stdout.log")] == ["hello file\n"]
+
+
+def test_a_folder_for_output_that_nothing_came_into_does_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = edl_run("--store", "redis://x", "-r", "3", "hello.py", cwd=tmp_path, environ=environ)
+    assert done.returncode == 2, done.stderr
+    assert not list(tmp_path.glob("edl-*"))
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,28 @@ def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
     assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
+@pytest.mark.parametrize(
+    ("failed", "ended", "words"),
+    [
+        (LOST, [1], "rank 3 lost contact with another one: the script had already ended on rank 1, and all"),
+        (LOST, [], "rank 3 lost contact with another one"),
+        (ABORTED, [0, 1], "worker 2: the script had already ended on ranks 0, 1, and all"),
+        (
+            LOST,
+            range(9, 4, -1),
+            "lost contact with another one: the script had already ended on ranks 5, 6, 7, 8 and 1 more",
+        ),
+    ],
+)
+def test_a_rank_that_ended_before_the_others_is_named_as_the_cause(
+    failed: Failure, ended: list[int], words: str
+) -> None:
+    verdict = judge([failed], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    assert verdict is not None
+    assert words in verdict.restart
+    assert ("had already ended" in verdict.restart) == bool(ended)
+
+
 def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

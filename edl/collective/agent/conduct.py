@@ -184,7 +184,9 @@ class Conduct:
     def _decide(self, records: Records) -> int | None:
         """Propose what the job's record should become."""
         world = records.world
-        ended = any(node.finished == world.generation for node in records.nodes.values())
+        nodes = records.nodes
+        finished = [one for one in world.nodes if one.id in nodes and nodes[one.id].finished == world.generation]
+        ended = [rank for one in finished for rank in one.ranks]
         verdict = self._crew.verdict(world.forgiven, others_ended=ended)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,6 +21,8 @@ _CONTACT = re.compile(
     r"EDL: left the process group|failed to pass monitoredBarrier",
     re.IGNORECASE | re.MULTILINE,
 )
+
+_NAMED = 4
 
 
 class Kind(Enum):
@@ -76,13 +78,16 @@ def kind_of(status: int, text: str) -> Kind:
     return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 
 
-def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float) -> Verdict | None:
+def judge(
+    failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float, ended: Collection[int] = ()
+) -> Verdict | None:
     """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
 
     Args:
         waited_s: since the first failure, with the world unchanged.
         echo_s: how long to wait before an exception is taken for the script's own fault.
         contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+        ended: ranks whose script ended well meanwhile, which is why others lose contact with them.
     """
     errors = [one for one in failures if one.kind is Kind.ERROR]
     killed = [one for one in failures if one.kind is Kind.KILLED]
@@ -95,8 +100,18 @@ def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contac
         return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= limit_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
-        return Verdict(restart=first.what if first.status < 0 else f"rank {first.rank} lost contact with another one")
+        what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
+        if ended:
+            what += f": the script had already ended on {_ranks(ended)}, and all ranks must make the same steps"
+        return Verdict(restart=what)
     return None
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Some ranks in words, not too many."""
+    named = ", ".join(str(rank) for rank in sorted(ranks)[:_NAMED])
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def read_error(path: Path) -> str:

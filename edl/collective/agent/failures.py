@@ -22,6 +22,14 @@ _CONTACT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
+# The last line where a process that reads data for a script was killed, as torch's DataLoader raises it. That one of
+# them ended with an exit code of its own is the script's error, and the reason of the second kind then.
+_READER = re.compile(
+    r"RuntimeError: DataLoader worker \(pid(\(s\) [\d, ]+\) exited unexpectedly| \d+\) is killed by signal)"
+)
+_READER_ERROR = re.compile(
+    r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
+)
 _NAMED = 4
 
 
@@ -29,7 +37,7 @@ class Kind(Enum):
     """Why a worker ended that did not end well."""
 
     KILLED = "killed"
-    """By a signal: out of memory, preempted, a crash in native code."""
+    """By a signal, it or a process that reads data for it: out of memory, preempted, a crash in native code."""
     CONTACT = "contact"
     """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
     NCCL's watchdog do, the process ends by SIGABRT."""
@@ -50,6 +58,11 @@ class Failure:
     def kind(self) -> Kind:
         """What this failure is, by itself."""
         return kind_of(self.status, self.text)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in a line, if it was killed."""
+        return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.what
 
 
 @dataclass(frozen=True)
@@ -73,7 +86,7 @@ def kind_of(status: int, text: str) -> Kind:
     """
     if status == -signal.SIGABRT:
         return Kind.CONTACT
-    if status < 0:
+    if status < 0 or (_READER.match(_last_line(text)) and not _READER_ERROR.search(text)):
         return Kind.KILLED
     return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 
@@ -92,7 +105,7 @@ def judge(
     errors = [one for one in failures if one.kind is Kind.ERROR]
     killed = [one for one in failures if one.kind is Kind.KILLED]
     if killed:
-        return Verdict(restart=killed[0].what)
+        return Verdict(restart=killed[0].reason)
     if errors:
         text = errors[0].text or errors[0].what
         # Without a traceback it may have been the loss of a node that the script ended itself for.
@@ -105,6 +118,11 @@ def judge(
             what += f": the script had already ended on {_ranks(ended)}, and all ranks must make the same steps"
         return Verdict(restart=what)
     return None
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback: the exception that nobody caught, where its message is one line."""
+    return text.rstrip().rpartition("\n")[2].strip()
 
 
 def _ranks(ranks: Collection[int]) -> str:

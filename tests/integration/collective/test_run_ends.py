@@ -114,6 +114,33 @@ def test_a_rank_that_ends_early_again_and_again_is_named_as_the_cause(tmp_path: 
             assert f"10 restarts in a row led nowhere; the last because {reason}" in node.output
 
 
+READING = """
+import os, signal
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5 and os.environ["EDL_GENERATION"] == "0" and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+if __name__ == "__main__":
+    print("read", sum(DataLoader(Numbers(), batch_size=None, num_workers=2)))
+"""
+
+
+def test_a_killed_process_of_a_data_loader_restarts_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text(READING)
+    with Job(tmp_path, ("--nnodes", "1"), ["reading.py"]) as job:
+        code, said = job.run()
+        assert code == 0, said
+        assert "generation 1 (rank 0: RuntimeError: DataLoader worker (pid" in said
+        assert "read 28" in said
+
+
 STERN = """
 import os
 from tests.integration.collective.train import main

@@ -157,9 +157,9 @@ class Conduct:
             wanted = self._told.rules.min_nodes
             self._say(
                 f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s "
-                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.NO_QUORUM:d}"
+                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.TRY_AGAIN:d}"
             )
-            return Exit.NO_QUORUM
+            return Exit.TRY_AGAIN
         if words:
             self._say(words)
         return None

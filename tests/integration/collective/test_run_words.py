@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent.exits import Exit
 from edl.collective.job import Node, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import Job, wait_until
@@ -141,6 +143,16 @@ def test_a_folder_for_output_that_nothing_came_into_does_not_stay(tmp_path: Path
     done = edl_run("--store", "redis://x", "-r", "3", "hello.py", cwd=tmp_path, environ=environ)
     assert done.returncode == 2, done.stderr
     assert not list(tmp_path.glob("edl-*"))
+
+
+def test_a_store_that_cannot_be_reached_is_no_failure_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and nobody listens
+        store = f"consul://127.0.0.1:{silent.getsockname()[1]}"
+        done = edl_run("--store", store, "--rdzv-id", "x", "hello.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (Exit.TRY_AGAIN, ""), done.stderr
+    assert "cannot be reached" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,11 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         url = _store_url(options, stack)
         told = _launch(options, url, stack)
+        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
+        told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
         if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
         _tell_of_unused(options, url)
-        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
 
 
@@ -92,7 +94,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         warm=_warm(options),
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
-        addr=options.local_addr or own_address(url),
+        addr=options.local_addr or "",
         store=url,
         ttl_s=options.lease_ttl,
         join_timeout_s=_number(conf, "join_timeout", 600.0),

@@ -162,6 +162,7 @@ def test_a_store_that_cannot_be_reached_is_no_failure_of_the_script(tmp_path: Pa
         (["--nnodes", "2", "--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
         (["--nnodes", "2"], "which script?"),
         (["--log-dir", "/proc/logs", "hello.py"], "--log-dir /proc/logs"),
+        (["--store", "redis://x", "hello.py"], "unknown scheme 'redis'"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The command line: `edl NAME`, one module `cmd_NAME` for each command, with `main(argv)`.
 
 `main` here finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for
-wrong usage, 130 after Ctrl-C. `_commands` knows which commands there are without importing any of them.
+wrong usage, 75 where the registry or the store does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C. `_commands`
+knows which commands there are without importing any of them.
 
 What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import edl
 from edl.cli import _commands
-from edl.errors import EDLError, SettingsError
+from edl.errors import DiscoveryError, EDLError, SettingsError
 from edl.settings import read
 
 __all__ = ["main"]
@@ -51,7 +52,7 @@ Across machines, give every command and program the same registry:
 
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 
-EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED = 1, 2, 141, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None or read("EDL_TRACEBACK", str) is not None:
             raise
         print(f"edl {arguments[0]}: {message or type(exc).__name__}", file=sys.stderr)
+        if isinstance(exc, DiscoveryError):
+            return EXIT_TRY_AGAIN
         return EXIT_USAGE if isinstance(exc, SettingsError) else EXIT_FAILED
     return code
 

@@ -91,6 +91,11 @@ class Member:
     replica_port: int = 0
     tether_port: int = 0
 
+    @property
+    def ranks(self) -> range:
+        """Those of its workers."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)
+
 
 @dataclass(frozen=True)
 class World:

@@ -22,10 +22,16 @@ def world_of(group: dist.ProcessGroup | None) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
     workers = read("WORLD_SIZE", int) or 1
+    if workers > 1 and read("PADDLE_TRAINERS_NUM", str) is not None:
+        raise SettingsError(
+            f"one of {workers} trainers, but EDL knows of no others: import Checkpointer and PaddleState from "
+            "edl.collective.paddle, not from edl.collective; where data is read before the Checkpointer is made, call "
+            "init_parallel_env() of edl.collective.paddle, not of paddle.distributed"
+        )
     if workers > 1:
         raise SettingsError(
-            f"one of {workers} workers, but there is no process group: call init_process_group(), or with Paddle "
-            "edl.collective.paddle.init_parallel_env(), before data is read, a step made, or a state restored or saved"
+            f"one of {workers} workers, but there is no process group: call init_process_group() before data is read, "
+            "a step made, or a state restored or saved"
         )
     return 1
 

@@ -127,7 +127,7 @@ def test_another_package_cannot_replace_a_command_of_ours(add_command: AddComman
     [
         ("from edl.errors import NoTeacherError; raise NoTeacherError('nobody\\'s there')", 1, "nobody's there"),
         ("from edl.errors import SettingsError; raise SettingsError('port=-1: ...')", 2, "port=-1"),
-        ("from edl.errors import DiscoveryError; raise DiscoveryError()", 1, "DiscoveryError"),
+        ("from edl.errors import DiscoveryError; raise DiscoveryError()", 75, "DiscoveryError"),
         ("import a_module_that_is_not_there", 1, "'a_module_that_is_not_there' is not installed"),
         ("raise KeyboardInterrupt", 130, ""),
         ("return 7", 7, ""),

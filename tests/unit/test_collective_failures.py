@@ -41,9 +41,19 @@ ERROR = [
     "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='hub', port=443): Max retries exceeded",
     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
     "ValueError: expected sequence of length 3 at dim 1 (got 2)",
-    "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed.",
+    "MyError: DataLoader worker (pid 123) is killed by signal: Killed. ",
     "MyError: see DistStoreError in the docs",
 ]
+
+
+# As torch raises it in the main process: at once, or after it has noticed that the worker is gone.
+READER_KILLED = "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed. "
+READER_GONE = "RuntimeError: DataLoader worker (pid(s) 123, 124) exited unexpectedly"
+READER_FAILED = (
+    "RuntimeError: DataLoader worker (pid 123) exited unexpectedly with exit code 3. Details are lost due to"
+    " multiprocessing. Rerunning with num_workers=0 may give better error trace."
+)
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
 def traceback_of(last: str) -> str:
@@ -65,6 +75,22 @@ def test_the_scripts_own_errors_are_its_own(text: str) -> None:
     assert kind_of(1, text) is Kind.ERROR
     assert kind_of(1, traceback_of(text)) is Kind.ERROR
     assert kind_of(-9, text) is Kind.KILLED
+
+
+def test_a_killed_process_that_reads_data_counts_as_a_killed_worker() -> None:
+    chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
+    for text in (traceback_of(READER_KILLED), traceback_of(READER_GONE), chained):
+        assert kind_of(1, text) is Kind.KILLED
+        verdict = judge([failure(1, text, rank=5)], 0.0, echo_s=0.5, contact_s=2.0)
+        assert verdict is not None
+        assert verdict.restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
+
+
+def test_one_that_ended_by_itself_is_the_scripts_error() -> None:
+    chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
+    wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
+    for text in (traceback_of(READER_FAILED), chained, wrapped):
+        assert kind_of(1, text) is Kind.ERROR
 
 
 def failure(status: int, text: str = "", rank: int = 0) -> Failure:
@@ -110,6 +136,28 @@ def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
     verdict = judge([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
     assert verdict is not None
     assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
+
+
+@pytest.mark.parametrize(
+    ("failed", "ended", "words"),
+    [
+        (LOST, [1], "rank 3 lost contact with another one: the script had already ended on rank 1, and all"),
+        (LOST, [], "rank 3 lost contact with another one"),
+        (ABORTED, [0, 1], "worker 2: the script had already ended on ranks 0, 1, and all"),
+        (
+            LOST,
+            range(9, 4, -1),
+            "lost contact with another one: the script had already ended on ranks 5, 6, 7, 8 and 1 more",
+        ),
+    ],
+)
+def test_a_rank_that_ended_before_the_others_is_named_as_the_cause(
+    failed: Failure, ended: list[int], words: str
+) -> None:
+    verdict = judge([failed], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    assert verdict is not None
+    assert words in verdict.restart
+    assert ("had already ended" in verdict.restart) == bool(ended)
 
 
 def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:

@@ -32,5 +32,8 @@ def test_restoring_before_the_process_group_is_made_is_refused(
         checkpointer.restore()
     with pytest.raises(SettingsError, match=r"call init_process_group\(\)"):
         checkpointer.save(0, force=True)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with pytest.raises(SettingsError, match=r"import Checkpointer and PaddleState from edl\.collective\.paddle, not"):
+        checkpointer.restore()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert checkpointer.restore() == -1

@@ -233,7 +233,7 @@ def closing(handler: DynamicRendezvousHandler) -> Iterator[None]:
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"localhost:29400.*wants a store's URL"):
+    with pytest.raises(SettingsError, match=r"localhost:29400.*wants the URL of a store"):
         create_handler(parameters("localhost:29400"))
 
 
@@ -251,9 +251,10 @@ def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_h
     assert ipaddress.ip_address(mine).is_loopback is not elsewhere
 
 
-def test_the_store_can_be_named_by_the_configuration(url: str) -> None:
+@pytest.mark.parametrize("endpoint", ["", "localhost:29400", "consul://127.0.0.1:1"])
+def test_the_store_can_be_named_by_the_configuration_which_counts_before_the_endpoint(url: str, endpoint: str) -> None:
     assert handler_creator() is create_handler
-    handler = create_handler(parameters("", store=url))
+    handler = create_handler(parameters(endpoint, store=url))
     try:
         info = handler.next_rendezvous()
         assert (info.rank, info.world_size, handler.get_backend()) == (0, 1, "edl")

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -379,6 +380,17 @@ def test_storage_that_fails_is_a_temporary_error(tmp_path: Path) -> None:
         storing(tmp_path / "c").persist([tmp_path / "s"])
     with pytest.raises(SettingsError, match="nowhere"):
         storing("nowhere://x")
+
+
+def test_a_forced_save_is_stored_whatever_the_interval(tmp_path: Path) -> None:
+    place = str(tmp_path / "c")
+    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=3600.0) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1, force=True)
+        deadline = time.monotonic() + 20.0
+        while storage_read.newest_step(place, None) != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
 
 def test_without_an_agent_the_worker_stores_by_itself(tmp_path: Path, url: str) -> None:

@@ -52,11 +52,13 @@ def test_imports_at_the_top_level_are_found_wherever_they_stand() -> None:
             import not_q
         def main():
             import not_r
+        if __name__ == "__main__":
+            import s
     """
     found = dict(imports_of(textwrap.dedent(source)))
     assert found == {
-        "a.b": True, "c": True, "d.e": True, "h": True, "i": True, "j": False, "l": False, "m": True, "n": True,
-        "p": True,
+        "a.b": True, "c": True, "d.e": True, "h": False, "i": False, "j": False, "l": False, "m": True, "n": True,
+        "p": False, "s": True,
     }  # fmt: skip
 
 
@@ -108,6 +110,16 @@ def test_modules_that_a_fork_would_break_are_found(modules: Path) -> None:
     assert "e_fine" in sys.modules
     assert os.environ.pop("E_SET") == "1"
     assert type(os.environ).__name__ == "_Environ"
+
+
+def test_an_import_that_fails_where_it_may_never_be_made_is_not_complained_of(modules: Path) -> None:
+    program = write(
+        modules,
+        program="import sys\nif sys.argv[1:]:\n import g_missing\n import g_broken\ntry:\n import g_odd\nexcept:0",
+        g_broken="raise RuntimeError('no GPU')",
+        g_odd="raise ValueError('odd')",
+    )
+    assert import_ahead(program, modules, without=()).failed == []
 
 
 def test_what_an_unfit_module_imports_is_imported_in_its_place(modules: Path) -> None:

@@ -15,6 +15,7 @@ from edl.collective.agent.failures import Verdict
 from edl.collective.agent.launch import MeetingPlace, meeting_place
 from edl.collective.agent.membership import Records
 from edl.collective.agent.part import Part, is_member
+from edl.collective.agent.shortage import Shortage
 from edl.collective.agent.sightings import Sightings
 from edl.collective.agent.tether import neighbours
 from edl.collective.agent.world import Moment, failed, next_world
@@ -36,7 +37,7 @@ class Conduct:
         self._spare: MeetingPlace = part.spare
         self._meeting: MeetingPlace | None = None
         self._sightings = Sightings(time.monotonic())
-        self._waiting_since = time.monotonic()
+        self._shortage = Shortage(part.told.rules.min_nodes, part.told.join_timeout_s)
         self._unreachable = False
         self._reserve = False
         self._alone_s = 0.8 * part.told.rules.takeover_s
@@ -75,6 +76,8 @@ class Conduct:
         if world.ended:
             return self._end(world)
         position = world.position(self._part.id) if world.state is State.RUNNING else None
+        if world.state is not State.FORMING:
+            self._shortage.over()
         self._tell_of_place(position is None and len(world.nodes) >= self._told.rules.max_nodes, world)
         if position is None:
             code = self._wait(records)
@@ -131,8 +134,9 @@ class Conduct:
         """This node is not a member now. Returns the exit code if it is not to wait for that."""
         if self._crew.running:
             self._crew.halt()
-            self._waiting_since = time.monotonic()
-            if records.world.state is State.RUNNING and not self._signals.asked:
+            if records.world.state is State.FORMING and not self._signals.asked:
+                self._say(f"the workers are stopped: {records.world.message}")
+            elif not self._signals.asked:
                 self._say("the others went on without this node, which was silent: it joins them again")
                 self._part.replicas.world_changed(records.world)
                 self._part.host.forget_slots()  # theirs are newer, and must not be mixed up with these
@@ -141,14 +145,23 @@ class Conduct:
             self._part.chronicle.tell("leave", "asked to", records.world.generation)
             self._say(f"left; {self._kept}" if saved else "left")
             return self._signals.exit_code
-        waited_s = time.monotonic() - self._waiting_since
-        if records.world.state is State.FORMING and waited_s > self._told.join_timeout_s:
+        return self._wait_for_more(records) if records.world.state is State.FORMING else None
+
+    def _wait_for_more(self, records: Records) -> int | None:
+        """The job waits for enough nodes. Returns the exit code if it has done so for too long."""
+        now = time.monotonic()
+        here = sum(not node.leaving for node in records.nodes.values())
+        words = self._shortage.note(here, now)
+        waited_s = self._shortage.waited_s(now)
+        if waited_s > self._told.join_timeout_s:
             wanted = self._told.rules.min_nodes
             self._say(
-                f"only {_count(len(records.nodes), 'node')} of at least {wanted} came within {waited_s:.0f} s "
-                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.NO_QUORUM:d}"
+                f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s "
+                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.TRY_AGAIN:d}"
             )
-            return Exit.NO_QUORUM
+            return Exit.TRY_AGAIN
+        if words:
+            self._say(words)
         return None
 
     @property
@@ -171,7 +184,9 @@ class Conduct:
     def _decide(self, records: Records) -> int | None:
         """Propose what the job's record should become."""
         world = records.world
-        ended = any(node.finished == world.generation for node in records.nodes.values())
+        nodes = records.nodes
+        finished = [one for one in world.nodes if one.id in nodes and nodes[one.id].finished == world.generation]
+        ended = [rank for one in finished for rank in one.ranks]
         verdict = self._crew.verdict(world.forgiven, others_ended=ended)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)

@@ -15,7 +15,8 @@ class Exit(IntEnum):
     """The script raised, or ended with another code than 0."""
     NOT_STORED = 74
     """The script has ended, but the last state of this node's workers is not in storage (EX_IOERR of sysexits.h)."""
-    NO_QUORUM = 75
-    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later."""
+    TRY_AGAIN = 75
+    """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` ends so as well
+    where the store does not answer when a node comes."""
     FAULTY_NODE = 69
     """This node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""

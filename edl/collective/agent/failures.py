@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,12 +22,22 @@ _CONTACT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
+# The last line where a process that reads data for a script was killed, as torch's DataLoader raises it. That one of
+# them ended with an exit code of its own is the script's error, and the reason of the second kind then.
+_READER = re.compile(
+    r"RuntimeError: DataLoader worker \(pid(\(s\) [\d, ]+\) exited unexpectedly| \d+\) is killed by signal)"
+)
+_READER_ERROR = re.compile(
+    r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
+)
+_NAMED = 4
+
 
 class Kind(Enum):
     """Why a worker ended that did not end well."""
 
     KILLED = "killed"
-    """By a signal: out of memory, preempted, a crash in native code."""
+    """By a signal, it or a process that reads data for it: out of memory, preempted, a crash in native code."""
     CONTACT = "contact"
     """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
     NCCL's watchdog do, the process ends by SIGABRT."""
@@ -48,6 +58,11 @@ class Failure:
     def kind(self) -> Kind:
         """What this failure is, by itself."""
         return kind_of(self.status, self.text)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in a line, if it was killed."""
+        return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.what
 
 
 @dataclass(frozen=True)
@@ -71,23 +86,26 @@ def kind_of(status: int, text: str) -> Kind:
     """
     if status == -signal.SIGABRT:
         return Kind.CONTACT
-    if status < 0:
+    if status < 0 or (_READER.match(_last_line(text)) and not _READER_ERROR.search(text)):
         return Kind.KILLED
     return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 
 
-def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float) -> Verdict | None:
+def judge(
+    failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float, ended: Collection[int] = ()
+) -> Verdict | None:
     """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
 
     Args:
         waited_s: since the first failure, with the world unchanged.
         echo_s: how long to wait before an exception is taken for the script's own fault.
         contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+        ended: ranks whose script ended well meanwhile, which is why others lose contact with them.
     """
     errors = [one for one in failures if one.kind is Kind.ERROR]
     killed = [one for one in failures if one.kind is Kind.KILLED]
     if killed:
-        return Verdict(restart=killed[0].what)
+        return Verdict(restart=killed[0].reason)
     if errors:
         text = errors[0].text or errors[0].what
         # Without a traceback it may have been the loss of a node that the script ended itself for.
@@ -95,8 +113,23 @@ def judge(failures: Sequence[Failure], waited_s: float, *, echo_s: float, contac
         return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= limit_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
-        return Verdict(restart=first.what if first.status < 0 else f"rank {first.rank} lost contact with another one")
+        what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
+        if ended:
+            what += f": the script had already ended on {_ranks(ended)}, and all ranks must make the same steps"
+        return Verdict(restart=what)
     return None
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback: the exception that nobody caught, where its message is one line."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Some ranks in words, not too many."""
+    named = ", ".join(str(rank) for rank in sorted(ranks)[:_NAMED])
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def read_error(path: Path) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["temporary_logs"]
+__all__ = ["kept_logs", "temporary_logs"]
 
 _LOGS = "edl-logs-"
+_KEPT = "edl-output-"
 _ABANDONED_S = 3600.0
 
 
@@ -27,6 +28,17 @@ def temporary_logs() -> Iterator[str]:
                 shutil.rmtree(path, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_LOGS) as folder, _locked(Path(folder)):
         yield folder
+
+
+@contextmanager
+def kept_logs() -> Iterator[str]:
+    """A folder for the files of workers that stays, unless nothing came into it."""
+    folder = tempfile.mkdtemp(prefix=_KEPT)
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it is not empty
+            Path(folder).rmdir()
 
 
 @contextmanager

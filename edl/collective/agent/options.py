@@ -22,7 +22,8 @@ and `Checkpointer` a script goes on where it was.
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
 
 Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node is faulty,
-75 too few nodes came in time, 143 this node was asked to leave (SIGTERM) and did."""
+74 the script's last state could not be stored, 75 too few nodes came in time, or the store
+cannot be reached: try again, 143 this node was asked to leave (SIGTERM) and did."""
 
 
 def _seconds(text: str) -> float:

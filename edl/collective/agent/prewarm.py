@@ -33,7 +33,7 @@ class Imported:
 
     Attributes:
         unfit: module -> why each worker must import it by itself.
-        failed: what could not be imported, in words; a worker will raise it again, and be heard.
+        failed: what could not be imported and will be for certain, in words.
     """
 
     unfit: dict[str, str] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class Imported:
 def imports_of(source: str) -> Iterator[tuple[str, bool]]:
     """The modules that a Python program imports at its top level, and whether it cannot do without.
 
-    Blocks of `if`, `with` and `try` are looked into; what a `try` imports may be missing. Relative imports, and what is
-    imported `if TYPE_CHECKING`, are left out.
+    Blocks of `if`, `with` and `try` are looked into; it may do without what it imports in a `try`, or `if` something is
+    so. Relative imports, and what is imported `if TYPE_CHECKING`, are left out.
 
     Raises:
         SyntaxError: it is no Python program.
@@ -59,12 +59,17 @@ def imports_of(source: str) -> Iterator[tuple[str, bool]]:
             yield node.module, needed
         elif isinstance(node, ast.If):
             body = [] if "TYPE_CHECKING" in ast.unparse(node.test) else node.body
-            pending += [(one, needed) for one in (*body, *node.orelse)]
+            pending += [(one, needed and _is_main(node)) for one in (*body, *node.orelse)]
         elif isinstance(node, ast.Try):
             pending += [(one, False) for one in (*node.body, *node.orelse)]
             pending += [(one, needed) for one in node.finalbody]
         elif isinstance(node, ast.With):
             pending += [(one, needed) for one in node.body]
+
+
+def _is_main(node: ast.If) -> bool:
+    """Whether it is `if __name__ == "__main__"`, which it always is in a worker."""
+    return ast.unparse(node.test) == "__name__ == '__main__'"
 
 
 def import_ahead(program: Path, folder: Path, without: Collection[str]) -> Imported:
@@ -114,7 +119,7 @@ def _import(name: str, needed: bool, done: Imported) -> None:
     if asked and not name.startswith(("torch.", "edl.")):
         done.unfit[name] = f"reads {', '.join(sorted(asked))}"
     elif failure is not None:
-        if needed or not isinstance(failure, ImportError):
+        if needed:  # else nobody may ever miss it, and a worker that does will raise this again, and be heard
             done.failed.append(f"importing {name} ahead of time failed ({type(failure).__name__}: {failure})")
     elif _uses_cuda():
         done.unfit[name] = "uses CUDA"

@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from edl.collective.agent.address import own_address
 from edl.collective.agent.agent import Agent
 from edl.collective.agent.launch import Launch
-from edl.collective.agent.log_folder import temporary_logs
+from edl.collective.agent.log_folder import kept_logs, temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.options import parser
 from edl.collective.agent.watch import HangLimits
@@ -53,10 +54,11 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         url = _store_url(options, stack)
         told = _launch(options, url, stack)
+        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
+        told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
         if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
         _tell_of_unused(options, url)
-        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         return Agent(told, store, _say).run()
 
 
@@ -92,7 +94,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         warm=_warm(options),
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
-        addr=options.local_addr or own_address(url),
+        addr=options.local_addr or "",
         store=url,
         ttl_s=options.lease_ttl,
         join_timeout_s=_number(conf, "join_timeout", 600.0),
@@ -148,17 +150,27 @@ def _warm(options: argparse.Namespace) -> Warm:
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
-    folder = options.log_dir or stack.enter_context(temporary_logs())
     try:
         wanted = options.local_ranks_filter
         ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
         redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
     except ValueError as exc:
         raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
+    folder = options.log_dir
+    if not folder and (_any(redirects) or _any(tee)):
+        folder = stack.enter_context(kept_logs())
+        _say(f"what the workers print is kept in {folder} (--log-dir FOLDER)")
+    elif not folder:
+        folder = stack.enter_context(temporary_logs())
     try:
         return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
     except OSError as exc:
         raise SettingsError(f"--log-dir {folder}: {exc.strerror or exc}") from exc
+
+
+def _any(streams: Std | dict[int, Std]) -> bool:
+    """Whether any worker's output goes to files."""
+    return any(each != Std.NONE for each in (streams.values() if isinstance(streams, dict) else [streams]))
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -164,7 +164,7 @@ class Checkpointer:
         What is saved is the state as it is now; with `overlap`, see there for what may change afterwards.
 
         Args:
-            force: save now, whatever the interval, and wait for all of the copy.
+            force: save now and wait for all of the copy; and have it stored, however short ago the last was.
             samples: processed by this rank in this step, for the record only.
 
         Returns:

@@ -47,19 +47,21 @@ def handler_creator() -> Callable[[RendezvousParameters], DynamicRendezvousHandl
 def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """A handler for torchrun's options.
 
-    The store is named by `--rdzv-endpoint`, by `--rdzv-conf store=URL`, or by `EDL_DISCOVERY`; without any of them it
-    is the SQLite file of this user. Other options of `--rdzv-conf` are those of torch's c10d rendezvous
-    (`join_timeout`, `last_call_timeout`, `keep_alive_interval`, ...).
+    The store is named by `--rdzv-conf store=URL`, else by `--rdzv-endpoint=URL`, else by `EDL_DISCOVERY`; without any
+    of them it is the SQLite file of this user. So an endpoint that was another backend's may stay in a command line.
+    Other options of `--rdzv-conf` are those of torch's c10d rendezvous (`join_timeout`, `last_call_timeout`,
+    `keep_alive_interval`, ...).
 
     Raises:
         SettingsError: an option cannot be used, or this version of torch is not known.
         DiscoveryError: the store cannot be opened.
     """
     rendezvous_state.check_torch()
-    url = params.endpoint or params.get("store") or read("EDL_DISCOVERY", str) or default_discovery_url()
+    url = params.get("store") or params.endpoint or read("EDL_DISCOVERY", str) or default_discovery_url()
     if "://" not in url:
         raise SettingsError(
-            f"--rdzv-endpoint {url}: the backend edl wants a store's URL, such as sqlite:///path or consul://host:8500"
+            f"{url}: the backend edl wants the URL of a store, such as sqlite:///path or consul://host:8500, as "
+            "--rdzv-endpoint or --rdzv-conf store=URL"
         )
     store = open_store(url)
     return _Handler.over(store, params, own_address(url))

@@ -89,6 +89,58 @@ def test_a_node_leaves_while_the_script_has_ended_on_another(tmp_path: Path) -> 
         early.wait()
 
 
+UNEVEN = """
+import os, sys
+import torch, torch.distributed as dist
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(1, 2), (2, 1)])
+def test_a_rank_that_ends_early_again_and_again_is_named_as_the_cause(tmp_path: Path, nodes: int, workers: int) -> None:
+    (tmp_path / "uneven.py").write_text(UNEVEN)
+    options = ("--nnodes", str(nodes), "--nproc-per-node", str(workers))
+    with Job(tmp_path, options, ["uneven.py"]) as job:
+        started = [job.start() for _ in range(nodes)]
+        assert {node.wait() for node in started} == {1}
+        reason = "rank 0 lost contact with another one: the script had already ended on rank 1, and all ranks must"
+        for node in started:
+            assert f"generation 1 ({reason}" in node.output
+            assert f"10 restarts in a row led nowhere; the last because {reason}" in node.output
+
+
+READING = """
+import os, signal
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5 and os.environ["EDL_GENERATION"] == "0" and get_worker_info() is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+if __name__ == "__main__":
+    print("read", sum(DataLoader(Numbers(), batch_size=None, num_workers=2)))
+"""
+
+
+def test_a_killed_process_of_a_data_loader_restarts_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "reading.py").write_text(READING)
+    with Job(tmp_path, ("--nnodes", "1"), ["reading.py"]) as job:
+        code, said = job.run()
+        assert code == 0, said
+        assert "generation 1 (rank 0: RuntimeError: DataLoader worker (pid" in said
+        assert "read 28" in said
+
+
 STERN = """
 import os
 from tests.integration.collective.train import main

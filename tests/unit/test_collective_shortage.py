@@ -1,0 +1,37 @@
+"""What is said while nodes are missing, and how often."""
+
+from __future__ import annotations
+
+from edl.collective.agent.shortage import Shortage
+
+
+def test_it_is_said_at_once_and_again_when_the_number_changes() -> None:
+    shortage = Shortage(3, 600.0)
+    words = shortage.note(1, 100.0)
+    assert words == "1 of at least 3 nodes are here: waiting up to 600 s for more (--rdzv-conf join_timeout=SECONDS)"
+    assert shortage.note(1, 130.0) == ""
+    assert shortage.note(2, 140.0).startswith("2 of at least 3 nodes are here: waiting up to 560 s")
+    assert shortage.note(1, 141.0).startswith("1 of at least 3 nodes are here")
+
+
+def test_every_minute_it_is_said_how_long_is_left() -> None:
+    shortage = Shortage(2, 600.0)
+    said = [words for second in range(190) if (words := shortage.note(1, float(second)))]
+    assert said[1:] == [f"still 1 of at least 2 nodes: waiting {left} s more" for left in (540, 480, 420)]
+
+
+def test_enough_nodes_that_are_about_to_begin_are_no_shortage() -> None:
+    shortage = Shortage(2, 600.0)
+    assert shortage.note(2, 0.0) == ""
+    assert shortage.note(1, 1.0), "one has gone again"
+    assert shortage.note(2, 2.0) == ""
+    assert shortage.note(1, 3.0)
+    assert shortage.waited_s(3.0) == 3.0, "it is the same wait"
+
+
+def test_each_wait_has_its_own_time() -> None:
+    shortage = Shortage(2, 600.0)
+    shortage.note(1, 0.0)
+    shortage.over()
+    assert shortage.waited_s(5000.0) == 0.0
+    assert "up to 600 s" in shortage.note(1, 5000.0)

@@ -18,6 +18,7 @@ from typing import Any
 from edl.discovery.registry import Snapshot
 from edl.distill.actions import Policy
 from edl.distill.arena import Arena
+from edl.distill.cache import CacheView
 from edl.distill.caching import Caching, Keeper, Missing, key_of, look_up_offline, offline_view
 from edl.distill.engine import Engine
 from edl.distill.epoch import Epoch
@@ -68,9 +69,11 @@ class Labeller:
 
     def __init__(self, teachers: list[Teachers], ask: Ask, options: Options, caching: Caching | None = None) -> None:
         self.teachers = teachers
+        self._thread = LoopThread.acquire(for_grpc=bool(teachers))
         self._caching = caching
-        self._offline = offline_view(caching, ask) if caching is not None and not teachers else None
-        self._keeper = Keeper() if caching is not None else None
+        self._offline: CacheView | None = None
+        self._keeper: Keeper | None = None
+        self._arena: Arena | None = None
         self.memory_bytes = options.memory_bytes
         self._options = options
         self._pid = os.getpid()
@@ -81,13 +84,16 @@ class Labeller:
         self._wait_s = 0.0
         self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
         keep_freed_memory()
-        self._thread = LoopThread.acquire()
-        self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
         self._engines: list[Engine] = []
         self._following: list[Following] = []
         self._epoch: Epoch | None = None
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
+            if caching is not None:
+                self._offline = offline_view(caching, ask) if not teachers else None
+                self._keeper = Keeper()
+            if options.shared_memory:
+                self._arena = Arena(2 * options.memory_bytes)
             for group in teachers:
                 self._add(group, replace(ask, model=group.model or ask.model))
         except BaseException:

@@ -6,6 +6,8 @@ import gc
 import itertools
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -503,12 +505,35 @@ def test_the_ancestors_environment_is_understood_with_a_note(
     with warnings.catch_warnings(record=True) as noted, reader:
         warnings.simplefilter("always")
         check(list(reader()), 20)
-    notes = [str(note.message) for note in noted if note.category is DeprecationWarning]
+    notes = [str(note.message) for note in noted if note.category is FutureWarning]
     assert [note.split(": ")[1] for note in notes] == [
         "set EDL_DISCOVERY instead",
         "set EDL_SERVICE instead",
         "set EDL_MAX_TEACHERS instead",
     ]
+
+
+def test_the_note_about_old_names_is_seen_with_pythons_own_filters(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module that the program imports, where a DeprecationWarning would not be shown either."""
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
+    monkeypatch.setenv("EDL_TEACHERS", start("echo").endpoint)
+    program = """
+from edl.distill import DistillReader
+
+def train():
+    reader = DistillReader(["x"], ["y"]).set_sample_generator(lambda: (([0.0, 0, 0, 0],) for _ in range(3)))
+    with reader:
+        assert len(list(reader())) == 3  # line 7
+"""
+    (tmp_path / "training.py").write_text(program)
+    command = [sys.executable, "-c", "import training; training.train()"]
+    ended = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    note = r"training\.py:7: FutureWarning: PADDLE_DISTILL_MAX_TEACHER is deprecated: set EDL_MAX_TEACHERS instead"
+    assert len(re.findall(note, ended.stderr)) == 1
 
 
 def test_print_config_shows_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:

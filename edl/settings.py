@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from edl.errors import SettingsError
 
-__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url"]
+__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url", "is_above_zero"]
 
 T = TypeVar("T")
 
@@ -70,6 +70,14 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError("must be a finite number above 0")
     return value
+
+
+def is_above_zero(value: object) -> bool:
+    """Whether an argument is a number above zero, be it infinite; text and what else has no order beside 0 is not."""
+    try:
+        return bool(value > 0)  # type: ignore[operator]
+    except TypeError:
+        return False
 
 
 def default_discovery_url() -> str:

@@ -30,6 +30,7 @@ from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Following, Teachers
 from edl.errors import ClosedError, EDLError, SettingsError
 from edl.memory import keep_freed_memory
+from edl.settings import is_above_zero
 
 __all__ = ["Labeller", "Options"]
 
@@ -58,10 +59,16 @@ class Options:
     policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
-        if not self.teacher_timeout_s > 0:
-            raise SettingsError(f"teacher_timeout_s={self.teacher_timeout_s}: must be above 0")
-        if self.memory_bytes < 1 << 20:
-            raise SettingsError(f"memory_bytes={self.memory_bytes}: must be at least one MiB")
+        for name in ("teacher_timeout_s", "progress_s"):
+            value = getattr(self, name)
+            if not is_above_zero(value):
+                raise SettingsError(f"{name}={value!r}: must be a number of seconds above 0")
+        if not isinstance(self.memory_bytes, int) or self.memory_bytes < 1 << 20:
+            raise SettingsError(
+                f"memory_bytes={self.memory_bytes!r}: must be a whole number of bytes, at least one MiB ({1 << 20})"
+            )
+        if not isinstance(self.policy, Policy):
+            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
 
 
 class Labeller:

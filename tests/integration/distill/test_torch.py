@@ -189,6 +189,8 @@ def test_mistakes_are_named(start: Start) -> None:
     data = DataLoader(Numbers(5), batch_size=5)
     with pytest.raises(SettingsError, match="name at least one input"):
         distill(data, "s", inputs=[None], outputs="y")
+    with pytest.raises(SettingsError, match=r"inputs=3: name at least one input of the teachers, as in \"image\", \["):
+        distill(data, "s", inputs=3, outputs="y")  # type: ignore[arg-type]
     with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache and ids go together"):
         distill(data, "s", inputs="x", outputs="y", cache=cache)
     with SoftLabelCache() as cache, pytest.raises(SettingsError, match="no teachers are named"):

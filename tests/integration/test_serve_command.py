@@ -330,6 +330,32 @@ def test_a_model_that_breaks_shows_its_own_stack_and_code_3(
     assert "edl_serving" not in stack
 
 
+@pytest.mark.parametrize("output", [[], ["--output", "y:float32[2]"]])  # found by calling it, or called to warm up
+def test_an_input_that_does_not_fit_the_model_is_named_with_the_models_complaint(
+    output: list[str], folder: Path, url: str
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "built.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(4, 2)\n")
+    model = ["--torch-factory", "built.py:net", "--input", "x:float32[5]", "--device", "cpu", *output]
+    done = edl("serve", "--model", "m", *model, cwd=folder, EDL_DISCOVERY=url)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    words = "edl serve: the model was called with zeros of the types and sizes of --input 'x:float32[5]', and failed: "
+    assert done.stderr.splitlines()[-1].startswith(words + "RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_the_stack_of_a_users_function_ends_with_what_it_was_given(folder: Path, url: str) -> None:
+    np.savez(folder / "sample.npz", x=np.zeros((2, 5), np.float32))
+    for given, words in (
+        (["--input", "x:float32[4]"], "zeros of the types and sizes of --input 'x:float32[4]'"),
+        (["--sample", "sample.npz"], "the batch in --sample 'sample.npz'"),
+    ):
+        done = edl("serve", "--model", "m", "--callable", "teacher.py:breaks", *given, cwd=folder, EDL_DISCOVERY=url)
+        assert done.returncode == 3, done.stderr
+        assert "in breaks" in done.stderr
+        assert done.stderr.splitlines()[-1] == f"edl serve: it was called with {words}"
+
+
 def test_help_teaches_without_loading_a_framework() -> None:
     done = edl("serve", "--help")
     assert done.returncode == 0

@@ -237,6 +237,33 @@ def test_a_paused_teacher_is_worked_around(start: Start) -> None:
     check(delivered, 400)
 
 
+@pytest.mark.slow
+def test_the_only_teacher_is_missed_soon_when_it_is_paused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection stays, as with a machine that vanishes: what is said first is that it does not answer."""
+    teacher = start("echo", delay_s=0.01)
+    with reader_of(teacher, options=Options(teacher_timeout_s=2)).set_sample_generator(samples(5000)) as reader:
+        rows = reader()
+        next(rows)
+        teacher.pause()
+        began = time.monotonic()
+        with pytest.raises(NoTeacherError, match="ping timeout"):
+            list(rows)
+        assert time.monotonic() - began < 40, "not a minute, gRPC's own patience"
+        teacher.resume()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    first = next(number for number, line in enumerate(said) if "has answered for 5 s: still waiting" in line)
+    assert first < next(number for number, line in enumerate(said) if "no live teacher" in line)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_computes_for_longer_than_a_ping_may_take_is_not_missed(start: Start) -> None:
+    teacher = start("echo", delay_s=22)
+    options = Options(teacher_timeout_s=2)
+    with reader_of(teacher, options=options).set_sample_generator(samples(4)) as reader:
+        check(list(reader()), 4)
+        assert reader.stats().rows_resent == 0
+
+
 def test_a_full_queue_is_waited_for(start: Start) -> None:
     teacher = start("echo", delay_s=0.005, max_batch=4, max_queue=8)
     readers = [reader_of(teacher, teacher_batch_size=4).set_sample_generator(samples(120)) for _ in range(3)]

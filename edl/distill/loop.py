@@ -33,6 +33,8 @@ _REMEDY = (
 class LoopThread:
     """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
 
+    # Held over no call while a loop is shared: a call may collect garbage, another reader may be among it, and its end
+    # takes this lock.
     _lock = threading.Lock()
     _shared: LoopThread | None = None
     used = False
@@ -59,18 +61,20 @@ class LoopThread:
                 f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
                 f"reader, and {_REMEDY}"
             )
+        pid = os.getpid()
         with cls._lock:
             cls.used = cls.used or for_grpc
-            if cls._shared is None or cls._shared._pid != os.getpid():
+            if cls._shared is None or cls._shared._pid != pid:
                 cls._shared = cls()
             cls._shared._users += 1
             return cls._shared
 
     def release(self) -> None:
         """Give the reference back; the last one stops the loop and waits for its thread."""
+        pid = os.getpid()
         with self._lock:
             self._users -= 1
-            if self._users or self._pid != os.getpid():
+            if self._users or self._pid != pid:
                 return
             LoopThread._shared = None
         self.loop.call_soon_threadsafe(self.loop.stop)

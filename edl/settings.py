@@ -1,12 +1,14 @@
 """Every setting that can come from the environment, read here and nowhere else.
 
 An argument wins over the environment, the environment over the default. The ancestor's `PADDLE_DISTILL_*` names are
-accepted as aliases, with a deprecation note.
+accepted as aliases, with a `FutureWarning`: whoever sets them need not be who wrote the program, and Python hides a
+`DeprecationWarning` from everybody else.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import TypeVar
 
 from edl.errors import SettingsError
 
-__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url"]
+__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url", "is_above_zero"]
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None
     environ = os.environ if environ is None else environ
     alias = _ALIASES.get(name, "")
     if name not in environ and alias in environ:
-        warnings.warn(f"{alias} is deprecated: set {name} instead", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{alias} is deprecated: set {name} instead", FutureWarning, stacklevel=_outside())
         name = alias
     text = environ.get(name, "").strip()
     if not text:
@@ -44,6 +46,14 @@ def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None
         return parse(text)
     except ValueError as exc:
         raise SettingsError(f"environment variable {name}={text!r}: {exc}") from exc
+
+
+def _outside() -> int:
+    """The `stacklevel`, in the caller of this, of the first caller outside of EDL."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def positive_int(text: str) -> int:
@@ -60,6 +70,14 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ValueError("must be a finite number above 0")
     return value
+
+
+def is_above_zero(value: object) -> bool:
+    """Whether an argument is a number above zero, be it infinite; text and what else has no order beside 0 is not."""
+    try:
+        return bool(value > 0)  # type: ignore[operator]
+    except TypeError:
+        return False
 
 
 def default_discovery_url() -> str:

@@ -66,7 +66,7 @@ class Agreement:
         if known is not None and known.version != spec.version:
             logger.warning(
                 "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
-                "meant, give one of them another --service; if the models are the same, both one --version",
+                "meant, give one of them another --service; if the models are the same, both one --model-version",
                 instance.id,
                 self._service,
                 spec.version,

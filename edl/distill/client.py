@@ -37,6 +37,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_retries", 0),  # the dispatcher decides that
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of gRPC's own pings, which keepalive waits behind: by default a minute
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),

@@ -356,6 +356,8 @@ class Engine:
         outlook = self._outage.look(now, self._dispatcher.live(now))
         if outlook.say:
             logger.warning("no live teacher for %s%s", self.name, outlook.say)
+        if outlook.silent_s:
+            logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, outlook.silent_s)
         if outlook.over:
             self._fail_all()
             return None

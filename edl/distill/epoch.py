@@ -49,10 +49,14 @@ class Epoch:
 
     The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
     is held than the labeller allows.
+
+    The labeller keeps its epoch, and the finalizer of a reader keeps the labeller. So an epoch that has ended may hold
+    nothing of the user's, whose objects may hold the reader: neither the source, which only the thread has, nor an
+    error that was raised in the training loop, whose traceback leads to the reader.
     """
 
     def __init__(self, labeller: Labels, source: Iterator[Any], cutter: Cutter) -> None:
-        self._labeller, self._source, self._cutter = labeller, source, cutter
+        self._labeller = labeller
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._for_loop = threading.Condition(self._lock)  # where the training loop waits
@@ -68,7 +72,7 @@ class Epoch:
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
-        self._feeder = threading.Thread(target=self._feed, name="edl-feed", daemon=True)
+        self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
         self._feeder.start()
 
     def __iter__(self) -> Epoch:
@@ -78,18 +82,19 @@ class Epoch:
         self._labeller.check()
         started = time.monotonic()
         try:
-            item = self._next_item()
-            with self._lock:
-                self._needed = {chunk for chunk, _, _ in item.parts}
-                self._wake_feeder()
-            for chunk, _, _ in item.parts:
-                self._await(chunk)
+            found = self._next_done()
         except BaseException:
             self.close()
             raise
         finally:
             self._labeller.waited(time.monotonic() - started)
-        return item
+        if isinstance(found, Item):
+            return found
+        self.close()
+        try:
+            raise found
+        finally:
+            del found  # this frame, which the error's traceback holds, would hold the error
 
     def taken(self, item: Item) -> None:
         """The item's outputs have been read; its memory may go."""
@@ -117,19 +122,38 @@ class Epoch:
             self._closed = True
             self._for_loop.notify_all()
             self._for_feeder.notify_all()
-        if threading.current_thread() is self._feeder:
-            return  # the source itself closes the reader; its thread ends when it returns
-        self._feeder.join(_SOURCE_STOP_S)
-        if self._feeder.is_alive():
-            logger.warning("the data source is still busy %g s after the epoch was closed; left alone", _SOURCE_STOP_S)
+        if threading.current_thread() is not self._feeder:  # else the source itself closes the reader
+            self._feeder.join(_SOURCE_STOP_S)
+            if self._feeder.is_alive():
+                logger.warning(
+                    "the data source is still busy %g s after the epoch was closed; left alone", _SOURCE_STOP_S
+                )
         with self._lock:
             chunks, self._open = self._open, set()
             self._items.clear()
+            self._needed.clear()
+            self._failure = None
+            for chunk in chunks:
+                chunk.error = None
         self._labeller.cancel(chunks)
 
     # The training loop's thread
 
-    def _next_item(self) -> Item:
+    def _next_done(self) -> Item | BaseException:
+        """The next item once all of its chunks are done, or the error that comes in its place."""
+        item = self._next_item()
+        if isinstance(item, BaseException):
+            return item
+        with self._lock:
+            self._needed = {chunk for chunk, _, _ in item.parts}
+            self._wake_feeder()
+        for chunk, _, _ in item.parts:
+            failure = self._await(chunk)
+            if failure is not None:
+                return failure
+        return item
+
+    def _next_item(self) -> Item | BaseException:
         with self._lock:
             while True:
                 if self._closed:
@@ -137,12 +161,11 @@ class Epoch:
                 if self._items:
                     return self._items.popleft()
                 if self._fed:
-                    if self._failure is not None:
-                        raise self._failure
-                    raise StopIteration
+                    return StopIteration() if self._failure is None else self._failure
                 self._for_loop.wait()
 
-    def _await(self, chunk: Chunk) -> None:
+    def _await(self, chunk: Chunk) -> BaseException | None:
+        """Wait until a chunk is done; why it never will be."""
         with self._lock:
             self._awaited = chunk
 
@@ -157,36 +180,45 @@ class Epoch:
             self._awaited = None
             if self._closed:
                 raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
-            if not chunk.done and self._failure is not None:
-                raise self._failure  # the source failed before the chunk was full
-        if chunk.error is not None:
-            raise chunk.error
+            # Where there is no answer, and no error in its place, the source failed before the chunk was full.
+            return chunk.error if chunk.done else self._failure
 
     # The feeding thread
 
-    def _feed(self) -> None:
-        failure: BaseException | None = None
+    def _feed(self, source: Iterator[Any], cutter: Cutter) -> None:
         try:
-            self._labeller.settle()
-            for value in self._source:
-                self._cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
-                item, ready = self._cutter.put(value)
-                self._offer(item)
-                if not self._submit(ready):
-                    return
-            self._submit(self._cutter.finish())
+            try:
+                self._take_in(source, cutter)
+            finally:
+                close = getattr(source, "close", None)
+                if close is not None:
+                    with contextlib.suppress(RuntimeError):
+                        close()
         except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, in its place in the order
-            failure = exc
-        finally:
-            close = getattr(self._source, "close", None)
-            if close is not None:
-                with contextlib.suppress(RuntimeError):
-                    close()
-            with self._lock:
-                self._fed, self._failure = True, failure
-                if failure is not None:
-                    self._drop_unsent()
-                self._for_loop.notify_all()
+            self._end(exc)
+        else:
+            self._end(None)
+
+    def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
+        self._labeller.settle()
+        for value in source:
+            cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
+            item, ready = cutter.put(value)
+            self._offer(item)
+            if not self._submit(ready):
+                return
+        self._submit(cutter.finish())
+
+    def _end(self, failure: BaseException | None) -> None:
+        """There is no more to come, be it that the source is at its end."""
+        with self._lock:
+            self._fed = True
+            if self._closed:
+                self._items.clear()  # the source took longer than `close` waits
+            elif failure is not None:
+                self._failure = failure
+                self._drop_unsent()
+            self._for_loop.notify_all()
 
     def _offer(self, item: Item) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from typing import Any
 from edl.discovery.registry import Snapshot
 from edl.distill.actions import Policy
 from edl.distill.arena import Arena
+from edl.distill.cache import CacheView
 from edl.distill.caching import Caching, Keeper, Missing, key_of, look_up_offline, offline_view
 from edl.distill.engine import Engine
 from edl.distill.epoch import Epoch
@@ -29,6 +30,7 @@ from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Following, Teachers
 from edl.errors import ClosedError, EDLError, SettingsError
 from edl.memory import keep_freed_memory
+from edl.settings import is_above_zero
 
 __all__ = ["Labeller", "Options"]
 
@@ -57,10 +59,16 @@ class Options:
     policy: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
-        if not self.teacher_timeout_s > 0:
-            raise SettingsError(f"teacher_timeout_s={self.teacher_timeout_s}: must be above 0")
-        if self.memory_bytes < 1 << 20:
-            raise SettingsError(f"memory_bytes={self.memory_bytes}: must be at least one MiB")
+        for name in ("teacher_timeout_s", "progress_s"):
+            value = getattr(self, name)
+            if not is_above_zero(value):
+                raise SettingsError(f"{name}={value!r}: must be a number of seconds above 0")
+        if not isinstance(self.memory_bytes, int) or self.memory_bytes < 1 << 20:
+            raise SettingsError(
+                f"memory_bytes={self.memory_bytes!r}: must be a whole number of bytes, at least one MiB ({1 << 20})"
+            )
+        if not isinstance(self.policy, Policy):
+            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
 
 
 class Labeller:
@@ -68,9 +76,11 @@ class Labeller:
 
     def __init__(self, teachers: list[Teachers], ask: Ask, options: Options, caching: Caching | None = None) -> None:
         self.teachers = teachers
+        self._thread = LoopThread.acquire(for_grpc=bool(teachers))
         self._caching = caching
-        self._offline = offline_view(caching, ask) if caching is not None and not teachers else None
-        self._keeper = Keeper() if caching is not None else None
+        self._offline: CacheView | None = None
+        self._keeper: Keeper | None = None
+        self._arena: Arena | None = None
         self.memory_bytes = options.memory_bytes
         self._options = options
         self._pid = os.getpid()
@@ -81,13 +91,16 @@ class Labeller:
         self._wait_s = 0.0
         self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
         keep_freed_memory()
-        self._thread = LoopThread.acquire()
-        self._arena = Arena(2 * options.memory_bytes) if options.shared_memory else None
         self._engines: list[Engine] = []
         self._following: list[Following] = []
         self._epoch: Epoch | None = None
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
+            if caching is not None:
+                self._offline = offline_view(caching, ask) if not teachers else None
+                self._keeper = Keeper()
+            if options.shared_memory:
+                self._arena = Arena(2 * options.memory_bytes)
             for group in teachers:
                 self._add(group, replace(ask, model=group.model or ask.model))
         except BaseException:

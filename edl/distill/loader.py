@@ -159,9 +159,14 @@ def getters_of(inputs: Inputs) -> dict[str, Getter]:
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):
         return {name: key if callable(key) else at(key) for name, key in inputs.items()}
-    found = {name: at(index) for index, name in enumerate(inputs) if name}
+    found: dict[str, Getter] = {}
+    if isinstance(inputs, Sequence):
+        found = {name: at(index) for index, name in enumerate(inputs) if isinstance(name, str) and name}
     if not found:
-        raise SettingsError(f"inputs={inputs!r}: name at least one input of the teachers")
+        raise SettingsError(
+            f'inputs={inputs!r}: name at least one input of the teachers, as in "image", '
+            '["image", None] or {"image": 0}'
+        )
     return found
 
 

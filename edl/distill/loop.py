@@ -1,7 +1,9 @@
 """One event loop in one background thread, shared by all readers of a process.
 
 It starts with the first reader and ends with the last. grpc.aio wants all its channels on one loop, and a forked child
-inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there.
+inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there. So does the attempt to have a
+loop of its own where the parent has had one, be it closed: gRPC stays initialized for the life of a process, and waits
+in the child for threads that only the parent has.
 """
 
 from __future__ import annotations
@@ -21,18 +23,26 @@ __all__ = ["LoopThread"]
 T = TypeVar("T")
 
 _LINGER_S = 0.05
+_REMEDY = (
+    "gRPC does not work in a process that is forked from one that has used it. Start this process with "
+    'multiprocessing.get_context("spawn") or ("forkserver") and make its reader there, or fork it before the first '
+    "reader of its parent is used"
+)
 
 
 class LoopThread:
     """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
 
+    # Held over no call while a loop is shared: a call may collect garbage, another reader may be among it, and its end
+    # takes this lock.
     _lock = threading.Lock()
     _shared: LoopThread | None = None
     used = False
-    """Whether there ever was one in this process."""
+    """Whether one was ever taken for gRPC, in this process or in one that it was forked from."""
+    inherited = False
+    """Whether that was before a fork."""
 
     def __init__(self) -> None:
-        LoopThread.used = True
         self._users = 0
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
@@ -40,19 +50,31 @@ class LoopThread:
         self._thread.start()
 
     @classmethod
-    def acquire(cls) -> LoopThread:
-        """The process's loop, started if need be."""
+    def acquire(cls, *, for_grpc: bool = True) -> LoopThread:
+        """The process's loop, started if need be.
+
+        Raises:
+            ClosedError: it is for gRPC, in a process forked from one that has used gRPC.
+        """
+        if for_grpc and cls.inherited:
+            raise ClosedError(
+                f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
+                f"reader, and {_REMEDY}"
+            )
+        pid = os.getpid()
         with cls._lock:
-            if cls._shared is None or cls._shared._pid != os.getpid():
+            cls.used = cls.used or for_grpc
+            if cls._shared is None or cls._shared._pid != pid:
                 cls._shared = cls()
             cls._shared._users += 1
             return cls._shared
 
     def release(self) -> None:
         """Give the reference back; the last one stops the loop and waits for its thread."""
+        pid = os.getpid()
         with self._lock:
             self._users -= 1
-            if self._users or self._pid != os.getpid():
+            if self._users or self._pid != pid:
                 return
             LoopThread._shared = None
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -83,7 +105,7 @@ class LoopThread:
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this reader belongs to process {self._pid} and cannot be used in process {os.getpid()}, forked "
-                "from it: create the reader after the fork, or use a spawned process"
+                f"from it: {_REMEDY}"
             )
 
     def _run(self) -> None:
@@ -125,6 +147,7 @@ class _Garbage:
     @classmethod
     def after_in_child(cls) -> None:
         if LoopThread.used:
+            LoopThread.inherited = True
             gc.freeze()
         if cls.enabled:
             gc.enable()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
+from edl.settings import is_above_zero
 
 __all__ = [
     "DistillLoss",
@@ -294,8 +295,8 @@ def _check_reduction(reduction: Reduction) -> None:
 
 
 def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < float("inf"):
-        raise SettingsError(f"temperature={temperature}: must be a finite number above 0")
+    if not is_above_zero(temperature) or temperature == float("inf"):
+        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
 
 
 def _check_teacher_is(teacher_is: TeacherIs) -> None:

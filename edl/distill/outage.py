@@ -7,6 +7,7 @@ from dataclasses import dataclass
 __all__ = ["Outage", "Outlook"]
 
 _REMIND_S = 10.0
+_SILENT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,13 @@ class Outlook:
         over: it has waited for too long, and fails.
         look_at: when to look again, if it has not.
         say: how long it waits for a live teacher, in words for a person; empty where there is nothing new to say.
+        silent_s: for how long there are live teachers and none answers; 0 where it is not worth a word, or was said.
     """
 
     over: bool
     look_at: float
     say: str = ""
+    silent_s: float = 0.0
 
 
 class Outage:
@@ -37,14 +40,20 @@ class Outage:
         self._nobody_since: float | None = None
         self._reminded_at = 0.0
         self._progress_at = 0.0
+        self._longest_s = 0.0  # silence of live teachers that was followed by an answer, and so may be usual
+        self._told = self._lost = False
 
     def begin(self, now: float) -> None:
         """There is work, after a time without."""
         self._progress_at, self._nobody_since = now, None
+        self._told = self._lost = False
 
     def progress(self, now: float) -> None:
         """An answer came."""
+        if not self._lost:
+            self._longest_s = max(self._longest_s, now - self._progress_at)
         self._progress_at = now
+        self._told = self._lost = False
 
     def end(self) -> None:
         """There is no work any more."""
@@ -55,7 +64,12 @@ class Outage:
         stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
         if live:
             self._nobody_since = None
-            return Outlook(now >= stuck_at, stuck_at)
+            silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_s)
+            if self._told or now < silent_at:
+                return Outlook(now >= stuck_at, stuck_at if self._told else min(silent_at, stuck_at))
+            self._told = True
+            return Outlook(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
+        self._lost = True
         say = ""
         if self._nobody_since is None:
             self._nobody_since = self._reminded_at = now

@@ -14,6 +14,7 @@ import paddle.nn.functional as F  # noqa: N812 - its usual name
 
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
+from edl.settings import is_above_zero
 
 __all__ = ["kl_divergence", "soft_cross_entropy", "top_k_kl"]
 
@@ -96,8 +97,8 @@ def _expected(log_p: Tensor, values: Tensor) -> Tensor:
 def _log_probabilities(
     student_logits: Tensor, teacher: Tensor, temperature: float, teacher_is: TeacherIs
 ) -> tuple[Tensor, Tensor]:
-    if not 0 < temperature < float("inf"):
-        raise SettingsError(f"temperature={temperature}: must be a finite number above 0")
+    if not is_above_zero(temperature) or temperature == float("inf"):
+        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
     if teacher_is not in ("logits", "probabilities"):
         raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
     student = _wide(student_logits)

@@ -6,14 +6,13 @@ import contextlib
 import logging
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 from edl.errors import EDLError
 from edl_serving.backend import Backend
 from edl_serving.backends import open_backends
 from edl_serving.config import add_flags, read_file, values
+from edl_serving.failed_model import what_failed
 from edl_serving.leash import exit_with
 from edl_serving.logs import log_to_stderr
 from edl_serving.parser import Parser
@@ -90,7 +89,7 @@ def run(config: ServeConfig) -> int:
         except EDLError:
             raise
         except Exception as exc:  # noqa: BLE001 - the user's model, whose own stack tells most
-            print(f"edl serve: the model failed:\n{_users_stack(exc)}", file=sys.stderr)
+            print(f"edl serve: {what_failed(exc, config.source)}", file=sys.stderr)
             return EXIT_MODEL
 
 
@@ -111,15 +110,3 @@ def _open(config: ServeConfig) -> list[Backend]:
         time.monotonic() - started,
     )
     return backends
-
-
-def _users_stack(exc: BaseException) -> str:
-    """The traceback from where EDL called the user's code; all of it if the fault is EDL's own."""
-    ours = str(Path(__file__).parent)
-    trace = exc.__traceback__
-    theirs = trace
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(ours):
-            theirs = trace.tb_next
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(exc), exc, theirs or exc.__traceback__)).rstrip()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
-import socket
 from collections.abc import Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,6 +18,7 @@ from edl_serving.backend import Backend
 from edl_serving.batcher import Batcher
 from edl_serving.infer import Inference
 from edl_serving.lifecycle import Lifecycle, State
+from edl_serving.listening import check_path, check_port
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
 from edl_serving.servicer import Servicer
@@ -56,6 +55,7 @@ class TeacherServer:
         self._grpc: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         self._port = 0
+        self._own_path: str | None = None
         self._metrics_port: int | None = None
 
     @property
@@ -125,10 +125,13 @@ class TeacherServer:
         self._grpc.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
-        _see_that_it_is_free(settings.host, settings.port)
+        check_port(settings.host, settings.port)
+        if settings.uds is not None:
+            check_path(settings.uds)
         self._port = self._bind(self._grpc, f"{settings.host}:{settings.port}")
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{settings.uds}")
+            self._own_path = settings.uds
         await self._grpc.start()
         self._metrics.watch("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
         self._metrics.watch("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
@@ -182,9 +185,10 @@ class TeacherServer:
         if batcher is not None:
             await batcher.close(close_within_s)
         self._metrics.close()
-        if self._settings.uds is not None and server is not None:
+        path, self._own_path = self._own_path, None
+        if path is not None:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._settings.uds)  # noqa: PTH108 - one system call, no need of a thread
+                os.unlink(path)  # noqa: PTH108 - one system call, no need of a thread
 
     async def _tell_health(self, status: int) -> None:
         for service in ("", names.SERVICE, self._model.name):
@@ -201,20 +205,3 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]
-
-
-def _see_that_it_is_free(host: str, port: int) -> None:
-    """Ask the kernel before gRPC does, which says less, and says it on standard error.
-
-    Raises:
-        SettingsError: another process listens there.
-    """
-    if port == 0:
-        return
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(place[:2], family=family).close()
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:  # whatever else it is, gRPC may know a way
-            remedy = "another --port does, or 0 for a free one"
-            raise SettingsError(f"cannot listen on {host}:{port}: {exc.strerror}; {remedy}") from exc

@@ -229,6 +229,18 @@ def test_a_config_file_serves_and_flags_win_over_it(folder: Path, url: str) -> N
         (["--factory", "edl.testing.models:echo", "--config", "none.toml"], "--config 'none.toml': No such file"),
         (["--factory", "edl.testing.models:echo", "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}"),
         (["--factory", "edl.testing.models:echo", "--port", "{taken}"], "another --port does, or 0 for a free one"),
+        (["--factory", "edl.testing.models:echo", "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),
+        (["--factory", "edl.testing.models:echo", "--host", "192.0.2.1"], "no such address; give --host 127.0.0.1 for"),
+        (["--factory", "edl.testing.models:echo", "--uds", "no/such/socket"], "there is no folder '{folder}/no/such'"),
+        (
+            ["--factory", "edl.testing.models:echo", "--uds", "/proc/socket"],
+            "--uds '/proc/socket': no socket can be made there: No",
+        ),
+        (
+            ["--factory", "edl.testing.models:echo", "--uds", "x" * 108],
+            "no socket can be made there: AF_UNIX path too long",
+        ),
+        (["--factory", "edl.testing.models:echo", "--uds", "teacher.py"], "is there already, and is no socket"),
         (["--callable", "module.py:net", "--input", "x:float32[4]"], "give --torch-factory a function that returns it"),
         (["--factory", "edl.testing.models:echo", "--metrics-port", "{taken}"], "{taken}"),
         (
@@ -253,9 +265,28 @@ def test_what_the_user_got_wrong_is_named(
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        known = {"taken": listener.getsockname()[1], "gone": gone.pid}
+        known = {"taken": listener.getsockname()[1], "gone": gone.pid, "folder": folder}
         with pytest.raises(SettingsError, match=re.escape(words.format(**known))):
             cmd_serve.main(["--model", "m", *(argument.format(**known) for argument in arguments)])
+    assert (folder / "teacher.py").is_file()
+
+
+@pytest.mark.parametrize("where", [["--host", "300.1.1.1"], ["--uds", "/no/such/socket"]])
+def test_grpcs_own_words_about_an_address_are_not_heard(where: list[str], url: str) -> None:
+    done = edl("serve", "--model", "m", "--factory", "edl.testing.models:echo", *where, EDL_DISCOVERY=url)
+    assert done.returncode == 2, done.stderr
+    assert "GRPC" not in done.stderr
+    assert "add_port" not in done.stderr
+
+
+def test_a_socket_that_a_dead_teacher_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "teacher.sock"
+    with LocalTeacher("echo", serve={"uds": path}) as teacher:
+        teacher.kill()
+        teacher.wait(20)
+    assert path.is_socket()
+    with LocalTeacher("echo", serve={"uds": path}):
+        np.testing.assert_array_equal(ask(f"unix:{path}", X), X)
 
 
 def test_the_users_errors_are_one_line_and_code_2(folder: Path, url: str) -> None:
@@ -297,6 +328,32 @@ def test_a_model_that_breaks_shows_its_own_stack_and_code_3(
     stack = done.stderr[done.stderr.index("Traceback") :]
     assert "teacher.py" in stack
     assert "edl_serving" not in stack
+
+
+@pytest.mark.parametrize("output", [[], ["--output", "y:float32[2]"]])  # found by calling it, or called to warm up
+def test_an_input_that_does_not_fit_the_model_is_named_with_the_models_complaint(
+    output: list[str], folder: Path, url: str
+) -> None:
+    pytest.importorskip("torch")
+    (folder / "built.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(4, 2)\n")
+    model = ["--torch-factory", "built.py:net", "--input", "x:float32[5]", "--device", "cpu", *output]
+    done = edl("serve", "--model", "m", *model, cwd=folder, EDL_DISCOVERY=url)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    words = "edl serve: the model was called with zeros of the types and sizes of --input 'x:float32[5]', and failed: "
+    assert done.stderr.splitlines()[-1].startswith(words + "RuntimeError: mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_the_stack_of_a_users_function_ends_with_what_it_was_given(folder: Path, url: str) -> None:
+    np.savez(folder / "sample.npz", x=np.zeros((2, 5), np.float32))
+    for given, words in (
+        (["--input", "x:float32[4]"], "zeros of the types and sizes of --input 'x:float32[4]'"),
+        (["--sample", "sample.npz"], "the batch in --sample 'sample.npz'"),
+    ):
+        done = edl("serve", "--model", "m", "--callable", "teacher.py:breaks", *given, cwd=folder, EDL_DISCOVERY=url)
+        assert done.returncode == 3, done.stderr
+        assert "in breaks" in done.stderr
+        assert done.stderr.splitlines()[-1] == f"edl serve: it was called with {words}"
 
 
 def test_help_teaches_without_loading_a_framework() -> None:

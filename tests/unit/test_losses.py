@@ -311,6 +311,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: kl_divergence(X[0], T[0]), r"\[rows, \.\.\., classes\]"),
     (lambda: kl_divergence(X, T, temperature=0), "temperature=0"),
     (lambda: kl_divergence(X, T, temperature=float("nan")), "temperature=nan"),
+    (lambda: kl_divergence(X, T, temperature="4"), "temperature='4': must be a finite number"),  # type: ignore[arg-type]
     (lambda: kl_divergence(X, T, reduction="batchmean"), "reduction='batchmean': must be 'mean', 'sum' or 'none'"),  # type: ignore[arg-type]
     (lambda: kl_divergence(X, T, teacher_is="probs"), "teacher_is='probs': must be"),  # type: ignore[arg-type]
     (lambda: kl_divergence(X, torch.full((2, 4), 3.0), teacher_is="probabilities"), "sum to as far as 11.*'logits'"),

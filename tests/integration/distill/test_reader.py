@@ -6,6 +6,8 @@ import gc
 import itertools
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -233,6 +235,33 @@ def test_a_paused_teacher_is_worked_around(start: Start) -> None:
                 teachers[0].pause()
         teachers[0].resume()
     check(delivered, 400)
+
+
+@pytest.mark.slow
+def test_the_only_teacher_is_missed_soon_when_it_is_paused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection stays, as with a machine that vanishes: what is said first is that it does not answer."""
+    teacher = start("echo", delay_s=0.01)
+    with reader_of(teacher, options=Options(teacher_timeout_s=2)).set_sample_generator(samples(5000)) as reader:
+        rows = reader()
+        next(rows)
+        teacher.pause()
+        began = time.monotonic()
+        with pytest.raises(NoTeacherError, match="ping timeout"):
+            list(rows)
+        assert time.monotonic() - began < 40, "not a minute, gRPC's own patience"
+        teacher.resume()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    first = next(number for number, line in enumerate(said) if "has answered for 5 s: still waiting" in line)
+    assert first < next(number for number, line in enumerate(said) if "no live teacher" in line)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_computes_for_longer_than_a_ping_may_take_is_not_missed(start: Start) -> None:
+    teacher = start("echo", delay_s=22)
+    options = Options(teacher_timeout_s=2)
+    with reader_of(teacher, options=options).set_sample_generator(samples(4)) as reader:
+        check(list(reader()), 4)
+        assert reader.stats().rows_resent == 0
 
 
 def test_a_full_queue_is_waited_for(start: Start) -> None:
@@ -470,7 +499,7 @@ def test_a_forked_child_is_refused_with_words(start: Start) -> None:
         with os.fdopen(readable) as pipe:
             words = pipe.read()
         os.waitpid(child, 0)
-        assert words.count("forked") == 3
+        assert words.count("this reader belongs to process") == words.count('"spawn"') == 3
         assert len(list(rows)) == 49, "the parent goes on"
 
 
@@ -503,12 +532,35 @@ def test_the_ancestors_environment_is_understood_with_a_note(
     with warnings.catch_warnings(record=True) as noted, reader:
         warnings.simplefilter("always")
         check(list(reader()), 20)
-    notes = [str(note.message) for note in noted if note.category is DeprecationWarning]
+    notes = [str(note.message) for note in noted if note.category is FutureWarning]
     assert [note.split(": ")[1] for note in notes] == [
         "set EDL_DISCOVERY instead",
         "set EDL_SERVICE instead",
         "set EDL_MAX_TEACHERS instead",
     ]
+
+
+def test_the_note_about_old_names_is_seen_with_pythons_own_filters(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a module that the program imports, where a DeprecationWarning would not be shown either."""
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
+    monkeypatch.setenv("EDL_TEACHERS", start("echo").endpoint)
+    program = """
+from edl.distill import DistillReader
+
+def train():
+    reader = DistillReader(["x"], ["y"]).set_sample_generator(lambda: (([0.0, 0, 0, 0],) for _ in range(3)))
+    with reader:
+        assert len(list(reader())) == 3  # line 7
+"""
+    (tmp_path / "training.py").write_text(program)
+    command = [sys.executable, "-c", "import training; training.train()"]
+    ended = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    note = r"training\.py:7: FutureWarning: PADDLE_DISTILL_MAX_TEACHER is deprecated: set EDL_MAX_TEACHERS instead"
+    assert len(re.findall(note, ended.stderr)) == 1
 
 
 def test_print_config_shows_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +19,8 @@ from edl.distill import Options  # noqa: E402
 from edl.distill.cache import SoftLabelCache  # noqa: E402
 from edl.distill.compress import TopK  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
-from edl.errors import NoTeacherError, SettingsError  # noqa: E402
-from tests.integration.distill.conftest import Start  # noqa: E402
+from edl.errors import NoTeacherError, SettingsError, SourceError  # noqa: E402
+from tests.integration.distill.conftest import Start, until  # noqa: E402
 
 WIDTH = 4
 PATIENT = Options(teacher_timeout_s=20)
@@ -87,6 +90,32 @@ def test_workers_forked_beside_and_after_readers_never_touch_the_parents_channel
         with distill(data, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
             for _ in range(2):
                 check(list(loader), 64)
+
+
+@pytest.mark.parametrize("width", [WIDTH, WIDTH - 1])
+def test_workers_end_with_a_loop_that_failed(start: Start, width: int) -> None:
+    """Be it the source that fails, or that the teachers do not take what it yields."""
+    endpoint = start("echo").endpoint
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(DataLoader(Numbers(64), batch_size=8, num_workers=2)):
+                if number == 4:
+                    raise ValueError("the augmentation failed")
+                yield batch
+
+    def run() -> None:
+        inputs = {"x": lambda batch: batch[0][:, :width]}
+        with pytest.raises((ValueError, SourceError)):
+            list(distill(Failing(), endpoint, inputs=inputs, outputs="y", options=PATIENT))
+
+    def ended() -> bool:
+        gc.collect()
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("edl-")]
+        return not ours and not multiprocessing.active_children()
+
+    run()
+    until(ended, 20)
 
 
 def test_batches_of_any_structure_are_read_and_passed_on(start: Start) -> None:
@@ -160,6 +189,8 @@ def test_mistakes_are_named(start: Start) -> None:
     data = DataLoader(Numbers(5), batch_size=5)
     with pytest.raises(SettingsError, match="name at least one input"):
         distill(data, "s", inputs=[None], outputs="y")
+    with pytest.raises(SettingsError, match=r"inputs=3: name at least one input of the teachers, as in \"image\", \["):
+        distill(data, "s", inputs=3, outputs="y")  # type: ignore[arg-type]
     with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache and ids go together"):
         distill(data, "s", inputs="x", outputs="y", cache=cache)
     with SoftLabelCache() as cache, pytest.raises(SettingsError, match="no teachers are named"):

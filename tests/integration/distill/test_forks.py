@@ -1,0 +1,127 @@
+"""Readers in forked and spawned processes, as real programs: what works, and what is refused at once, with words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.integration.distill.conftest import Start
+
+_PROGRAM = """
+import multiprocessing, os, sys, traceback, warnings
+
+import numpy as np
+
+from edl.distill import DistillReader, Options
+from edl.distill.cache import SoftLabelCache
+
+warnings.simplefilter("ignore")  # Python's own, of forks beside threads
+
+def source():
+    return ((np.full(4, number, np.float32), number) for number in range(20))
+
+def reader(**arguments):
+    arguments = {"teachers": sys.argv[1], "options": Options(teacher_timeout_s=20)} | arguments
+    return DistillReader(["x", None], ["y"], **arguments).set_sample_generator(source)
+
+def use(made=None, **arguments):
+    with made or reader(**arguments) as labelled:
+        for epoch in range(2):
+            assert [number for _, number, _ in labelled()] == list(range(20))
+    print("labelled", flush=True)
+
+def used_in_a_fork(*arguments, **named):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            use(*arguments, **named)
+        except BaseException as exc:
+            print(type(exc).__name__, exc, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def run(tmp_path: Path, start: Start, program: str) -> list[str]:
+    """The lines that a program prints. None of them takes as long as a reader waits for its teachers."""
+    file = tmp_path / "program.py"
+    file.write_text(_PROGRAM + program)
+    command = [sys.executable, str(file), start("echo").endpoint]
+    began = time.monotonic()
+    ended = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert time.monotonic() - began < 18
+    return ended.stdout.splitlines()
+
+
+def refused(line: str) -> bool:
+    return line.startswith("ClosedError a reader cannot connect") and '"spawn"' in line and '"forkserver"' in line
+
+
+def test_children_forked_before_any_reader_is_used_have_readers_of_their_own(tmp_path: Path, start: Start) -> None:
+    program = """
+made = reader()  # but not used: it connects with its first epoch
+used_in_a_fork(made)
+used_in_a_fork()
+use()
+"""
+    assert run(tmp_path, start, program) == ["labelled"] * 3
+
+
+def test_a_child_of_a_process_that_has_used_a_reader_is_refused_at_once(tmp_path: Path, start: Start) -> None:
+    program = """
+made = reader()
+use()
+used_in_a_fork()  # the parent's is closed
+used_in_a_fork(made)
+still = reader()
+rows = still()
+next(rows)
+used_in_a_fork()  # the parent's is at work
+process = multiprocessing.get_context("fork").Process(target=used_in_a_fork)
+process.start()
+process.join()  # a grandchild
+assert len(list(rows)) == 19
+still.close()
+use()
+"""
+    first, *between, last = run(tmp_path, start, program)
+    assert (first, last) == ("labelled", "labelled")
+    assert len(between) == 4
+    assert all(map(refused, between)), between
+
+
+def test_spawned_children_of_such_a_process_are_as_good_as_any(tmp_path: Path, start: Start) -> None:
+    program = """
+if __name__ == "__main__":
+    use()
+    for method in ("spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=use)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+"""
+    assert run(tmp_path, start, program) == ["labelled"] * 3
+
+
+def test_a_cache_that_has_all_labels_needs_no_connection_and_works_in_any_child(tmp_path: Path, start: Start) -> None:
+    program = """
+with SoftLabelCache(path="labels") as cache:
+    use(cache=cache, id_field=1)
+
+def offline(cache):
+    with DistillReader(["x", None], ["y"], cache=cache, id_field=1).set_sample_generator(source) as labelled:
+        assert [number for _, number, _ in labelled()] == list(range(20))
+    print("from the cache", flush=True)
+
+child = os.fork()
+if not child:
+    with SoftLabelCache(path="labels") as cache:
+        offline(cache)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    assert run(tmp_path, start, program) == ["labelled", "from the cache"]

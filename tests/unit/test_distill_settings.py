@@ -1,0 +1,41 @@
+"""What a reader is told: values of a wrong type or size are named, with what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edl.distill import Options, Teachers
+from edl.distill.request import Ask
+from edl.errors import SettingsError
+
+BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (Options, {"teacher_timeout_s": "5"}, r"teacher_timeout_s='5': must be a number of seconds above 0"),
+    (Options, {"teacher_timeout_s": 0}, r"teacher_timeout_s=0: must"),
+    (Options, {"teacher_timeout_s": None}, r"teacher_timeout_s=None: must"),
+    (Options, {"teacher_timeout_s": float("nan")}, r"teacher_timeout_s=nan: must"),
+    (Options, {"progress_s": "30"}, r"progress_s='30': must be a number of seconds above 0"),
+    (Options, {"memory_bytes": "1GB"}, r"memory_bytes='1GB': must be a whole number of bytes, at least one MiB"),
+    (Options, {"memory_bytes": 1e9}, r"memory_bytes=1000000000\.0: must be a whole number"),
+    (Options, {"memory_bytes": 5}, r"memory_bytes=5: must"),
+    (Options, {"policy": "fast"}, r"policy='fast': expected an edl\.distill\.actions\.Policy"),
+    (Ask, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
+    (Ask, {"outputs": ("y",), "temperature": float("inf")}, r"temperature=inf: must"),
+    (Ask, {"outputs": ("y",), "top_k": "3"}, r"top_k='3': must be at least 1"),
+    (Ask, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be at least 1"),
+    (Teachers, {"service": "s", "max_teachers": "2"}, r"max_teachers='2': must be at least 1"),
+    (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be at least 1"),
+    (Teachers, {"service": "s", "weight": "1"}, r"weight='1': must be a finite number above 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "values", "words"), BAD)
+def test_values_that_cannot_be_used_are_named(kind: Callable[..., Any], values: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        kind(**values)
+
+
+def test_a_reader_may_wait_for_ever() -> None:
+    assert Options(teacher_timeout_s=float("inf"), progress_s=float("inf")).memory_bytes == 512 << 20

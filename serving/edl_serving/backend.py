@@ -60,10 +60,18 @@ class Backend(abc.ABC):
     def outputs(self) -> tuple[TensorSpec, ...]:
         """What `predict` returns."""
 
+    version_if_unnamed = "1"
+    """What `version` is where a subclass does not say. `edl serve --factory` puts a hash here."""
+
     @property
     def version(self) -> str:
         """Identifies the weights: students key their cache of soft labels by it, so two models must differ in it."""
-        return "1"
+        return self.version_if_unnamed
+
+    @property
+    def names_its_version(self) -> bool:
+        """Whether `version` comes from the model, and not from outside."""
+        return type(self).version is not Backend.version
 
     @property
     def platform(self) -> str:

@@ -47,7 +47,12 @@ _MODEL = Group(
         Option(
             "normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: makes floats of uint8 images for the model"
         ),
-        Option("model-version", v.text, "TEXT", "identifies the weights to caches of labels (default: a hash of them)"),
+        Option(
+            "model-version",
+            v.text,
+            "TEXT",
+            "identifies the weights to caches of labels (default: a hash of what is known when the model is loaded)",
+        ),
     ),
 )
 

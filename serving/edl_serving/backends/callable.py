@@ -21,9 +21,11 @@ import numpy as np
 from edl.errors import SettingsError
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.source import ModelSource, digest
+from edl_serving.backends.identity import identity
+from edl_serving.backends.opened import reading
+from edl_serving.backends.source import ModelSource
 from edl_serving.backends.specs import read_sample
-from edl_serving.backends.target import resolve, source_file
+from edl_serving.backends.target import resolve
 
 __all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
 
@@ -36,7 +38,7 @@ class CallableBackend(DescribedBackend):
         inputs, outputs: tensors as text or `TensorSpec`; empty for the function's attributes of that name. Outputs
             that nobody names are found out by calling the function.
         sample: a batch of each input, to call it with instead of zeros; says the inputs too.
-        version: empty for the function's attribute, or "1".
+        version: empty for the function's attribute.
 
     Raises:
         SettingsError: nobody says what the inputs are, or a spec is wrong.
@@ -54,7 +56,7 @@ class CallableBackend(DescribedBackend):
     ) -> None:
         if not callable(function):
             raise SettingsError(f"a model must be callable; {function!r} is not (is it what a factory returned?)")
-        super().__init__(version or str(getattr(function, "version", "") or "1"), "python")
+        super().__init__(version or _own_version(function), "python")
         self._function = function
         self._describe(
             inputs or getattr(function, "inputs", ()),
@@ -112,6 +114,11 @@ def from_factory(source: ModelSource) -> Backend:
     for name, given in (("input", source.inputs), ("output", source.outputs), ("sample", source.sample)):
         if given:
             raise SettingsError(f"--{name} means nothing to a factory that returns a Backend")
+    if built.names_its_version:
+        if source.version:
+            raise SettingsError("--model-version means nothing to a factory that returns a Backend with a version")
+    else:
+        built.version_if_unnamed = source.version or identity(source, built)
     return built
 
 
@@ -128,13 +135,15 @@ def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) ->
         raise SettingsError(f"{flag} {source.target!r} does not take these options: {exc}") from exc
     except ValueError:
         pass  # written in C, without a signature
-    return factory(**source.options)
+    with reading(source.call):
+        return factory(**source.options)
 
 
 def _backend(source: ModelSource, function: Any) -> Backend:
-    version = source.version or str(getattr(function, "version", "") or "")
-    if not version:
-        file = source_file(source.target)
-        version = digest([source.target.encode(), source.settings(), *([file] if file and file.is_file() else [])])
+    version = source.version or _own_version(function) or identity(source, function)
     sample = read_sample(source.sample) if source.sample else None
     return CallableBackend(function, source.inputs, source.outputs, sample=sample, version=version)
+
+
+def _own_version(function: Any) -> str:
+    return str(getattr(function, "version", "") or "")

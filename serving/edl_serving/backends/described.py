@@ -70,7 +70,11 @@ class DescribedBackend(Backend):
 
     @property
     def version(self) -> str:
-        return self._version
+        return self._version or self.version_if_unnamed
+
+    @property
+    def names_its_version(self) -> bool:
+        return bool(self._version)
 
     @property
     def platform(self) -> str:

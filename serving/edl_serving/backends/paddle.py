@@ -56,7 +56,7 @@ class PaddleBackend(DescribedBackend):
         sample: Mapping[str, Array] | None = None,
         device: str | None = None,
         threads: int | None = None,
-        version: str = "1",
+        version: str = "",
     ) -> None:
         super().__init__(version, "paddle")
         program, weights = model_files(prefix)

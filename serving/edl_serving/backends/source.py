@@ -44,9 +44,23 @@ class ModelSource:
     normalize: str | None = None
     version: str | None = None
 
+    @property
+    def module(self) -> str:
+        """Of a target with a name, what comes before it: a module or a file."""
+        return self.target.rpartition(":")[0]
+
+    @property
+    def call(self) -> str:
+        """Tells calls of a factory with different options apart."""
+        return f"{self.target} {sorted(self.options.items())!r}"
+
     def settings(self) -> bytes:
-        """What changes a model's answers without being in its weights; part of its version."""
-        return repr((sorted(self.options.items()), self.autocast, self.normalize)).encode()
+        """What changes a model's answers without being in its weights; part of its version.
+
+        An option that names a file counts with the file's content, wherever that lies.
+        """
+        options = [(key, _content(value)) for key, value in sorted(self.options.items())]
+        return repr((options, self.autocast, self.normalize)).encode()
 
 
 def existing(path: str, flag: str) -> Path:
@@ -73,3 +87,11 @@ def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
             sha.update(part)
         sha.update(b"\0")
     return sha.hexdigest()[:16]
+
+
+def _content(value: Any) -> Any:
+    try:
+        path = Path(value).expanduser() if isinstance(value, str) else None
+        return value if path is None or not path.is_file() else f"file {digest([path])}"
+    except (OSError, ValueError, RuntimeError):  # no path at all, or a file that only the model can read
+        return value

@@ -10,9 +10,12 @@ from types import ModuleType
 from typing import Any
 
 from edl.errors import SettingsError
+from edl_serving.backends.opened import reading
 from edl_serving.suggest import did_you_mean
 
-__all__ = ["resolve", "source_file"]
+__all__ = ["module_of", "resolve"]
+
+_loaded: dict[str, ModuleType] = {}
 
 
 def resolve(target: str, flag: str) -> Any:
@@ -29,7 +32,9 @@ def resolve(target: str, flag: str) -> Any:
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")
-    found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
+    with reading(where):
+        found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
+    _loaded[where] = found
     at = where
     for part in name.split("."):
         if not hasattr(found, part):
@@ -39,11 +44,9 @@ def resolve(target: str, flag: str) -> Any:
     return found
 
 
-def source_file(target: str) -> Path | None:
-    """The file that `target` was loaded from, if it has one."""
-    where = target.rpartition(":")[0]
-    path = where if where.endswith(".py") else getattr(sys.modules.get(where), "__file__", None)
-    return Path(path).expanduser() if path else None
+def module_of(target: str) -> ModuleType:
+    """The module in which `target` was resolved last."""
+    return _loaded[target.rpartition(":")[0]]
 
 
 def _load_file(where: str, flag: str) -> ModuleType:

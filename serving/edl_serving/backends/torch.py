@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
+from edl_serving.backends.identity import code_of, tensors_in, users_modules
 from edl_serving.backends.source import ModelSource, digest, existing
 from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
 from edl_serving.backends.target import resolve
@@ -61,7 +63,7 @@ class TorchBackend(DescribedBackend):
         device: str | None = None,
         autocast: str | None = None,
         normalize: str | None = None,
-        version: str = "1",
+        version: str = "",
         platform: str = "pytorch",
         rows: Rows | None = None,
     ) -> None:
@@ -139,9 +141,17 @@ def from_factory(source: ModelSource) -> Backend:
         raise SettingsError(f"--torch-factory {source.target!r} returned {type(built).__name__}, not a torch.nn.Module")
     if source.checkpoint is not None:
         load_state(built, existing(source.checkpoint, "--checkpoint"))
-    version = source.version or state_digest(built, [source.target.encode(), source.settings()])
+    version = source.version or _version(source, built)
     device = device_of(source.device)
     return _backend(source, built.eval().requires_grad_(False).to(device), version)
+
+
+def _version(source: ModelSource, built: torch.nn.Module) -> str:
+    """Of the weights, and of the code around them with the tensors that are not among them."""
+    modules = users_modules(source)
+    plain = [{name: value for name, value in vars(part).items() if name[0] != "_"} for part in built.modules()]
+    tensors = itertools.chain.from_iterable(tensors_in([*plain, dict(built.named_buffers())], modules))
+    return state_digest(built, [*code_of(source, modules), *tensors])
 
 
 def from_torchscript(source: ModelSource) -> Backend:

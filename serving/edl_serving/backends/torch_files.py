@@ -65,7 +65,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def state_digest(module: torch.nn.Module, more: Sequence[bytes]) -> str:
+def state_digest(module: torch.nn.Module, more: Sequence[bytes | memoryview | Path]) -> str:
     """A version: equal for equal weights, whatever file they came from."""
 
     def parts() -> Any:

@@ -1,0 +1,209 @@
+"""The version of a model that Python code makes, where nobody names one: a hash of all that can be known of it.
+
+Into it go
+
+- the source of the user's modules: the one that was named, and those that it and its imports import by name;
+- arrays and tensors that can be reached from the model, and from those modules' names: through attributes, closures,
+  lists and dictionaries;
+- the content of files that were read while the modules were imported and the factory ran, and of those that its
+  options name.
+
+No paths, times or addresses, so the same model has the same version on each host. What cannot be known: weights that
+are loaded later, at the first call, and those that only native code sees; and which versions of libraries compute.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import itertools
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from edl_serving.backends.opened import files_read, is_library
+from edl_serving.backends.source import ModelSource, digest
+from edl_serving.backends.target import module_of
+
+__all__ = ["code_of", "identity", "tensors_in", "users_modules"]
+
+_log = logging.getLogger(__name__)
+
+_OWN = ("edl", "edl_serving")
+_PLAIN = (str, int, float, complex, bool, type(None), np.generic)
+
+
+def identity(source: ModelSource, model: Any) -> str:
+    """The version of `model`, which the code that `source` names has just made. Says in the log what it is made of."""
+    modules = users_modules(source)
+    read = {digest([file]): file for file in [*files_read(source.module), *files_read(source.call)]}
+    arrays = list(tensors_in([model], modules))
+    version = digest(
+        [*code_of(source, modules), *map(str.encode, sorted(read)), *itertools.chain.from_iterable(arrays)]
+    )
+    _log.info(
+        "version %s is a hash of %s and %d arrays; if the model loads weights later, or in native code, name them with "
+        "--model-version",
+        version,
+        ", ".join(path.name for path in [*_files(modules), *read.values()]) or "no file",
+        len(arrays),
+    )
+    return version
+
+
+def code_of(source: ModelSource, modules: list[ModuleType]) -> list[bytes | Path]:
+    """What is named, its settings, and the source of the user's modules, for `digest`."""
+    return [source.target.rpartition(":")[2].encode(), source.settings(), *_files(modules)]
+
+
+def _files(modules: list[ModuleType]) -> list[Path]:
+    files = [Path(module.__file__) for module in modules if module.__file__ is not None]
+    return [file for file in files if file.is_file()]
+
+
+# Modules
+
+
+def users_modules(source: ModelSource) -> list[ModuleType]:
+    """The module that was named and those of the user's that it imports, directly or not, in the order of imports."""
+    root = module_of(source.target)
+    own = root.__name__.partition(".")[0]
+
+    def is_users(module: ModuleType | None) -> bool:
+        file, top = getattr(module, "__file__", None), getattr(module, "__name__", "").partition(".")[0]
+        return file is not None and (top == own or (top not in _OWN and not is_library(file)))
+
+    found: dict[str, ModuleType] = {root.__name__: root}
+    waiting = [root]
+    while waiting:
+        for name in _imported_by(waiting.pop(0)):
+            module = sys.modules.get(name)
+            if module is not None and name not in found and is_users(module):
+                found[name] = module
+                waiting.append(module)
+    return list(found.values())
+
+
+def _imported_by(module: ModuleType) -> list[str]:
+    """Names of the modules that a module's source imports, and of the packages around it and them."""
+    found = dict.fromkeys(_with_packages(module.__name__))
+    try:
+        tree = ast.parse(Path(module.__file__ or "").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return list(found)  # compiled, or gone
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            try:
+                base = importlib.util.resolve_name("." * node.level + (node.module or ""), module.__package__)
+            except ImportError:
+                continue
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        found.update(dict.fromkeys(part for name in names for part in _with_packages(name)))
+    return list(found)
+
+
+def _with_packages(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+# Values
+
+
+def tensors_in(roots: list[Any], modules: list[ModuleType]) -> Iterator[list[bytes | memoryview]]:
+    """Type, shape and bytes of each array and tensor that can be reached from `roots` or is in the user's modules."""
+    names = {module.__name__ for module in modules}
+    seen: dict[int, Any] = {}  # holds what it has seen, or another object could get the same address
+    waiting = [*reversed([*roots, *map(_names, modules)])]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (*_PLAIN, ModuleType, logging.Logger)) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        parts = _content(value)
+        if parts is not None:
+            yield parts
+        else:
+            waiting += reversed(list(_within(value, names)))
+
+
+def _names(module: ModuleType) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+
+
+def _content(value: Any) -> list[bytes | memoryview] | None:
+    """What there is to hash of an array, of any framework; None for something else."""
+    if isinstance(value, (bytes, bytearray)):
+        return [b"bytes", bytes(value)]
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_tensor(torch, value)
+    if not hasattr(type(value), "__array__") or not hasattr(type(value), "dtype"):
+        return None
+    try:
+        array = np.asarray(value)
+    except Exception:  # noqa: BLE001 - an object of the user's, which then is no array to us, whatever it raised
+        return None
+    if array.dtype.hasobject:
+        return None
+    head = f"{array.dtype.str} {array.shape}".encode()
+    return [head, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
+
+
+def _of_tensor(torch: Any, tensor: Any) -> list[bytes | memoryview]:
+    head = f"{tensor.dtype} {list(tensor.shape)}".encode()
+    if tensor.is_meta:
+        return [head]
+    plain = tensor.detach().cpu()
+    plain = plain.dequantize() if plain.is_quantized else plain.to_dense() if plain.layout != torch.strided else plain
+    # Any type's bytes, bfloat16's as well, which numpy does not know.
+    return [head, plain.contiguous().reshape(-1).view(torch.uint8).numpy().data]
+
+
+def _within(value: Any, modules: set[str]) -> Iterator[Any]:
+    """What else an object leads to."""
+    torch = sys.modules.get("torch")
+    if isinstance(value, dict):
+        entries = list(dict.items(value))  # a subclass might load something
+        # Readers of files do not all give the same order each time.
+        yield from (entry for _, entry in sorted(entries, key=lambda pair: str(pair[0])))
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif isinstance(value, np.ndarray):  # of objects
+        yield from value.reshape(-1).tolist()
+    elif isinstance(value, FunctionType):
+        yield from (value.__defaults__, value.__kwdefaults__, value.__dict__)
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not set yet
+                yield cell.cell_contents
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, type):
+        if value.__module__ in modules:
+            yield {name: entry for name, entry in vars(value).items() if not name.startswith("__")}
+            yield from value.__bases__
+    elif torch is not None and isinstance(value, torch.jit.ScriptModule):
+        yield value.state_dict()
+    else:
+        yield getattr(value, "__dict__", None)
+        for kind in type(value).__mro__:
+            for slot in vars(kind).values():
+                if isinstance(slot, MemberDescriptorType):
+                    with contextlib.suppress(AttributeError):  # not set
+                        yield slot.__get__(value, kind)
+        yield type(value)

@@ -1,0 +1,91 @@
+"""Which files a model's code reads while it is imported and built: what it was made of, as far as Python sees it.
+
+Python reports each file that is opened to audit hooks (PEP 578). Files opened by native code, as by `safetensors` or
+`onnxruntime`, are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+__all__ = ["files_read", "is_library", "reading"]
+
+_CODE = (".py", ".pyc", ".so", ".pyd")
+_KERNEL = ("/proc/", "/sys/", "/dev/")
+_read: dict[Hashable, dict[str, None]] = {}
+_now: dict[str, None] | None = None
+_hooked = False
+
+
+@contextlib.contextmanager
+def reading(what: Hashable) -> Iterator[None]:
+    """Note the files that the user's code reads meanwhile, for `files_read`.
+
+    A module is executed by the first import only, so notes of the same `what` add up.
+    """
+    global _now, _hooked
+    if not _hooked:  # once and for all: a hook cannot be removed
+        sys.addaudithook(_hook)
+        _hooked = True
+    before, _now = _now, _read.setdefault(what, {})
+    try:
+        yield
+    finally:
+        _now = before
+
+
+def files_read(what: Hashable) -> list[Path]:
+    """The files noted for `what` that are still there."""
+    return [path for path in map(Path, _read.get(what, ())) if path.is_file()]
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to Python or to an installed package, rather than to the user."""
+    return file.startswith(_library_folders())
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return ("<", *(f"{folder}{os.sep}" for folder in sorted(folders)))  # "<frozen os>" and its like
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if event != "open" or _now is None:
+        return
+    path, mode, flags = args
+    if isinstance(path, int) or (mode or "r").strip("bt") not in ("r", "U"):
+        return
+    if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    file = str(Path.cwd() / os.fsdecode(path))
+    if not file.endswith(_CODE) and not file.startswith(_KERNEL) and not is_library(file) and _asked_by_user():
+        _now[file] = None
+
+
+def _asked_by_user() -> bool:
+    """Whether the user's code wants the file, if through a library, and not a library that is being imported.
+
+    The latter read what differs from host to host: settings, lists of fonts and processors.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib"):
+            return False
+        if not is_library(name):
+            return True
+        frame = frame.f_back
+    return True

@@ -1,0 +1,214 @@
+"""The version of a model that Python code makes: another one for other weights, wherever they come from, else the same.
+
+Each version is asked of a process of its own, as on another host or after a restart.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from edl.errors import SettingsError
+from edl_serving.backends import ModelSource, open_backends
+
+_TELL = """
+import json, sys
+from edl_serving.backends import ModelSource, open_backends
+print(open_backends(ModelSource(**json.loads(sys.argv[1])))[0].version)
+"""
+_FOLD = 'import numpy as np\n\ndef predict(inputs):\n    return {"y": inputs["x"] @ %s}\n'
+
+
+def version(folder: Path, target: str = "model.py:predict", kind: str = "callable", **more: Any) -> str:
+    source = json.dumps({"kind": kind, "target": target, "inputs": ["x:float32[2]"], "version": None, **more})
+    paths = [path or str(Path.cwd()) for path in sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "random"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TELL, source], cwd=folder, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def _array(folder: Path, seed: int) -> None:
+    np.save(folder / "w.npy", np.random.default_rng(seed).normal(size=(2, 3)).astype("f4"))
+
+
+def global_array(folder: Path, seed: int) -> dict[str, Any]:
+    _array(folder, seed)
+    (folder / "model.py").write_text(_FOLD % "W" + 'W = np.load("w.npy")\n')
+    return {}
+
+
+def array_of_a_module_beside_it(folder: Path, seed: int) -> dict[str, Any]:
+    _array(folder, seed)
+    (folder / "held.py").write_text(
+        'import numpy as np\n\nclass Held:\n    def __init__(self): self.w = np.load("w.npy")\n'
+    )
+    (folder / "model.py").write_text("import held\n" + _FOLD % "HELD.w" + "HELD = held.Held()\n")
+    return {}
+
+
+def constant_of_a_module_beside_it(folder: Path, seed: int) -> dict[str, Any]:
+    (folder / "settings.py").write_text(f"SCALE = {seed}\n")
+    (folder / "model.py").write_text(
+        'from settings import SCALE\n\ndef predict(i):\n    return {"y": i["x"] * SCALE}\n'
+    )
+    return {}
+
+
+def numbers_read_from_a_file(folder: Path, seed: int) -> dict[str, Any]:
+    (folder / "scale.json").write_text(json.dumps([seed, 2]))
+    (folder / "model.py").write_text(_FOLD % "W" + 'import json\nW = json.load(open("scale.json"))\n')
+    return {}
+
+
+def opaque_object_read_by_a_factory(folder: Path, seed: int) -> dict[str, Any]:
+    (folder / "tree.pkl").write_bytes(pickle.dumps({1, seed}))
+    code = """
+import pickle
+
+def build():
+    with open("tree.pkl", "rb") as file:
+        tree = pickle.load(file)
+    return lambda inputs: {"y": inputs["x"] * sum(tree)}
+"""
+    (folder / "model.py").write_text(code)
+    return {"kind": "factory", "target": "model.py:build"}
+
+
+def array_in_a_closure_that_nobody_opened(folder: Path, seed: int) -> dict[str, Any]:
+    """As from safetensors, or from memory: no file is seen."""
+    _array(folder, seed)
+    code = """
+import mmap, os
+import numpy as np
+
+def build():
+    file = os.open("w.npy", os.O_RDWR)  # not opened for reading only, so not counted
+    w = np.frombuffer(mmap.mmap(file, 0), np.float32)[-6:].reshape(2, 3).copy()
+    return lambda inputs: {"y": inputs["x"] @ w}
+"""
+    (folder / "model.py").write_text(code)
+    return {"kind": "factory", "target": "model.py:build"}
+
+
+def file_that_an_option_names(folder: Path, seed: int) -> dict[str, Any]:
+    (folder / "native.bin").write_bytes(bytes([seed]))
+    (folder / "model.py").write_text('def build(weights):\n    return lambda inputs: {"y": inputs["x"]}\n')
+    return {"kind": "factory", "target": "model.py:build", "options": {"weights": str(folder / "native.bin")}}
+
+
+def backend_that_says_no_version(folder: Path, seed: int) -> dict[str, Any]:
+    _array(folder, seed)
+    code = """
+import numpy as np
+from edl_serving.backends.callable import CallableBackend
+
+def build():
+    w = np.load("w.npy")
+    return CallableBackend(lambda inputs: {"y": inputs["x"] @ w}, ["x:float32[2]"])
+"""
+    (folder / "model.py").write_text(code)
+    return {"kind": "factory", "target": "model.py:build", "inputs": []}
+
+
+MODELS = [
+    global_array,
+    array_of_a_module_beside_it,
+    constant_of_a_module_beside_it,
+    numbers_read_from_a_file,
+    opaque_object_read_by_a_factory,
+    array_in_a_closure_that_nobody_opened,
+    file_that_an_option_names,
+    backend_that_says_no_version,
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_other_weights_have_another_version_and_the_same_ones_elsewhere_the_same(
+    model: Callable[[Path, int], dict[str, Any]], tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "somewhere" / "else"
+    for folder in (here, there):
+        folder.mkdir(parents=True)
+    first = version(here, **model(here, 1))
+    assert version(there, **model(there, 1)) == first
+    assert version(here, **model(here, 2)) != first
+
+
+def test_a_torch_factory_s_version_counts_its_code_and_tensors_outside_the_state(tmp_path: Path) -> None:
+    def served(code: str, mean: float) -> str:
+        torch.save(torch.tensor([mean]), tmp_path / "mean.pt")
+        text = f"""
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.mean = mean
+
+    def forward(self, x):
+        return {code}
+
+def build():
+    return Net(torch.load({str(tmp_path / "mean.pt")!r}))
+"""
+        (tmp_path / "net.py").write_text(text)
+        (backend,) = open_backends(ModelSource("torch-factory", f"{tmp_path}/net.py:build", inputs=("x:float32[2]",)))
+        backend.close()
+        return backend.version
+
+    first = served("x - self.mean", 1.0)
+    assert served("x - self.mean", 1.0) == first
+    assert served("x - self.mean", 2.0) != first
+    assert served("x + self.mean", 1.0) != first
+
+
+def test_what_is_named_counts_and_what_is_loaded_later_needs_a_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = (
+        "import numpy as np\n\ndef one(inputs):\n    return inputs['x']\n\ndef two(inputs):\n    return -inputs['x']\n"
+    )
+    (tmp_path / "pair.py").write_text(code)
+    one, two, named = (
+        open_backends(ModelSource("callable", f"{tmp_path}/pair.py:{name}", inputs=("x:float32[2]",), version=given))[0]
+        for name, given in (("one", None), ("two", None), ("two", "mine"))
+    )
+    assert one.version != two.version
+    assert named.version == "mine"
+
+
+def test_what_a_version_is_made_of_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _array(tmp_path, 1)
+    (tmp_path / "said.py").write_text(_FOLD % "W" + f"W = np.load({str(tmp_path / 'w.npy')!r})\n")
+    caplog.set_level("INFO", logger="edl_serving")
+    open_backends(ModelSource("callable", f"{tmp_path}/said.py:predict", inputs=("x:float32[2]",)))
+    (line,) = [record.getMessage() for record in caplog.records if "is a hash of" in record.getMessage()]
+    assert "said.py, w.npy and 1 arrays" in line
+    assert "--model-version" in line
+
+
+def test_a_backend_with_a_version_of_its_own_cannot_be_given_another(tmp_path: Path) -> None:
+    code = """
+from edl_serving.backends.callable import CallableBackend
+
+def build():
+    return CallableBackend(lambda inputs: inputs["x"], ["x:float32[2]"], version="mine")
+"""
+    (tmp_path / "own.py").write_text(code)
+    (backend,) = open_backends(ModelSource("factory", f"{tmp_path}/own.py:build"))
+    assert backend.version == "mine"
+    with pytest.raises(SettingsError, match="--model-version means nothing"):
+        open_backends(ModelSource("factory", f"{tmp_path}/own.py:build", version="yours"))

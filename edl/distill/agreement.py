@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,7 +37,8 @@ class Agreement:
         ask: what is asked for.
 
     Attributes:
-        spec: what the first teacher's model looks like, None while there was none.
+        spec: what the model looks like, None while there was no teacher: that of the first, until `follow`.
+        settling: `follow` comes next, and says what there is to say about versions.
     """
 
     def __init__(self, service: str, ask: Ask) -> None:
@@ -45,6 +47,8 @@ class Agreement:
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self.spec: ModelSpec | None = None
+        self.settling = False
+        self._mixed: frozenset[str] = frozenset()
 
     def unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
         """Why a teacher with this model cannot be used, empty if it can."""
@@ -63,7 +67,7 @@ class Agreement:
                     f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
                     f"the teachers before it {list(want.shape)}"
                 )
-        if known is not None and known.version != spec.version:
+        if known is not None and known.version != spec.version and not self.settling:
             logger.warning(
                 "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
                 "meant, give one of them another --service; if the models are the same, both one --model-version",
@@ -73,6 +77,36 @@ class Agreement:
                 known.version,
             )
         return ""
+
+    def follow(self, live: Sequence[ModelSpec]) -> None:
+        """Before an epoch: whose version labels are kept under. It stays while a live teacher has it.
+
+        Args:
+            live: the models of all teachers that can be asked now. Where there are none, nothing changes.
+        """
+        if self.spec is None or not live:
+            return
+        count = Counter(spec.version for spec in live)
+        if self.spec.version not in count:
+            version = max(sorted(count), key=lambda one: count[one])
+            logger.warning(
+                "the teachers of %s have version %r of their model now, and had %r: from this epoch on, labels of %r "
+                "are looked up and kept",
+                self._service,
+                version,
+                self.spec.version,
+                version,
+            )
+            self.spec = next(spec for spec in live if spec.version == version)
+        mixed = frozenset(count) if len(count) > 1 else frozenset()
+        if mixed and mixed != self._mixed:
+            logger.warning(
+                "the teachers of %s have versions %s of their model: until all have one, only labels of %r are kept",
+                self._service,
+                ", ".join(map(repr, sorted(mixed))),
+                self.spec.version,
+            )
+        self._mixed = mixed
 
     def misfit(self, teacher: str, inputs: Inputs, outputs: Outputs) -> Failure | None:
         """Why an answer to a request with these inputs does not go together with those before it."""

@@ -71,6 +71,7 @@ class TeacherClient:
         self._server_bundles = False
         self._stream: InferStream | None = None
         self._proven_nbytes = _SMALL
+        self._max_batch = 0
 
     @property
     def takes_bundles(self) -> bool:
@@ -92,20 +93,22 @@ class TeacherClient:
         model_ready = await self._ask("ModelReady", kserve.ModelReadyRequest(name=model), deadline)
         if not model_ready.ready:
             raise RequestFailed(FailureKind.LOST, f"model {model!r} of {self.endpoint} is not ready")
-        meta = await self._ask("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
         self._server_top_k = names.EXTENSION_TOP_K in server.extensions
         self._server_streams = names.EXTENSION_STREAM in server.extensions
         self._server_bundles = names.EXTENSION_BUNDLE in server.extensions
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
-        self.spec = ModelSpec(
-            name=model,
-            version=meta.versions[-1] if meta.versions else "",
-            inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
-            outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
-            max_rows=await self._max_rows(model, deadline) if _CONFIGURATION in server.extensions else 0,
-        )
+        self._max_batch = await self._max_rows(model, deadline) if _CONFIGURATION in server.extensions else 0
+        self.spec = await self._spec(model, deadline)
         return self.spec
+
+    async def look(self, timeout_s: float) -> ModelSpec:
+        """What the model looks like by now.
+
+        Raises:
+            RequestFailed: as `open`.
+        """
+        return await self._spec(self.spec.name, time.monotonic() + timeout_s)
 
     def start(
         self, payload: Payload, timeout_s: float, done: Callable[[Outputs | Failure | None], None]
@@ -119,7 +122,7 @@ class TeacherClient:
             What cancels the request. None, and nothing done, if the stream cannot take it: then `infer` can.
         """
         slot = payload.slot if self.shares_memory else None
-        if not self._server_streams or (slot is not None and slot.region.name not in self._regions):
+        if not self._server_streams or self._lost or (slot is not None and slot.region.name not in self._regions):
             return None
         header = self._header(payload, timeout_s, in_slot=slot is not None)
         raw = payload.raw if slot is None else ()
@@ -155,6 +158,8 @@ class TeacherClient:
         Raises:
             RequestFailed: there is no usable answer.
         """
+        if self._lost:
+            raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the connection was lost while nobody asked")
         deadline = time.monotonic() + timeout_s
         in_slot = self.shares_memory and payload.slot is not None
         if in_slot and payload.slot is not None:
@@ -175,10 +180,25 @@ class TeacherClient:
             await stream.close()
         await self._channel.close()
 
+    async def _spec(self, model: str, deadline: float) -> ModelSpec:
+        meta = await self._ask("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
+        return ModelSpec(
+            name=model,
+            version=meta.versions[-1] if meta.versions else "",
+            inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
+            outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
+            max_rows=self._max_batch,
+        )
+
     # Requests
 
+    @property
+    def _lost(self) -> bool:
+        """Whether the stream has ended: who answers at this address now may be another, and know no region of ours."""
+        return self._stream is not None and self._stream.broken
+
     def _open_stream(self) -> InferStream:
-        if self._stream is None or self._stream.broken:
+        if self._stream is None:
             self._stream = InferStream(self._channel, self.endpoint, in_bundles=self._server_bundles)
         return self._stream
 
@@ -278,6 +298,7 @@ class TeacherClient:
         specs = self._specs.get(header)
         if specs is None:
             message = codec.parse_response(header)
+            self._check_version(message.model_version)
             if not raw:
                 return {
                     tensor.name: tensors.from_contents(tensor.datatype, tensor.shape, tensor.contents)
@@ -293,6 +314,15 @@ class TeacherClient:
             name: tensors.from_raw(datatype, shape, data)
             for (name, datatype, shape), data in zip(specs, raw, strict=True)
         }
+
+    def _check_version(self, version: str) -> None:
+        """gRPC connects again by itself, perhaps to a server that took the address of the one before.
+
+        Only our own servers say the same version here as in their metadata.
+        """
+        if self._server_streams and version != self.spec.version:
+            what = f"{self.endpoint} has version {version!r} of its model now, and had {self.spec.version!r}"
+            raise RequestFailed(FailureKind.LOST, what)
 
     def _output(self, name: str, found: dict[str, Array], rows: int) -> Array | TopK:
         if self.ask.top_k is None:

@@ -8,6 +8,7 @@ the dispatcher's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -37,6 +38,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger("edl.distill")
 
 _LOOK_EVERY_S = 0.002
+_LOOK_AGAIN_S = 1.0
 
 
 class Engine:
@@ -105,6 +107,15 @@ class Engine:
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """See `Agreement.check_cacheable`; from one thread at a time."""
         self._agreement.check_cacheable(fields)
+
+    def follow_version(self) -> None:
+        """Before an epoch whose labels are kept: see which version of the model the teachers have by now.
+
+        Takes milliseconds where teachers answer, and a second at most.
+        """
+        if self._agreement.spec is not None:
+            with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
+                self._thread.run(self._follow_version(), 2 * _LOOK_AGAIN_S)
 
     def no_teacher(self) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher."""
@@ -203,6 +214,20 @@ class Engine:
     def _teacher_down(self, link: Link) -> None:
         self._links.lost(link)
         self._set_timer()
+
+    async def _follow_version(self) -> None:
+        links = self._links
+        self._agreement.settling = True
+        try:
+            looks = [self._spawn(link.look_again()) for link in links.by_name.values() if links.is_wanted(link)]
+            if looks:
+                _, late = await asyncio.wait(looks, timeout=_LOOK_AGAIN_S)
+                for look in late:
+                    look.cancel()
+        finally:
+            self._agreement.settling = False
+        wanted = [link.spec for link in links.by_name.values() if links.is_wanted(link)]
+        self._agreement.follow([spec for spec in wanted if spec is not None])
 
     # Requests
 

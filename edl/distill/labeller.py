@@ -94,6 +94,7 @@ class Labeller:
         self._engines: list[Engine] = []
         self._following: list[Following] = []
         self._epoch: Epoch | None = None
+        self._begins = False
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
             if caching is not None:
@@ -207,9 +208,14 @@ class Labeller:
         return spec
 
     def settle(self) -> None:
-        """Before an epoch: let the cache take in the answers of the one before."""
-        if self._keeper is not None:
-            self._keeper.settle()
+        """Before an epoch: let the cache take in the answers of the one before, and follow the teachers' version."""
+        if self._keeper is None:
+            return
+        self._keeper.settle()
+        if self._begins:
+            self._begins = False
+            for engine in self._engines:
+                engine.follow_version()
 
     def wanted(self, chunk: Chunk) -> None:
         """The training loop waits for this chunk now."""
@@ -257,6 +263,7 @@ class Labeller:
         self.check()
         if self._epoch is not None:
             self._epoch.close()
+        self._begins = True
         self._epoch = Epoch(self, iter(source()), cutter)
         return self._epoch
 

@@ -53,6 +53,7 @@ class Link:
         self._using: dict[TeacherClient, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._broken = asyncio.Event()
+        self._tried = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -119,6 +120,22 @@ class Link:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
+    async def look_again(self) -> None:
+        """See whether the model still is what it was, and connect anew if not: a server may load another one, and gRPC
+        connects by itself to a server that took the address of the one before. Returns when that has been tried.
+        """
+        client = self._client
+        if client is not None:
+            try:
+                spec = await client.look(_CONNECT_TIMEOUT_S)
+                changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
+            except RequestFailed as exc:
+                changed = exc.failure.message
+            if changed and client is self._client:
+                self.why = changed
+                self._leave()
+        await self._tried.wait()
+
     async def close(self) -> None:
         """Disconnect; requests under way end with LOST."""
         self._task.cancel()
@@ -133,6 +150,7 @@ class Link:
         """Stop using the present connection; requests under way on it may still end well."""
         client, self._client = self._client, None
         self.state = "connecting"
+        self._tried.clear()
         self._down(self)
         self._broken.set()
         if client is not None and client not in self._using:
@@ -154,6 +172,7 @@ class Link:
             finally:
                 if not connected:
                     await client.close()
+            self._tried.set()
             if connected:
                 connected_at = time.monotonic()
                 self._client, self.why = client, ""

@@ -74,3 +74,57 @@ def test_kept_labels_need_inputs_of_one_shape_only_where_labels_follow_them() ->
     one.check_cacheable({**short, "not sent": np.zeros((2, 2))})
     with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
         one.check_cacheable(long)
+
+
+# Versions
+
+
+def specs(*versions: str) -> list[ModelSpec]:
+    return [ModelSpec("m", version, {}, {}) for version in versions]
+
+
+@pytest.mark.parametrize(
+    ("live", "version"),
+    [
+        ([], "1"),
+        (["1"], "1"),
+        (["2"], "2"),
+        (["2", "2", "1"], "1"),  # it stays while somebody has it
+        (["3", "2", "2"], "2"),  # else that of the most
+        (["3", "2"], "2"),  # of as many, the same one for every student
+        (["2", "3"], "2"),
+    ],
+)
+def test_the_version_follows_the_live_teachers(live: list[str], version: str) -> None:
+    agreement = Agreement("s", Ask(("y",)))
+    (agreement.spec,) = specs("1")
+    agreement.follow(specs(*live))
+    assert agreement.spec is not None
+    assert agreement.spec.version == version
+
+
+def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    agreement = Agreement("s", Ask(("y",)))
+    (agreement.spec,) = specs("1")
+    for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
+        agreement.follow(specs(*live))
+    mixed, changed = [record.getMessage() for record in caplog.records]
+    assert (
+        mixed
+        == "the teachers of s have versions '1', '2' of their model: until all have one, only labels of '1' are kept"
+    )
+    assert changed.startswith("the teachers of s have version '2' of their model now, and had '1'")
+
+
+def test_a_teacher_of_another_version_is_warned_of_unless_its_version_is_about_to_be_followed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agreement = Agreement("s", Ask(("y",)))
+    (agreement.spec,) = specs("1")
+    other = Instance("b", "s", "10.0.0.1", 1)
+    agreement.settling = True
+    assert agreement.unsuitable(other, specs("2")[0]) == ""
+    assert not caplog.records
+    agreement.settling = False
+    assert agreement.unsuitable(other, specs("2")[0]) == ""
+    assert "labels of two models are mixed" in caplog.text

@@ -15,7 +15,7 @@ from edl.distill.client import RequestFailed, TeacherClient
 from edl.distill.loop import LoopThread
 from edl.distill.request import Ask, Payload
 from edl.testing import LocalTeacher
-from tests.integration.distill.conftest import Start
+from tests.integration.distill.conftest import Start, until
 
 WIDTH = 4
 
@@ -97,6 +97,24 @@ def test_a_killed_teacher_fails_all_requests_at_once(start: Start, with_client: 
         assert await kind_of(infer(client, 0)) is FailureKind.LOST
 
     with_client(teacher, test)
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_another_teacher_at_the_address_is_not_taken_for_the_one_before(
+    start: Start, with_client: WithClient, asked_before: bool
+) -> None:
+    """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
+    first = start("echo", version="1")
+
+    async def test(client: TeacherClient) -> None:
+        if asked_before:
+            await infer(client, 0)
+        first.kill()
+        await asyncio.to_thread(start, "echo", version="2", port=first.port)
+        await asyncio.to_thread(until, lambda: client._stream is None or client._stream.broken, 20)
+        assert await kind_of(infer(client, 0)) is FailureKind.LOST
+
+    with_client(first, test)
 
 
 def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(

@@ -1,0 +1,129 @@
+"""A cache when teachers change: labels are those of one version, which follows the teachers from epoch to epoch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader, Options
+from edl.distill.cache import SoftLabelCache
+from edl.testing import LocalTeacher
+from tests.integration.distill.conftest import Start, until
+
+ROWS = 80
+FOLLOWED = "from this epoch on"
+
+
+def source(pause_at: int = ROWS, go_on: threading.Event | None = None) -> Callable[[], Iterator[Any]]:
+    def samples() -> Iterator[Any]:
+        for number in range(ROWS):
+            if number == pause_at and go_on is not None:
+                assert go_on.wait(60)
+            yield np.full(4, number, np.float32), number
+
+    return samples
+
+
+def reader_of(cache: SoftLabelCache, *teachers: LocalTeacher) -> DistillReader:
+    return DistillReader(
+        ["x", None],
+        ["y"],
+        teachers=[teacher.endpoint for teacher in teachers],
+        cache=cache,
+        id_field=1,
+        teacher_batch_size=4,
+        options=Options(teacher_timeout_s=20),
+    )
+
+
+def labelled_by(rows: list[Any]) -> set[float]:
+    """The scales of the teachers that labelled these rows; 0 tells nothing."""
+    return {float(y[0]) / number for _, number, y in rows if number}
+
+
+def kept(cache: SoftLabelCache) -> dict[str, set[float]]:
+    """For each version in the cache, the scales of its labels."""
+    found = {}
+    for key in cache.keys():  # noqa: SIM118 - not a mapping
+        view = cache.view(key)
+        ids = [number for number in range(1, ROWS) if view.contains([number])[0]]
+        found[key.version] = {float(view.get([number]).outputs["y"][0, 0]) / number for number in ids}  # type: ignore[index]
+    return found
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_teacher_replaced_between_epochs_is_asked_though_all_was_in_the_cache(
+    start: Start, caplog: pytest.LogCaptureFixture, shared_memory: bool
+) -> None:
+    first = start("echo", version="1", serve={"shared-memory": shared_memory})
+    with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source()) as reader:
+        for _ in range(2):
+            assert labelled_by(list(reader())) == {1.0}
+        assert reader.stats().rows_asked == ROWS
+        first.kill()
+        start("echo", version="2", scale=3.0, port=first.port)
+        for _ in range(2):
+            assert labelled_by(list(reader())) == {3.0}
+        assert reader.stats().rows_asked == 2 * ROWS
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
+    assert said(caplog, FOLLOWED) == 1
+    assert not said(caplog, "two models are mixed")
+
+
+def test_a_teacher_replaced_within_an_epoch_answers_and_is_followed_by_the_next(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody asks while it is replaced, and gRPC connects to the new one by itself."""
+    first, go_on = start("echo", version="1"), threading.Event()
+    with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source(40, go_on)) as reader:
+        epoch = reader()
+        rows = [next(epoch) for _ in range(40)]
+        first.kill()
+        start("echo", version="2", scale=3.0, port=first.port)
+        go_on.set()
+        rows += epoch
+        assert [number for _, number, _ in rows] == list(range(ROWS))
+        assert (labelled_by(rows[:40]), labelled_by(rows[40:])) == ({1.0}, {3.0})
+        assert not said(caplog, FOLLOWED)
+        asked = reader.stats().rows_asked
+        assert labelled_by(list(reader())) == {3.0}
+        assert labelled_by(list(reader())) == {3.0}
+        assert reader.stats().rows_asked == asked + ROWS, "the third epoch asks nothing"
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
+    assert said(caplog, FOLLOWED) == 1
+
+
+def test_while_versions_are_mixed_the_first_one_counts(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    first = start("echo", version="1", delay_s=0.02)
+    second = LocalTeacher("echo", version="2", scale=3.0, delay_s=0.02)
+    with SoftLabelCache() as cache, reader_of(cache, first, second).set_sample_generator(source()) as reader:
+        list(reader())
+        until(lambda: reader.stats().teachers_live == 2, 20)
+        for _ in range(20):
+            list(reader())
+        (only,) = kept(cache).items()
+        name = "the teachers of"
+        assert said(caplog, name) == 1, "that versions are mixed is said once"
+        {"1": first, "2": second}[only[0]].kill()
+        other = "2" if only[0] == "1" else "1"
+        scale = {"1": 1.0, "2": 3.0}[other]
+        assert labelled_by(list(reader())) == {scale}
+        assert kept(cache) == {only[0]: only[1], other: {scale}}
+    assert said(caplog, FOLLOWED) == 1
+    second.close()
+
+
+def test_no_teacher_changes_nothing(start: Start) -> None:
+    first = start("echo", version="1")
+    with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source()) as reader:
+        list(reader())
+        first.kill()
+        assert labelled_by(list(reader())) == {1.0}

@@ -97,6 +97,7 @@ def label(
     try:
         ask = replace(plan.ask, model=plan.teachers.model or plan.ask.model)
         view = cache.view(key_of(ask, labeller.model(), plan.dataset))
+        view.verify()
         run = _Run(data, plan, labeller, view, progress)
         for number in range(_PASSES):
             if not run.one_pass(first=number == 0):

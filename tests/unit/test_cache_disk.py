@@ -250,7 +250,74 @@ def test_damaged_bytes_never_do_worse_than_to_be_refused(whole_file: Path, tmp_p
     except BadSegmentError:
         return
     assert all(isinstance(sample, int | str) for sample in segment.ids)
-    assert len(segment.read(handles, 0, len(segment.ids))) == len(segment.ids)
+    whole = Segment.open(whole_file, KEY.folder, handles)
+    right = dict(zip(whole.ids, whole.read(handles, 0, 3), strict=True))
+    for sample, record in zip(segment.ids, segment.read(handles, 0, len(segment.ids)), strict=True):
+        assert record in (None, right.get(sample)), "a label that is not the sample's own"
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 0x40
+    file.write_bytes(data)
+
+
+def where(file: Path, tensor: str) -> int:
+    """The byte at which a tensor begins."""
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    begin: int = json.loads(file.read_bytes()[8 : 8 + length])[tensor]["data_offsets"][0]
+    return 8 + length + begin
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_damaged_row_is_a_miss_that_is_said_once_and_can_be_put_again(
+    tmp_path: Path, warnings_of: Callable[[], list[str]], at_once: bool
+) -> None:
+    (file,) = put(tmp_path, range(10))
+    flip(file, where(file, "logits") + 7 * 400 + 399)
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        for _ in range(2):
+            masks = [view.get(ids).mask for ids in ([range(10)] if at_once else [[number] for number in range(10)])]
+            assert np.concatenate(masks).tolist() == [number != 7 for number in range(10)]
+        np.testing.assert_array_equal(view.get([6, 8]).outputs["logits"], rows([6, 8])["logits"])
+        assert not view.contains([7])[0]
+        assert (cache.stats().damaged_rows, cache.stats().skipped_files) == (1, 0)
+        (warning,) = warnings_of()
+        assert f"{file} is damaged: the label of sample 7" in warning
+        view.put([7], rows([7]))
+        assert view.get([7]).complete
+    assert found(tmp_path, range(10)) == [True] * 10
+
+
+def test_ids_that_are_damaged_give_no_sample_the_label_of_another(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    (file,) = put(tmp_path, range(10))
+    flip(file, where(file, "sample_ids"))
+    assert found(tmp_path, [*range(10), 0x40]) == [False] * 11
+    (warning,) = warnings_of()
+    assert "it is damaged: its ids or its header" in warning
+
+
+def test_damage_that_nobody_has_read_yet_is_found_by_verifying(tmp_path: Path) -> None:
+    (file,) = put(tmp_path, range(200))
+    flip(file, where(file, "logits") + 150 * 400)
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        assert view.contains([150])[0]
+        view.verify()
+        assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
+
+
+def test_files_without_checksums_are_read_as_before(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    (file,) = put(tmp_path, range(10))
+    tensors = safetensors.numpy.load_file(file)
+    del tensors["sample_ids.crc32"]
+    metadata = {"format": "edl-soft-labels/1", "namespace": KEY.folder, "top_k": "{}"}
+    file.write_bytes(safetensors.numpy.save(tensors, metadata))
+    assert found(tmp_path, range(10)) == [True] * 10
+    assert warnings_of() == []
 
 
 def test_files_that_vanish_or_shrink_under_a_reader_are_misses(

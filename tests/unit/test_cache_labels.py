@@ -46,6 +46,19 @@ def test_top_k_labels_are_read_too(tmp_path: Path) -> None:
     assert (again.temperature, again.classes) == (2.0, 20)
 
 
+def test_a_damaged_label_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, KEY, [1, 2, 3])
+    (file,) = tmp_path.glob("*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    at = data.index(np.full(3, 2, np.float32).tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    assert load_labels(tmp_path).ids == (1, 3)
+    assert "1 rows in" in caplog.text
+    write(tmp_path, KEY, [2])
+    assert load_labels(tmp_path).ids == (1, 2, 3)
+
+
 def test_missing_labels_are_named(tmp_path: Path) -> None:
     write(tmp_path, KEY, [1, 2])
     with pytest.raises(SettingsError, match=r"no label for sample 7 \(2 of 3 are missing\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
 __all__ = ["LabelSet", "load_labels"]
+
+logger = logging.getLogger("edl.distill")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,18 +91,27 @@ def load_labels(path: str | os.PathLike[str], key: CacheKey | None = None) -> La
         raise SettingsError(f"{str(path)!r} has no labels of {key}")
     found: dict[SampleId, int] = {}
     parts: list[dict[str, Array]] = []
-    rows = 0
-    for segment in namespace.segments():
-        try:
-            parts.append(segment.arrays(handles))
-        except BadSegmentError as exc:
-            raise SettingsError(f"{segment.path} cannot be read: {exc}") from exc
-        found.update((sample, rows + row) for row, sample in enumerate(segment.ids))  # of several the newest counts
-        rows += len(segment.ids)
-    ids = sorted(found, key=lambda sample: (isinstance(sample, str), sample))
-    order = np.fromiter((found[sample] for sample in ids), np.intp, len(ids))
+    rows = damaged = 0
     layout = namespace.layout
     assert layout is not None
+    for segment in namespace.segments():
+        try:
+            records = segment.read(handles, 0, len(segment.ids))
+        except BadSegmentError as exc:
+            raise SettingsError(f"{segment.path} cannot be read: {exc}") from exc
+        there = [(sample, record) for sample, record in zip(segment.ids, records, strict=True) if record is not None]
+        damaged += len(records) - len(there)
+        if not there:
+            continue
+        parts.append(layout.unpack(b"".join(record for _, record in there), len(there)))
+        found.update((sample, rows + row) for row, (sample, _) in enumerate(there))  # of several the newest counts
+        rows += len(there)
+    if damaged:
+        logger.warning("soft-label cache: %d rows in %s are damaged; `edl label` asks for them again", damaged, root)
+    if not parts:
+        raise SettingsError(f"{str(path)!r} has no labels of {key} that are whole")
+    ids = sorted(found, key=lambda sample: (isinstance(sample, str), sample))
+    order = np.fromiter((found[sample] for sample in ids), np.intp, len(ids))
     arrays = {column.name: np.concatenate([part[column.name] for part in parts])[order] for column in layout.columns}
     return LabelSet(key, tuple(ids), layout.restore(arrays))
 

@@ -24,6 +24,7 @@ logger = logging.getLogger("edl.distill")
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _SCAN_S = 1.0
+_VERIFIED_AT_ONCE = 64
 _CLOCK_GRAIN_S = 2.0
 """File systems stamp folders this coarsely: a folder that changed so recently may have changed again unnoticed."""
 
@@ -49,12 +50,13 @@ class Namespace:
         self.key, self.path = key, root / key.folder
         self.layout: RowLayout | None = None
         self.pending: dict[SampleId, bytes] = {}
-        self.skipped = 0
+        self.skipped = self.damaged_rows = 0
         self._handles = handles
         self._index: dict[SampleId, int] = {}  # the file's number << _ROW_BITS | row
         self._segments: dict[int, Segment] = {}
         self._numbers: dict[str, int] = {}
         self._next = 0
+        self._damaged: set[int] = set()
         self._bad: set[tuple[str, int, int]] = set()
         self._scanned_at = -float("inf")
         self._changed_ns = -1
@@ -98,8 +100,8 @@ class Namespace:
         """Whether row `row` of the place still is what counts for this id."""
         return sample not in self.pending and self._index.get(sample) == place.number << _ROW_BITS | place.start + row
 
-    def read(self, place: Place) -> list[bytes] | BadSegmentError:
-        """The records there, or why the file cannot be read any more. Needs no lock."""
+    def read(self, place: Place) -> list[bytes | None] | BadSegmentError:
+        """The records there, None for damaged ones, or why the file cannot be read any more. Needs no lock."""
         try:
             return place.segment.read(self._handles, place.start, place.rows)
         except BadSegmentError as exc:
@@ -110,6 +112,32 @@ class Namespace:
         if place.number in self._segments:
             self._forget(place.number)
             self._leave_out(place.segment.path, why)
+
+    def damaged(self, place: Place, row: int, sample: SampleId) -> None:
+        """Forget a row whose bytes are not those that were written. Said once for each file."""
+        self.damaged_rows += 1
+        if self.is_newest(place, row, sample):
+            del self._index[sample]
+        if place.number in self._segments and place.number not in self._damaged:
+            self._damaged.add(place.number)
+            logger.warning(
+                "soft-label cache: %s is damaged: the label of sample %r, at least, is asked for again",
+                place.segment.path,
+                sample,
+            )
+
+    def verify(self) -> None:
+        """Read every row, and forget those that are damaged and files that cannot be read any more."""
+        for number, segment in list(self._segments.items()):
+            for start in range(0, len(segment.ids), _VERIFIED_AT_ONCE):
+                place = Place(number, segment, start, min(_VERIFIED_AT_ONCE, len(segment.ids) - start))
+                records = self.read(place)
+                if isinstance(records, BadSegmentError):
+                    self.lost(place, records)
+                    break
+                for row, record in enumerate(records):
+                    if record is None:
+                        self.damaged(place, row, segment.ids[start + row])
 
     # Files that come and go
 
@@ -189,6 +217,7 @@ class Namespace:
 
     def _forget(self, number: int) -> None:
         segment = self._segments.pop(number)
+        self._damaged.discard(number)
         del self._numbers[segment.path.name]
         self._handles.drop(segment.path)
         for sample in segment.ids:

@@ -3,15 +3,22 @@
 A file holds the ids (`sample_ids` int64 [rows], or as UTF-8 text `sample_ids.utf8` with `sample_ids.ends`) and one
 tensor [rows, ...] for each column, so that any reader of safetensors can read it. Files never change: they are renamed
 into place whole, and deleted.
+
+Disks, and what lies between, flip bits. `sample_ids.crc32` has a checksum (uint32) of each row's record, and the
+metadata have one of the ids, these checksums and the layout (`crc32`), which is looked at when the file is opened. A
+row's is looked at when it is first read: each time would double the time that wide rows in the page cache take.
+Files of format 1 have none, and are read without.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import struct
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +34,8 @@ from edl.protocol.tensors import Array
 
 __all__ = ["BadSegmentError", "Handles", "Segment", "encode"]
 
-_FORMAT = "edl-soft-labels/1"
+_FORMAT, _UNCHECKED = "edl-soft-labels/2", "edl-soft-labels/1"
+_SUMS = f"{ID_PREFIX}.crc32"
 _LARGEST_HEADER = 16 << 20
 _DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -58,8 +66,23 @@ def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: 
         texts = [str(sample).encode() for sample in ids]
         tensors[f"{ID_PREFIX}.utf8"] = np.frombuffer(b"".join(texts), np.uint8)
         tensors[f"{ID_PREFIX}.ends"] = np.cumsum([len(text) for text in texts], dtype=np.int64)
-    metadata = {"format": _FORMAT, "namespace": namespace, "top_k": json.dumps(dict(layout.top_k), sort_keys=True)}
+    tensors[_SUMS] = np.fromiter(map(zlib.crc32, records), np.uint32, len(records))
+    about = {name: tensor for name, tensor in tensors.items() if name.startswith(ID_PREFIX)}
+    metadata = {
+        "format": _FORMAT,
+        "namespace": namespace,
+        "top_k": json.dumps(dict(layout.top_k), sort_keys=True),
+        "crc32": _sum_of(about, layout),
+    }
     return safetensors.numpy.save(tensors, metadata)
+
+
+def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
+    """A checksum of all that says what the rows are and whose, but for their bytes."""
+    total = zlib.crc32(f"{layout} {sorted(layout.top_k.items())}".encode())
+    for name, array in sorted(about.items()):
+        total = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), total))
+    return f"{total:08x}"
 
 
 class Handle:
@@ -113,12 +136,16 @@ class Segment:
 
     Attributes:
         offsets: for each column of the layout, where its tensor starts in the file.
+        sums: uint32 [rows], the records' checksums; None in an old file.
+        checked: for each row 1 once its record was found right.
     """
 
     path: Path
     ids: list[SampleId]
     layout: RowLayout
     offsets: tuple[int, ...]
+    sums: Array | None
+    checked: bytearray
 
     @classmethod
     def open(cls, path: Path, namespace: str, handles: Handles) -> Segment:
@@ -132,12 +159,17 @@ class Segment:
             size = os.fstat(handle.fd).st_size
             header, start = _header(handle, size)
             metadata = header.pop("__metadata__", {})
-            if metadata.get("format") != _FORMAT:
+            if metadata.get("format") not in (_FORMAT, _UNCHECKED):
                 raise BadSegmentError("it was not written by EDL")
             if metadata.get("namespace") != namespace:
                 raise BadSegmentError(f"it belongs to {metadata.get('namespace')!r}")
             tensors = {name: _Tensor.of(name, entry, start, size) for name, entry in header.items()}
-            ids = _read_ids(handle, {name: tensor for name, tensor in tensors.items() if name.startswith(ID_PREFIX)})
+            about = {
+                name: np.frombuffer(_read(handle, tensor.offset, tensor.nbytes), tensor.dtype)
+                for name, tensor in tensors.items()
+                if name.startswith(ID_PREFIX)
+            }
+            ids = _ids_in(about)
             columns = sorted(name for name in tensors if not name.startswith(ID_PREFIX))
             for name in columns:
                 if tensors[name].shape[:1] != (len(ids),):
@@ -146,18 +178,30 @@ class Segment:
                 tuple(Column(name, tensors[name].dtype, tensors[name].shape[1:]) for name in columns),
                 {name: (float(value[0]), value[1]) for name, value in json.loads(metadata["top_k"]).items()},
             )
-            return cls(path, ids, layout, tuple(tensors[name].offset for name in columns))
+            sums = about.get(_SUMS)
+            checked = metadata["format"] == _FORMAT or sums is not None
+            if checked and (sums is None or len(sums) != len(ids) or _sum_of(about, layout) != metadata.get("crc32")):
+                raise BadSegmentError("it is damaged: its ids or its header are not those that were written")
+            return cls(path, ids, layout, tuple(tensors[name].offset for name in columns), sums, bytearray(len(ids)))
         except OSError as exc:
             raise BadSegmentError(exc.strerror or str(exc)) from exc
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as exc:
             raise BadSegmentError(f"its header makes no sense: {exc!r}") from exc
 
-    def read(self, handles: Handles, start: int, count: int) -> list[bytes]:
-        """The records of `count` rows from row `start` on.
+    def read(self, handles: Handles, start: int, count: int) -> list[bytes | None]:
+        """The records of `count` rows from row `start` on, None for those that are damaged.
 
         Raises:
             BadSegmentError: the file is gone, or shorter than it was.
         """
+        records = self._records(handles, start, count)
+        if self.sums is None or self.checked.find(0, start, start + count) < 0:
+            return [*records]
+        is_right = bytes(map(operator.eq, map(zlib.crc32, records), self.sums[start : start + count].tolist()))
+        self.checked[start : start + count] = is_right
+        return [record if right else None for record, right in zip(records, is_right, strict=True)]
+
+    def _records(self, handles: Handles, start: int, count: int) -> list[bytes]:
         widths = [column.nbytes for column in self.layout.columns]
         try:
             handle = handles.get(self.path)
@@ -175,10 +219,6 @@ class Segment:
             np.frombuffer(part, np.uint8).reshape(count, width) for part, width in zip(parts, widths, strict=True)
         ]
         return [row.tobytes() for row in np.concatenate(columns, axis=1)]
-
-    def arrays(self, handles: Handles) -> dict[str, Array]:
-        """All rows by column."""
-        return self.layout.unpack(b"".join(self.read(handles, 0, len(self.ids))), len(self.ids))
 
 
 @dataclass(frozen=True)
@@ -211,11 +251,7 @@ def _header(handle: Handle, size: int) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _read_ids(handle: Handle, tensors: Mapping[str, _Tensor]) -> list[SampleId]:
-    arrays = {
-        name: np.frombuffer(_read(handle, tensor.offset, tensor.nbytes), tensor.dtype)
-        for name, tensor in tensors.items()
-    }
+def _ids_in(arrays: Mapping[str, Array]) -> list[SampleId]:
     if ID_PREFIX in arrays:
         if arrays[ID_PREFIX].dtype != np.int64:
             raise BadSegmentError(f"its ids are {arrays[ID_PREFIX].dtype}")

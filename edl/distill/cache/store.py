@@ -35,7 +35,8 @@ class CacheStats:
         evicted_rows: from memory.
         evicted_segments: files deleted by this cache.
         failed_writes: files that could not be written; their rows will be asked for again.
-        skipped_files: torn or foreign files found.
+        skipped_files: torn, damaged or foreign files found.
+        damaged_rows: rows found on disk whose checksum is wrong; they count as misses.
     """
 
     hits: int = 0
@@ -48,6 +49,7 @@ class CacheStats:
     evicted_segments: int = 0
     failed_writes: int = 0
     skipped_files: int = 0
+    damaged_rows: int = 0
 
 
 class SoftLabelCache:
@@ -147,6 +149,7 @@ class SoftLabelCache:
                 evicted_segments=self._folder.evicted if self._folder is not None else 0,
                 failed_writes=self._writer.failures if self._writer is not None else 0,
                 skipped_files=sum(namespace.skipped for namespace in disk),
+                damaged_rows=sum(namespace.damaged_rows for namespace in disk),
             )
 
     def flush(self, timeout_s: float = 60.0) -> None:

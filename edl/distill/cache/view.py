@@ -149,6 +149,14 @@ class CacheView:
             disk = self._scanned() or ()
             return np.fromiter((sample in known or sample in disk for sample in samples), np.bool_, len(samples))
 
+    def verify(self) -> None:
+        """Read all rows on disk and forget damaged ones, so that `contains` and `ids` can be relied on."""
+        self._cache.check()
+        with self._lock:
+            disk = self._scanned()
+            if disk is not None:
+                disk.verify()
+
     def ids(self) -> list[SampleId]:
         """All ids that there are rows for."""
         self._cache.check()
@@ -220,7 +228,7 @@ class CacheView:
         records: list[bytes | None],
         rows: list[int],
         place: Place,
-        read: list[bytes] | BadSegmentError,
+        read: list[bytes | None] | BadSegmentError,
     ) -> None:
         """Rows came from disk: into the answer, and into memory unless newer ones were put meanwhile."""
         assert self.disk is not None
@@ -230,7 +238,9 @@ class CacheView:
         for at, (row, record) in enumerate(zip(rows, read, strict=True)):
             records[row] = record
             sample = samples[row]
-            if sample not in self._rows.records and self.disk.is_newest(place, at, sample):
+            if record is None:
+                self.disk.damaged(place, at, sample)
+            elif sample not in self._rows.records and self.disk.is_newest(place, at, sample):
                 self._memory.put(self._rows, [sample], [record])
 
 

@@ -181,6 +181,21 @@ class Numbers(Dataset):
     np.testing.assert_array_equal(labels(tmp_path / "labels", range(300)), X[:300])
 
 
+def test_a_label_that_is_damaged_on_disk_is_asked_for_again(
+    start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher = start("echo").endpoint
+    assert main(command(data, tmp_path / "labels", "--teachers", teacher)) == 0
+    (file,) = (tmp_path / "labels").glob("*/*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.index(X[600].tobytes())] ^= 1
+    file.write_bytes(damaged)
+    capsys.readouterr()
+    assert main(command(data, tmp_path / "labels", "--teachers", teacher)) == 0
+    assert "999 had a label before" in capsys.readouterr().out
+    np.testing.assert_array_equal(labels(tmp_path / "labels"), X)
+
+
 def test_two_versions_of_a_model_are_not_mixed(
     start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

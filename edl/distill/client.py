@@ -17,7 +17,7 @@ import numpy as np
 
 from edl.distill.actions import Failure, FailureKind
 from edl.distill.arena import Region
-from edl.distill.compress import TopK, top_k
+from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.failure import RequestFailed, failure_of
 from edl.distill.request import Ask, ModelSpec, Outputs, Payload, TensorSpec, request_header
 from edl.distill.stream import Answer, InferStream
@@ -356,7 +356,7 @@ class TeacherClient:
                 row = int(np.argwhere(np.isnan(array))[0][0])
                 raise self._unusable(f"output {name!r} is NaN in row {row} of {rows}")
             if self.ask.dtype is not None and array.dtype != self.ask.dtype:
-                array = array.astype(self.ask.dtype)
+                array = to_float16(array) if self.ask.dtype == "float16" else array.astype(self.ask.dtype)
         return array
 
     def _unusable(self, what: str) -> RequestFailed:

@@ -59,10 +59,7 @@ def soft_cross_entropy(
             their logits would give. On the CPU it is checked that they are probabilities.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
-    p = log_p.exp()
-    # Where the teacher gives a class no chance, it adds nothing, even if the student's is 0 and its logarithm infinite.
-    rows = -torch.where(p > 0, p * log_q, 0.0).sum(dim=-1)
-    return _reduced(rows * temperature**2, reduction)
+    return _reduced(-_expected(log_p, log_q) * temperature**2, reduction)
 
 
 def kl_divergence(
@@ -75,9 +72,7 @@ def kl_divergence(
 ) -> Tensor:
     """T² times KL(teacher ‖ student) of the distributions at temperature T. Arguments: see `soft_cross_entropy`."""
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
-    p = log_p.exp()
-    rows = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
-    return _reduced(rows * temperature**2, reduction)
+    return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
 
 
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
@@ -110,9 +105,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         # The lowest finite number in place of -inf: the gradient of logsumexp over -inf alone is NaN.
         left_out = scaled.scatter(-1, ids, torch.finfo(scaled.dtype).min)
         log_q = torch.cat([log_q, left_out.logsumexp(dim=-1, keepdim=True) - total], dim=-1)
-    p = log_p.exp()
-    rows = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
-    return _reduced(rows * temperature**2, reduction)
+    return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
 
 
 def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reduction: Reduction = "mean") -> Tensor:
@@ -249,6 +242,12 @@ class DistillLoss(nn.Module):
             )
         loss = F.cross_entropy(_wide(student_logits).reshape(-1, classes), target, reduction=self.reduction)
         return loss.reshape(student_logits.shape[:-1]) if self.reduction == "none" else loss
+
+
+def _expected(log_p: Tensor, values: Tensor) -> Tensor:
+    """The sum of p times `values`; what has no probability adds nothing, even if infinite. NaN stays NaN."""
+    p = log_p.exp()
+    return (p * torch.where(p > 0, values, 0.0)).sum(dim=-1)
 
 
 def _log_probabilities(

@@ -87,7 +87,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    """The sum of p times `values`; what has no probability adds nothing, even if infinite."""
+    """The sum of p times `values`; what has no probability adds nothing, even if infinite. NaN stays NaN."""
     p = log_p.exp()
     possible = p > 0
     zero = paddle.zeros_like(values)

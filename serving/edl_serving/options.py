@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class OutputOptions:
     Attributes:
         top_k: how many of the last axis to keep, None for all.
         temperature: of the sum over the classes left out.
-        datatype: of floating-point outputs, None for as they are.
+        datatype: of floating-point outputs, None for as they are. Finite values stay finite.
     """
 
     top_k: int | None = None
@@ -100,8 +101,7 @@ class OutputOptions:
     def _cast(self, output: Array) -> Array:
         if self.datatype is None or output.dtype.kind != "f":
             return output
-        with np.errstate(over="ignore"):  # beyond 65504 FP16 is infinite; whoever asks for it knows
-            return output.astype(dtype_of(self.datatype), copy=False)
+        return _narrowed(output, dtype_of(self.datatype))
 
     def _check_classes(self, name: str, classes: int) -> None:
         if self.top_k is not None and classes != -1 and self.top_k > classes:
@@ -109,6 +109,19 @@ class OutputOptions:
 
 
 _AS_THEY_ARE = OutputOptions()
+
+
+def _narrowed(output: Array, dtype: np.dtype[Any]) -> Array:
+    """`output` as `dtype`. Finite values beyond its range become its largest, as students do it themselves.
+
+    An infinite logit would make every probability of its row NaN, and masks such as -1e9 are common.
+    """
+    if output.dtype.itemsize <= dtype.itemsize or not output.size:
+        return output.astype(dtype, copy=False)
+    most = np.finfo(dtype).max
+    if not (-most <= output.min() and output.max() <= most):  # also where there is NaN
+        output = np.where(np.isinf(output), output, np.clip(output, -most, most))
+    return output.astype(dtype)
 
 
 def _read(parameters: Mapping[str, kserve.InferParameter], name: str, fields: tuple[str, ...]):  # type: ignore[no-untyped-def]

@@ -234,6 +234,19 @@ def test_classes_that_the_teacher_masks_add_nothing(student_masked: bool) -> Non
         assert torch.isfinite(student.grad).all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_teacher_without_a_distribution_is_not_a_loss_of_zero(bad: float) -> None:
+    student, teacher = torch.zeros(2, 4), torch.zeros(2, 4)
+    teacher[0, 1] = bad
+    kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]].numpy(), np.zeros(2, np.float32))
+    for loss in (
+        kl_divergence(student, teacher, reduction="none"),
+        soft_cross_entropy(student, teacher, reduction="none"),
+        top_k_kl(student, kept, reduction="none"),
+    ):
+        assert torch.isnan(loss).tolist() == [True, False]
+
+
 def test_labels_may_be_numpy_arrays_also_read_only_ones() -> None:
     student = torch.from_numpy(logits((3, 5), 1))
     teacher = logits((3, 5), 2)

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from edl.distill.compress import top_k
+from edl.distill.compress import TopK, top_k
 from edl.distill.paddle_losses import kl_divergence, soft_cross_entropy, top_k_kl
 from edl.errors import SettingsError
 
@@ -120,6 +120,19 @@ def test_classes_that_the_teacher_masks_add_nothing() -> None:
         value.backward()
         assert np.isfinite(float(value))
         assert np.isfinite(student.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_teacher_without_a_distribution_is_not_a_loss_of_zero(bad: float) -> None:
+    student, teacher = paddle.zeros([2, 4]), np.zeros((2, 4), np.float32)
+    teacher[0, 1] = bad
+    kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]], np.zeros(2, np.float32))
+    for loss in (
+        kl_divergence(student, teacher, reduction="none"),
+        soft_cross_entropy(student, teacher, reduction="none"),
+        top_k_kl(student, kept, reduction="none"),
+    ):
+        assert np.isnan(loss.numpy()).tolist() == [True, False]
 
 
 def test_bad_input_is_named() -> None:

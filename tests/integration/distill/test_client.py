@@ -216,3 +216,21 @@ def test_a_connection_may_be_closed_while_a_request_is_sent(start: Start, with_c
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 3
 
     with_client(start("echo"), test)
+
+
+def test_a_server_that_knows_no_dtypes_gives_no_infinities_either() -> None:
+    thread = LoopThread.acquire()
+
+    async def cast() -> Any:
+        client = TeacherClient("127.0.0.1:1", Ask(("y",), dtype="float16"))
+        try:
+            return client._checked("y", {"y": np.array([[-1e9, 1e9, np.inf, 2]], np.float32)}, 1)
+        finally:
+            await client.close()
+
+    try:
+        found = thread.run(cast(), 20)
+    finally:
+        thread.release()
+    assert found.dtype == np.float16
+    assert found.tolist() == [[-65504, 65504, np.inf, 2]]

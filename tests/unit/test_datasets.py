@@ -45,6 +45,10 @@ def tuples():
 def mappings():
     return [{"pixels": np.full(3, at, np.float32), "name": f"id-{at}", "n": np.int64(at)} for at in range(10)]
 
+def repeated():
+    for at in range(50):
+        yield np.full(3, at, np.float32), at % 10
+
 def arrays():
     return [np.full(3, at, np.float32) for at in range(10)]
 
@@ -246,6 +250,7 @@ def test_bad_samples_are_named(module: str) -> None:
         ("arrays", ["x", "y"], None, "it has no parts"),
         ("tuples", ["x"], "0", "sample 0: its id is array"),
         ("tuples", ["x"], "2", "sample 0 has no field for its id"),
+        ("repeated", ["x"], "1", "sample 10: a sample before it has the id 0 too"),
     ]:
         with pytest.raises(SourceError, match=words):
             list(open_data(f"{module}:{name}", inputs, ids).batches(4, but()))

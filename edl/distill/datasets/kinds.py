@@ -153,7 +153,8 @@ class IterableData(Data):
 
     def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         waiting: list[tuple[SampleId, Any]] = []
-        samples = ((self._id(at, sample), sample) for at, sample in enumerate(self._make()))
+        seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids
+        samples = ((self._new_id(at, sample, seen), sample) for at, sample in enumerate(self._make()))
         while block := list(itertools.islice(samples, rows)):
             new = ~known([sample_id for sample_id, _ in block])
             waiting += [entry for entry, is_new in zip(block, new, strict=True) if is_new]
@@ -165,6 +166,15 @@ class IterableData(Data):
 
     def _batch(self, entries: list[tuple[SampleId, Any]]) -> tuple[list[SampleId], dict[str, Array]]:
         return [sample_id for sample_id, _ in entries], self._stack(entries)
+
+    def _new_id(self, at: int, sample: Any, seen: set[SampleId]) -> SampleId:
+        """Two samples of one id would share a label, that of whichever is answered last."""
+        sample_id = self._id(at, sample)
+        if self._id_field is not None:
+            if sample_id in seen:
+                raise SourceError(f"sample {at}: a sample before it has the id {sample_id!r} too; each needs its own")
+            seen.add(sample_id)
+        return sample_id
 
     def _id(self, at: int, sample: Any) -> SampleId:
         if self._id_field is None:

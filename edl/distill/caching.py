@@ -50,6 +50,8 @@ def key_of(ask: Ask, spec: ModelSpec, dataset: str) -> CacheKey:
 def offline_view(caching: Caching, ask: Ask) -> CacheView:
     """The only rows in the cache that fit what is asked, for a student without teachers.
 
+    Where nothing is said of the dtype, any fits; but those that teachers would be asked for in the same words go first.
+
     Raises:
         SettingsError: there are none, or those of several models or versions.
     """
@@ -63,12 +65,15 @@ def offline_view(caching: Caching, ask: Ask) -> CacheView:
         and ask.dtype in (None, key.dtype)
         and caching.cache.store_dtype in (None, key.dtype)
     ]
-    if len(fitting) == 1:
-        return caching.cache.view(fitting[0])
+    dtype = caching.cache.store_dtype or ask.dtype
+    same_words = [key for key in fitting if (key.outputs, key.dtype) == (ask.outputs, dtype)]
+    for found in (fitting, same_words):
+        if len(found) == 1:
+            return caching.cache.view(found[0])
     there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
     wanted = (
         f"outputs {list(ask.outputs)}, top_k={ask.top_k}, temperature={ask.temperature:g}, "
-        f"dtype={ask.dtype or caching.cache.store_dtype}, dataset={caching.dataset!r}"
+        f"dtype={dtype}, dataset={caching.dataset!r}"
     )
     raise SettingsError(
         f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "

@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import itertools
 import logging
+import operator
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = ["code_of", "identity", "tensors_in", "users_modules"]
 _log = logging.getLogger(__name__)
 
 _OWN = ("edl", "edl_serving")
+_MOST_NAMES = 8
 _PLAIN = (str, int, float, complex, bool, type(None), np.generic)
 
 
@@ -48,11 +50,12 @@ def identity(source: ModelSource, model: Any) -> str:
     version = digest(
         [*code_of(source, modules), *map(str.encode, sorted(read)), *itertools.chain.from_iterable(arrays)]
     )
+    names = [path.name for path in [*_files(modules), *read.values()]] or ["no file"]
     _log.info(
         "version %s is a hash of %s and %d arrays; if the model loads weights later, or in native code, name them with "
         "--model-version",
         version,
-        ", ".join(path.name for path in [*_files(modules), *read.values()]) or "no file",
+        ", ".join([*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]),
         len(arrays),
     )
     return version
@@ -176,8 +179,9 @@ def _within(value: Any, modules: set[str]) -> Iterator[Any]:
     torch = sys.modules.get("torch")
     if isinstance(value, dict):
         entries = list(dict.items(value))  # a subclass might load something
-        # Readers of files do not all give the same order each time.
-        yield from (entry for _, entry in sorted(entries, key=lambda pair: str(pair[0])))
+        if all(isinstance(key, str) for key, _ in entries):
+            entries.sort(key=operator.itemgetter(0))  # readers of files do not all give the same order each time
+        yield from (entry for _, entry in entries)
     elif isinstance(value, (list, tuple)):
         yield from value
     elif isinstance(value, np.ndarray):  # of objects

@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["files_read", "is_library", "reading"]
 
 _CODE = (".py", ".pyc", ".so", ".pyd")
-_KERNEL = ("/proc/", "/sys/", "/dev/")
+_OF_THE_HOST = ("/proc/", "/sys/", "/dev/", "/run/", "/etc/")
 _read: dict[Hashable, dict[str, None]] = {}
 _now: dict[str, None] | None = None
 _hooked = False
@@ -71,7 +71,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
     if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return
     file = str(Path.cwd() / os.fsdecode(path))
-    if not file.endswith(_CODE) and not file.startswith(_KERNEL) and not is_library(file) and _asked_by_user():
+    if not file.endswith(_CODE) and not file.startswith(_OF_THE_HOST) and not is_library(file) and _asked_by_user():
         _now[file] = None
 
 

@@ -1,0 +1,205 @@
+"""`DistillReader` and its teachers, real processes: they come, go, are paused and misbehave."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from edl.distill import DistillReader, Options
+from edl.errors import NoTeacherError
+from tests.integration.distill.conftest import Start, until
+from tests.integration.distill.reading import WIDTH, check, reader_of, samples
+
+
+def test_a_killed_teacher_loses_nothing_and_repeats_nothing(start: Start) -> None:
+    teachers = [start("echo", delay_s=0.01) for _ in range(3)]
+    delivered = []
+    with reader_of(*teachers).set_sample_generator(samples(600)) as reader:
+        for row in reader():
+            delivered.append(row)
+            if len(delivered) == 100:
+                teachers[0].kill()
+        stats = reader.stats()
+    check(delivered, 600)
+    assert stats.rows_resent <= 4 * 32, "no more than it had in flight"
+    assert stats.rows_asked == 600
+
+
+def test_a_teacher_that_appears_is_used_within_a_second_and_one_that_drains_costs_nothing(
+    start: Start, registry_url: str
+) -> None:
+    first = start("echo", service="s", discovery=registry_url, delay_s=0.005)
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=1, options=Options(teacher_timeout_s=20))
+    reader.set_dynamic_teacher(registry_url, "s").set_sample_generator(samples(4000))
+    with reader:
+        rows = reader()
+        delivered = list(itertools.islice(rows, 20))
+        second = start("echo", service="s", discovery=registry_url, delay_s=0.005)
+        registered = time.monotonic()
+
+        def second_serves() -> bool:
+            delivered.append(next(rows))
+            return sum(teacher.rows > 0 for teacher in reader.stats().teachers.values()) == 2
+
+        until(second_serves, 10)
+        assert time.monotonic() - registered < 5, "a second on an idle machine; five leaves room for a busy one"
+        first.terminate()
+        delivered += itertools.islice(rows, 200)
+        assert first.wait(20) == 0
+        failures = sum(teacher.failures for teacher in reader.stats().teachers.values())
+        delivered += rows
+    check(delivered, 4000)
+    assert failures == 0, "a drained teacher leaves discovery before it stops taking requests"
+    assert second.is_alive()
+
+
+def test_no_teacher_is_an_error_that_says_who_was_tried(registry_url: str) -> None:
+    options = Options(teacher_timeout_s=0.7)
+    reader = DistillReader(["x", None], ["y"], teachers="127.0.0.1:9", options=options)
+    with reader.set_sample_generator(samples(5)), pytest.raises(NoTeacherError, match=r"127\.0\.0\.1:9.*within 0\.7 s"):
+        list(reader())
+    reader = DistillReader(["x", None], ["y"], options=options).set_dynamic_teacher(registry_url, "nobody")
+    with (
+        reader.set_sample_generator(samples(5)),
+        pytest.raises(
+            NoTeacherError, match=rf"in {re.escape(registry_url)} .*none is registered: `edl teachers` lists"
+        ),
+    ):
+        list(reader())
+
+
+def test_losing_every_teacher_is_an_error_in_the_middle_too(start: Start) -> None:
+    teacher = start("echo", delay_s=0.01)
+    with reader_of(teacher, options=Options(teacher_timeout_s=1)).set_sample_generator(samples(1000)) as reader:
+        rows = reader()
+        next(rows)
+        teacher.kill()
+        with pytest.raises(NoTeacherError):
+            list(rows)
+
+
+def test_a_teacher_that_comes_back_is_used_again(start: Start) -> None:
+    teacher = start("echo", delay_s=0.01)
+    with reader_of(teacher).set_sample_generator(samples(300)) as reader:
+        rows = reader()
+        delivered = [next(rows)]
+        teacher.kill()
+        again = threading.Timer(0.5, lambda: start("echo", port=teacher.port, delay_s=0.01))
+        again.start()
+        delivered += rows
+        again.join()
+    check(delivered, 300)
+
+
+def test_a_paused_teacher_is_worked_around(start: Start) -> None:
+    teachers = [start("echo", delay_s=0.01) for _ in range(3)]
+    delivered = []
+    with reader_of(*teachers).set_sample_generator(samples(400)) as reader:
+        for row in reader():
+            delivered.append(row)
+            if len(delivered) == 100:
+                teachers[0].pause()
+        teachers[0].resume()
+    check(delivered, 400)
+
+
+@pytest.mark.slow
+def test_the_only_teacher_is_missed_soon_when_it_is_paused(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Its connection stays, as with a machine that vanishes: what is said first is that it does not answer."""
+    teacher = start("echo", delay_s=0.01)
+    with reader_of(teacher, options=Options(teacher_timeout_s=2)).set_sample_generator(samples(5000)) as reader:
+        rows = reader()
+        next(rows)
+        teacher.pause()
+        began = time.monotonic()
+        with pytest.raises(NoTeacherError, match="ping timeout"):
+            list(rows)
+        assert time.monotonic() - began < 40, "not a minute, gRPC's own patience"
+        teacher.resume()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    first = next(number for number, line in enumerate(said) if "has answered for 5 s: still waiting" in line)
+    assert first < next(number for number, line in enumerate(said) if "no live teacher" in line)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_computes_for_longer_than_a_ping_may_take_is_not_missed(start: Start) -> None:
+    teacher = start("echo", delay_s=22)
+    options = Options(teacher_timeout_s=2)
+    with reader_of(teacher, options=options).set_sample_generator(samples(4)) as reader:
+        check(list(reader()), 4)
+        assert reader.stats().rows_resent == 0
+
+
+def test_a_full_queue_is_waited_for(start: Start) -> None:
+    teacher = start("echo", delay_s=0.005, max_batch=4, max_queue=8)
+    readers = [reader_of(teacher, teacher_batch_size=4).set_sample_generator(samples(120)) for _ in range(3)]
+    found: list[list[Any]] = [[] for _ in readers]
+    threads = [
+        threading.Thread(target=lambda index=index, reader=reader: found[index].extend(reader()))  # type: ignore[misc]
+        for index, reader in enumerate(readers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for rows, reader in zip(found, readers, strict=True):
+        check(rows, 120)
+        reader.close()
+
+
+@pytest.mark.parametrize("fault", ["nan", "raises"])
+def test_a_teacher_with_unusable_answers_is_set_aside_and_the_rest_go_on(start: Start, fault: str) -> None:
+    good, bad = start("echo"), start(fault)
+    with reader_of(good, bad).set_sample_generator(samples(100)) as reader:
+        check(list(reader()), 100)
+        stats = reader.stats()
+    assert sum(teacher.failures for teacher in stats.teachers.values()) > 0 or stats.teachers_live == 1
+    assert stats.teachers[bad.endpoint].rows == 0
+
+
+def test_a_teacher_that_answers_in_another_shape_than_those_before_it_is_set_aside(
+    start: Start, registry_url: str
+) -> None:
+    start("echo", service="s", discovery=registry_url, delay_s=0.002)
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4).set_sample_generator(samples(20_000))
+    with reader.set_dynamic_teacher(registry_url, "s"):
+        rows = reader()
+        delivered = [next(rows)]
+        start("wrong_width", service="s", discovery=registry_url)
+
+        def noticed() -> bool:
+            delivered.append(next(rows))
+            return any("rows of shape [8]" in teacher.why for teacher in reader.stats().teachers.values())
+
+        until(noticed, 10)
+        delivered += itertools.islice(rows, 200)
+    check(delivered, len(delivered))
+    assert all(len(label) == WIDTH for *_, label in delivered)
+
+
+def test_two_students_with_one_teacher_each_share_two_teachers_out(start: Start, registry_url: str) -> None:
+    for _ in range(2):
+        start("echo", service="shared", discovery=registry_url, delay_s=0.005)
+
+    def student() -> DistillReader:
+        reader = DistillReader(["x", None], ["y"], teacher_batch_size=2, options=Options(teacher_timeout_s=20))
+        return reader.set_dynamic_teacher(registry_url, "shared", 1).set_sample_generator(samples(3000))
+
+    def users(reader: DistillReader) -> set[str]:
+        return {name for name, teacher in reader.stats().teachers.items() if teacher.state == "ready"}
+
+    with student() as first, student() as second:
+        pairs = zip(first(), second(), strict=True)
+        next(pairs)
+
+        def apart() -> bool:
+            next(pairs)
+            one, two = users(first), users(second)
+            return len(one) == len(two) == 1 and one != two
+
+        until(apart, 15)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from edl.collective.agent.host import HostFolder
+from edl.collective.checkpoint.slots import Label, SlotPair, find, make_room
 
 
 @pytest.fixture
@@ -38,12 +39,19 @@ def test_agents_of_a_host_have_folders_of_their_own(job: str) -> None:
 
 def test_the_state_of_one_that_left_is_taken_over(job: str) -> None:
     first = HostFolder(job, "a")
-    Path(first.slots(0) + "-0").write_bytes(b"state")
+    save(first, step=7)
     first.close(keep=True)
     second = HostFolder(job, "b")
     assert (second.heir_of, second.path) == ("a", first.path)
-    assert Path(second.slots(0) + "-0").read_bytes() == b"state"
+    assert [found.label.step for found in find(Path(second.slots(0)))] == [7]
     second.close(keep=False)
+
+
+def save(folder: HostFolder, generation: int = 0, step: int = 0) -> None:
+    """Have a complete state in the folder's first slots."""
+    slots = SlotPair(Path(folder.slots(0)))
+    slots.begin(8, 0)
+    slots.commit(Label(generation, step, 1, 0), 8, b"")
 
 
 LEAVE = """
@@ -53,19 +61,22 @@ from edl.collective.agent.host import HostFolder
 from edl.collective.checkpoint.slots import Label, SlotPair
 folders = []
 for part in sys.argv[2:]:
-    name, run, generation, step, died_s_ago = part.split()
+    name, *state = part.split()
     folder = HostFolder(sys.argv[1], name)
+    folders.append(folder)
+    if not state:
+        continue
+    run, generation, step, died_s_ago = state
     folder.run = run
     slots = SlotPair(Path(folder.slots(0)))
     slots.begin(8, 0)
     slots.commit(Label(int(generation), int(step), 1, 0), 8, b"")
     os.utime(folder.path / "node", (time.time() - float(died_s_ago),) * 2)
-    folders.append(folder)
 """
 
 
 def leave(job: str, *dead: str) -> None:
-    """Have folders of agents that died: "NAME RUN GENERATION STEP SECONDS-AGO" each."""
+    """Have folders of agents that died: "NAME RUN GENERATION STEP SECONDS-AGO" each, or "NAME" without a state."""
     subprocess.run([sys.executable, "-c", LEAVE, job, *dead], check=True)
 
 
@@ -86,6 +97,39 @@ def test_of_several_folders_that_with_the_newest_state_is_taken_over(job: str, d
     assert second.heir_of in heir.dead - {"b"}, "the next one is for the next agent"
     heir.close(keep=False, ended=True)
     second.close(keep=False, ended=True)
+
+
+def test_one_that_died_before_it_joined_is_not_taken_over_in_place_of_the_state(job: str) -> None:
+    """It has no run yet, and died last."""
+    leave(job, "state 1 3 1000 5", "fresh")
+    heir = HostFolder(job, "heir")
+    assert (heir.heir_of, heir.run) == ("state", "1")
+    heir.close(keep=False, ended=True)
+
+
+CHURN = """
+import sys, time
+from edl.collective.agent.host import HostFolder
+until = time.monotonic() + float(sys.argv[2])
+rounds = 0
+while time.monotonic() < until:
+    folder = HostFolder(sys.argv[1], sys.argv[3])
+    folder.board(0).write_bytes(b"x")
+    time.sleep(0.0005)
+    assert folder.board(0).exists() and (folder.path / "lock").exists(), "a live agent's folder was removed"
+    folder.close(keep=False, ended=True)
+    rounds += 1
+print(rounds)
+"""
+
+
+def test_agents_that_come_and_go_at_once_have_their_folders(job: str) -> None:
+    command = [sys.executable, "-c", CHURN, job, "3"]
+    churns = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "abc"]
+    for churn in churns:
+        printed, _ = churn.communicate(timeout=60)
+        assert churn.returncode == 0
+        assert int(printed) > 20
 
 
 def test_a_folder_is_found_whatever_its_number(job: str) -> None:
@@ -109,7 +153,7 @@ def test_agents_that_start_together_take_over_one_folder_each(job: str) -> None:
 
 def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> None:
     first = HostFolder(job, "a")
-    Path(first.slots(0) + "-0").write_bytes(b"state")
+    save(first, step=7)
     first.close(keep=True)
     HostFolder(job, "b").close(keep=True, used=False)
     third = HostFolder(job, "c")
@@ -117,9 +161,10 @@ def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> 
     third.close(keep=False)
 
 
-def test_a_folder_without_state_is_not_kept(job: str) -> None:
+def test_a_folder_without_a_complete_state_is_not_kept(job: str) -> None:
     first = HostFolder(job, "a")
     first.board(0).write_bytes(b"x")
+    make_room(Path(first.slots(0)), 1 << 20)
     first.close(keep=True)
     assert not first.path.exists()
 
@@ -141,7 +186,8 @@ def test_the_folder_of_a_killed_agent_is_taken_over(job: str) -> None:
 
 def test_what_was_abandoned_long_ago_is_removed(job: str) -> None:
     old, used = HostFolder(job, "a"), HostFolder(job, "b")
-    Path(old.slots(0)).write_bytes(b"state")
+    save(old)
+    save(used)
     for folder in (old, used):
         os.utime(folder.path / "node", (time.time() - 7200,) * 2)
     old.close(keep=True)
@@ -176,7 +222,7 @@ def test_a_folder_says_which_run_its_state_is_of(job: str) -> None:
     first = HostFolder(job, "a")
     assert first.run == ""
     first.run = "1f"
-    Path(first.slots(0) + "-0").write_bytes(b"state")
+    save(first, step=7)
     first.close(keep=True)
     second = HostFolder(job, "b")
     assert (second.heir_of, second.run) == ("a", "1f")

@@ -57,7 +57,9 @@ def put(prefix: Path, step: int) -> None:
 
 
 def storing(url: str, prefix: Path, lines: list[str]) -> Storing:
-    return Storing(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+    one = Storing(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+    one.begin()
+    return one
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -89,6 +91,15 @@ def test_whatever_a_storage_raises_the_next_state_is_stored(
     one.store_newest()
     wait_for(lambda: "stored the state after step 2" in lines[-1])
     assert one.close(20)
+
+
+def test_before_it_is_known_whose_states_these_are_nothing_is_stored(tmp_path: Path, url: str) -> None:
+    put(tmp_path / "s", 1)
+    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line))
+    one.store_newest()
+    assert one.close(5.0, patient=True)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert not fs.exists(root)
 
 
 def test_a_fault_of_our_own_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +258,7 @@ def test_a_fence_that_cannot_tell_is_asked_again(tmp_path: Path, url: str) -> No
     put(tmp_path / "s", 1)
     lines: list[str] = []
     one = Storing(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
+    one.begin()
     one.store_newest()
     assert one.close(20.0, patient=True)
     assert "stored the state after step 1" in lines[-1]

@@ -35,6 +35,8 @@ def arrive(part: Part) -> int | None:
         EDLError: the process that forks workers died, or took too long.
     """
     code = _too_late(part)
+    if code == Exit.DONE:
+        _store_what_was_left(part)
     if code is None and part.told.check is not None:
         code = _check(part, part.told.check)
     if code is not None:
@@ -51,6 +53,7 @@ def arrive(part: Part) -> int | None:
     part.membership.join()
     part.ending.joined = True
     _inherit(part)
+    part.storing.begin()
     part.chronicle.tell("join", "ready")
     return None
 
@@ -75,6 +78,14 @@ def _too_late(part: Part) -> int | None:
             return Exit.FAILED
         else:
             time.sleep(_POLL_S)
+
+
+def _store_what_was_left(part: Part) -> None:
+    """The job has ended, but an agent on this host could not store its last state."""
+    host = part.host
+    if host.unstored and host.holds_state and host.run == JobRun(part.store, part.told.job)():
+        part.say(f"node {host.heir_of} could not store the last state: it is stored now")
+        part.storing.begin()
 
 
 def _agree_on_script(part: Part) -> None:
@@ -137,10 +148,11 @@ def _inherit(part: Part) -> None:
 
     One of another run of the job's name, whose records are gone from the store, would count as newer than it is.
     """
-    heir_of, run = part.host.heir_of, JobRun(part.store, part.told.job)()
-    if heir_of and part.host.run == run:
-        part.say(f"node {heir_of} left its workers' state in memory here: it is used")
-    elif heir_of:
-        part.host.forget_slots()
-        part.say(f"node {heir_of} left a state in memory, of a job before this one: it is removed")
-    part.host.run = run
+    host, run = part.host, JobRun(part.store, part.told.job)()
+    if host.holds_state and host.run == run:
+        part.say(f"node {host.heir_of} left its workers' state in memory here: it is used")
+    elif host.holds_state:
+        host.forget_slots()
+        part.say(f"node {host.heir_of} left a state in memory, of a job before this one: it is removed")
+    host.run = run
+    host.unstored = False

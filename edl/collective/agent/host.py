@@ -54,7 +54,7 @@ class HostFolder:
             for lock in left.values():
                 os.close(lock)
         self.heir_of = _owner(self.path)
-        (self.path / "node").write_text(node)
+        self._is_of(node)
 
     @property
     def run(self) -> str:
@@ -64,6 +64,23 @@ class HostFolder:
     @run.setter
     def run(self, name: str) -> None:
         (self.path / "run").write_text(name)
+
+    @property
+    def unstored(self) -> bool:
+        """Whether the job has ended, and its last state could not be taken from here to its storage."""
+        return (self.path / "unstored").exists()
+
+    @unstored.setter
+    def unstored(self, so: bool) -> None:
+        if so:
+            (self.path / "unstored").touch()
+        else:
+            (self.path / "unstored").unlink(missing_ok=True)
+
+    @property
+    def holds_state(self) -> bool:
+        """Whether any slot here is complete."""
+        return bool(_labels(self.path))
 
     def board(self, local_rank: int) -> Path:
         """The file of a worker's board."""
@@ -107,17 +124,23 @@ class HostFolder:
             used: the state may be of this node, and not only of the one whose folder this was.
             ended: so has the job, and nobody will want what agents that died on this host have left of it.
         """
-        if ended:
-            for folder in self.path.parent.iterdir():
-                if folder != self.path:
-                    _remove_abandoned(folder)
-        if not (keep and any(self.path.glob("slots-*"))):
-            shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.path.parent.rmdir()
-        elif self.heir_of and not used:
-            (self.path / "node").write_text(self.heir_of)
-        os.close(self._lock)
+        with _one_at_a_time(self.path.parent):
+            if ended:
+                for path, lock in _take_abandoned(self.path.parent).items():
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
+            if not (keep and self.holds_state):
+                shutil.rmtree(self.path, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self.path.parent.rmdir()
+            elif self.heir_of and not used:
+                self._is_of(self.heir_of)
+            os.close(self._lock)
+
+    def _is_of(self, node: str) -> None:
+        """Write down whose folder it is; whoever reads that sees all of it."""
+        (self.path / "node.new").write_text(node)
+        (self.path / "node.new").rename(self.path / "node")
 
 
 def _root() -> Path:
@@ -136,10 +159,10 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     """Agents that start together do not see each other's folders as taken while one looks which is the newest."""
     deadline = time.monotonic() + _LOOKING_S
     while True:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileExistsError, FileNotFoundError):
             continue  # another agent has just removed it
         # Whoever looks for longer than that was stopped, and what it locked is not abandoned for anybody else.
         if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
@@ -154,8 +177,12 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _take_abandoned(job: Path) -> dict[Path, int]:
     """The folders of agents that are no more, each with its lock."""
-    taken = {}
-    for path in job.iterdir():
+    taken: dict[Path, int] = {}
+    try:
+        paths = list(job.iterdir())
+    except FileNotFoundError:  # by one that did not wait for us
+        return taken
+    for path in paths:
         with contextlib.suppress(OSError):
             lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
             if _locked(lock) and _is(path / "lock", lock):
@@ -168,15 +195,17 @@ def _take_abandoned(job: Path) -> dict[Path, int]:
 def _newest(folders: Iterable[Path]) -> Path:
     """That with the newest state. Labels tell within a run; of several runs, the one whose agent died last is meant."""
     died = {path: (path / "node").stat().st_mtime if _owner(path) else 0.0 for path in folders}
-    run = _run_of(max(died, key=lambda path: died[path]))
+    newest = {path: max(labels) for path in died if (labels := _labels(path))}
+    if not newest:
+        return max(died, key=lambda path: died[path])
+    run = _run_of(max(newest, key=lambda path: died[path]))
+    return max(newest, key=lambda path: (_run_of(path) == run, newest[path], died[path]))
 
-    def state(path: Path) -> tuple[bool, tuple[int, int], float]:
-        prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
-        labels = [found.label for prefix in prefixes for found in find(prefix)]
-        newest = max(((label.generation, label.step) for label in labels), default=(-1, -1))
-        return _run_of(path) == run, newest, died[path]
 
-    return max(died, key=state)
+def _labels(path: Path) -> list[tuple[int, int]]:
+    """Generation and step of each complete state in a folder's slots."""
+    prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
+    return [(found.label.generation, found.label.step) for prefix in prefixes for found in find(prefix)]
 
 
 def _make(job: Path) -> tuple[Path, int]:
@@ -188,7 +217,7 @@ def _make(job: Path) -> tuple[Path, int]:
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except FileNotFoundError:
+        except (FileExistsError, FileNotFoundError):
             continue  # another agent is just removing it
         if _locked(lock) and _is(path / "lock", lock):
             return path, lock
@@ -224,21 +253,26 @@ def _is(path: Path, file: int) -> bool:
 
 def _sweep(root: Path, but: str) -> None:
     """Remove what agents left that died an hour ago, and whose job nobody took up. Not of the job that begins here."""
-    for folder in root.glob("*/*"):
-        if folder.parent.name == but:
+    for job in root.iterdir():
+        if job.name == but:
             continue
-        with contextlib.suppress(OSError):
-            if time.time() - (folder / "node").stat().st_mtime >= _ABANDONED_S:
-                _remove_abandoned(folder)
+        with contextlib.suppress(OSError):  # of a folder that somebody else removes meanwhile
+            if not any(_abandoned_long_ago(folder) for folder in job.iterdir()) and not _is_old(job):
+                continue
+            with _one_at_a_time(job):
+                for folder, lock in _take_abandoned(job).items():
+                    if _abandoned_long_ago(folder):
+                        shutil.rmtree(folder, ignore_errors=True)
+                    os.close(lock)
+                job.rmdir()  # if it is empty
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove an agent's folder unless the agent lives."""
-    with contextlib.suppress(OSError):
-        lock = os.open(folder / "lock", os.O_RDWR)
-        try:
-            if _locked(lock):
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.parent.rmdir()
-        finally:
-            os.close(lock)
+def _abandoned_long_ago(folder: Path) -> bool:
+    try:
+        return _is_old(folder / "node")
+    except OSError:
+        return False
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime >= _ABANDONED_S

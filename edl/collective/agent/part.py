@@ -117,12 +117,7 @@ def take_part(
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     with ExitStack() as stack:
         host = HostFolder(f"{told.store} {told.job}", name)
-        over = (Exit.DONE, Exit.FAILED)
-        stack.callback(
-            lambda: host.close(
-                keep=_keeps(told, ending), used=ending.joined, ended=ending.joined and ending.code in over
-            )
-        )
+        stack.callback(lambda: _give_up(host, told, ending))
         spare = meeting_place(told)
         node = Node(name, told.addr, spare.port, told.workers)
         membership = Membership(store, told.job, node, told.ttl_s, lambda: events.put(None))
@@ -136,7 +131,7 @@ def take_part(
         slots = [host.slots(rank) for rank in range(told.workers)]
         fence = partial(_may_store, membership, signals)
         storing = Storing(told.checkpoint, slots, JobRun(store, told.job), fence, say)
-        stack.callback(lambda: _store_last(storing, signals, say, ending))
+        stack.callback(lambda: _store_last(storing, signals, say, ending, resumable=told.resumable))
         replicas = Replication(name, host.replicas, [Path(each) for each in slots], JobSecret(store, told.job), say)
         stack.callback(replicas.close)
         tethers = Tethers(name, lambda node: events.put(Gone(node)))
@@ -168,12 +163,19 @@ def _may_store(membership: Membership, signals: Signals) -> bool:
     return signals.asked or world.state is not State.RUNNING or is_member(world, membership.node.id)
 
 
-def _keeps(told: Launch, ending: Ending) -> bool:
-    """Whoever leaves last keeps the state in memory for a later start on this host."""
-    return ending.code not in (Exit.DONE, Exit.FAILED) and ending.alone and told.resumable
+def _give_up(host: HostFolder, told: Launch, ending: Ending) -> None:
+    """Whoever leaves last, or could not store what it had to, keeps the state in memory for a later start here."""
+    if ending.exit_code == Exit.NOT_STORED:
+        host.unstored = True
+        host.close(keep=told.resumable)
+        return
+    keep = ending.code not in (Exit.DONE, Exit.FAILED) and ending.alone and told.resumable
+    host.close(keep, used=ending.joined, ended=ending.job_over)
 
 
-def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], ending: Ending) -> None:
+def _store_last(
+    storing: Storing, signals: Signals, say: Callable[[str], None], ending: Ending, *, resumable: bool
+) -> None:
     """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
     done = ending.code == Exit.DONE
     if done:
@@ -196,4 +198,6 @@ def _store_last(storing: Storing, signals: Signals, say: Callable[[str], None], 
     if closing.is_alive():
         say("the last checkpoint was not stored; what was stored before is as it was")
     if ending.exit_code == Exit.NOT_STORED:
-        say(f"the job is done, its last state is lost: exit code {Exit.NOT_STORED:d}")
+        say(f"the job is done, its last state is not stored: exit code {Exit.NOT_STORED:d}")
+        if resumable:
+            say("it stays in this host's memory for an hour: the same command stores it, once the storage takes it")

@@ -60,7 +60,7 @@ class JobRun:
 
 
 class Storing:
-    """Stores what the workers mark for it, and, when asked, whatever is newest.
+    """Stores what the workers mark for it, and, when asked, whatever is newest; nothing before `begin`.
 
     Args:
         url: of the storage, in words of fsspec; empty for none, and then nothing happens here.
@@ -89,9 +89,12 @@ class Storing:
         self._complaint = ""
         self._attempt_at = self._most = 0
         self._thread: threading.Thread | None = None
-        if url:
-            self._persister = Persister(url, run=run, fence=fence)
-            self._thread = threading.Thread(target=self._run, name="edl-storing", daemon=True)
+        self._persister = Persister(url, run=run, fence=fence) if url else None
+
+    def begin(self) -> None:
+        """Store from now on: the slots are empty, or what they hold is of this job's run."""
+        if self._persister is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._persister,), name="edl-storing", daemon=True)
             self._thread.start()
 
     def prove(self, timeout_s: float, heed: Callable[[], object]) -> None:
@@ -103,13 +106,14 @@ class Storing:
         Raises:
             SettingsError: nothing can be stored there.
         """
-        if self._thread is None:
+        persister = self._persister
+        if persister is None:
             return
         proof: Future[None] = Future()
 
         def run() -> None:
             try:
-                self._persister.prove()
+                persister.prove()
             except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
                 proof.set_exception(exc)
             else:
@@ -143,7 +147,7 @@ class Storing:
         Returns:
             Whether all of it is stored.
         """
-        if self._thread is None:
+        if self._thread is None or self._persister is None:
             return True
         self._patient, self._stopping = patient, True
         self._wake.set()
@@ -160,25 +164,25 @@ class Storing:
                 return False
         return not self._complaint
 
-    def _run(self) -> None:
+    def _run(self, persister: Persister) -> None:
         wait_s = _LOOK_EVERY_S
         while True:
             self._wake.wait(wait_s)
             self._wake.clear()
             stopping = self._stopping  # what is stored from here on is all that there will be
             urgent, self._urgent = self._urgent, False
-            stored = self._store(urgent)
+            stored = self._store(persister, urgent)
             if not stored:
                 self._urgent = self._urgent or urgent
             if stopping and (stored or not self._patient):
                 return
             wait_s = _LOOK_EVERY_S if stored or stopping else min(2 * wait_s, _RETRY_MOST_S)
 
-    def _store(self, urgent: bool) -> bool:
+    def _store(self, persister: Persister, urgent: bool) -> bool:
         """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
-        self._attempt_at = self._persister.taken
+        self._attempt_at = persister.taken
         try:
-            outcome = self._persister.persist(self._slots, marked=not urgent)
+            outcome = persister.persist(self._slots, marked=not urgent)
         except EDLError as exc:
             complaint = f"{exc}; what was stored before is as it was, and it is tried again"
         except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
@@ -190,7 +194,7 @@ class Storing:
                 self._say(f"stored the state after step {outcome.step} at {self._url}")
             self._most = 0
             return True
-        self._most = max(self._most, self._persister.taken - self._attempt_at)
+        self._most = max(self._most, persister.taken - self._attempt_at)
         if complaint != self._complaint:
             self._complaint = complaint
             self._say(complaint)

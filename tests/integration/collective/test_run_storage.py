@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ import pytest
 from tests.integration.collective.job import Job, wait_until
 
 pytestmark = pytest.mark.slow
+
+STATE_SCRIPT = Path(__file__).with_name("train_state.py")
 
 SCRIPT = """
 import sys
@@ -74,7 +79,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_job_whose_last_state_is_not_stored_does_not_end_like_one_whose_is(tmp_path: Path) -> None:
+def test_a_job_whose_last_state_is_not_stored_ends_with_another_code_until_it_is(tmp_path: Path) -> None:
     url, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(LOST)
     options = ("--nnodes", "1", "--checkpoint", str(url), "--checkpoint-interval", "1000")
@@ -85,5 +90,35 @@ def test_a_job_whose_last_state_is_not_stored_does_not_end_like_one_whose_is(tmp
         wait_until(lambda: "asked once more, this node leaves without it" in node.output, "it goes on trying")
         node.process.terminate()
         assert node.wait() == 74
-        assert "the job is done, its last state is lost: exit code 74" in node.output
+        assert "the job is done, its last state is not stored: exit code 74" in node.output
+        job.nothing_is_left(state=True)
+        url.unlink()
+        code, output = job.run()
+        assert code == 0, output
+        assert f"stored the state after step 0 at {url}" in output
+        assert len(list(url.glob("step-0.*/manifest.json"))) == 1
         job.nothing_is_left()
+        assert "stored" not in job.run()[1]
+
+
+def test_a_state_of_a_job_before_this_one_gets_into_no_checkpoint(tmp_path: Path) -> None:
+    """Its records are gone, so this is another run, whose agent takes the old folder over before it knows."""
+    folder, url = tmp_path / "job", tmp_path / "checkpoints"
+    options = ("--nnodes", "1", "--checkpoint", str(url))
+    with Job(folder, options=options, command=[str(STATE_SCRIPT), str(folder)]) as job:
+        first = job.start()
+        wait_until(lambda: any(one.step > 20 for one in job.steps()), "steps")
+        first.kill(signal.SIGTERM)
+        assert first.wait() == 143
+        for path in folder.glob("store.sqlite*"):
+            path.unlink()
+        shutil.rmtree(url)
+        begun = time.monotonic()
+        second = job.start()
+        again = job.wait_for_world(1, after=begun)[0]
+        assert "of a job before this one: it is removed" in second.output
+        assert again.step < 5
+        job.end()
+        assert second.wait() == 0
+        stored = {int(path.name.partition("-")[2].partition(".")[0]) for path in url.iterdir()}
+        assert stored == {max(one.step for one in job.steps() if one.time > begun)}

@@ -96,15 +96,15 @@ def test_a_node_says_how_many_are_missing_and_how_long_it_waits(tmp_path: Path) 
 
 def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path: Path) -> None:
     """The store was removed and made anew: a state in memory of then would count as newer than any of now."""
-    first = job.start()
-    job.wait_for_world(1)
+    first = job.start(command=[str(SCRIPT), str(tmp_path)])
+    wait_until(lambda: any(one.step > 5 for one in job.steps()), "steps that are in memory")
     first.kill()
     first.process.wait()
     wait_until(lambda: not job.processes(), "its workers die with it")
     for file in tmp_path.glob("store.sqlite*"):
         file.unlink()
     with open_store(job.url):  # made anew
-        again = job.start()
+        again = job.start(command=[str(SCRIPT), str(tmp_path)])
         job.wait_for_world(1, after=job.steps()[-1].time)
         assert "left a state in memory, of a job before this one: it is removed" in again.output
     job.end()

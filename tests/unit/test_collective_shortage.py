@@ -25,8 +25,16 @@ def test_enough_nodes_that_are_about_to_begin_are_no_shortage() -> None:
     assert shortage.note(2, 0.0) == ""
     assert shortage.note(1, 1.0), "one has gone again"
     assert shortage.note(2, 2.0) == ""
-    assert shortage.note(1, 3.0)
-    assert shortage.waited_s(3.0) == 3.0, "it is the same wait"
+    assert "up to 600 s" in shortage.note(1, 3.0)
+    assert shortage.waited_s(4.0) == 1.0, "another wait"
+
+
+def test_nodes_that_came_in_time_are_not_given_up_while_they_wait_for_the_last_ones() -> None:
+    shortage = Shortage(2, 600.0)
+    shortage.note(1, 0.0)
+    shortage.note(2, 599.0)
+    shortage.note(2, 604.0)
+    assert shortage.waited_s(604.0) == 0.0
 
 
 def test_each_wait_has_its_own_time() -> None:

@@ -28,16 +28,16 @@ class Shortage:
         return now_s - self._since if self._since is not None else 0.0
 
     def over(self) -> None:
-        """The job runs: the next wait is another one."""
+        """Enough nodes are there, or the job runs: the next wait is another one."""
         self._since = self._said = None
 
     def note(self, here: int, now_s: float) -> str:
         """The job waits for nodes, of which `here` are there. Returns what to say now, empty for nothing."""
+        if here >= self._wanted:
+            self.over()
+            return ""
         if self._since is None:
             self._since = now_s
-        if here >= self._wanted:
-            self._said = None
-            return ""
         before, at = self._said or (-1, now_s)
         if here == before and now_s - at < _AGAIN_S:
             return ""

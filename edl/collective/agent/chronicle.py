@@ -19,7 +19,7 @@ __all__ = ["Chronicle"]
 
 _WRITE_EVERY_S = 1.0
 _ASK_S = 3.0
-"""So long at most nothing is charged, while it is asked which steps were finished before."""
+"""So long at most nothing is charged, while it is asked which steps were finished before. It is asked on after that."""
 
 
 class Chronicle:
@@ -41,6 +41,7 @@ class Chronicle:
         self._highest = -1
         self._asking: int | None = None
         self._asked_at = 0.0
+        self._in_vain = False
         self._waiting = threading.Condition()
         self._record: NodeRecord | None = None
         self._events: list[tuple[str, str, int]] = []
@@ -95,7 +96,7 @@ class Chronicle:
         if generation in (before, before + 1):
             return
         with self._waiting:
-            self._asking, self._asked_at = generation, now
+            self._asking, self._asked_at, self._in_vain = generation, now, False
             self._waiting.notify()
 
     def _hand_over(self) -> None:
@@ -107,20 +108,16 @@ class Chronicle:
     def _write(self) -> None:
         while True:
             with self._waiting:
-                while self._nothing_to_do and not self._closing:
-                    self._waiting.wait()
-                if self._nothing_to_do:
+                again_s = _WRITE_EVERY_S if self._in_vain else None
+                self._waiting.wait_for(lambda: self._closing or not self._nothing_to_do, again_s)
+                if self._closing and self._nothing_to_do:
                     return
                 asking = self._asking
                 record, self._record = self._record, None
                 times, self._times = self._times, None
                 events, self._events = self._events, []
             if asking is not None:
-                with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._highest = finished_before(self._store, self._job, asking)
-                with self._waiting:
-                    if self._asking == asking:
-                        self._asking = None
+                self._find_out(asking)
             for event in events:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._writer.tell(*event)
@@ -131,9 +128,20 @@ class Chronicle:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._compare(*times)
 
+    def _find_out(self, asking: int) -> None:
+        """Which steps were finished before a generation. Without an answer the question stays."""
+        answered = False
+        with contextlib.suppress(DiscoveryError, ClosedError):
+            self._highest = finished_before(self._store, self._job, asking)
+            answered = True
+        with self._waiting:
+            if self._asking == asking:
+                self._asking, self._in_vain = None if answered else asking, not answered
+
     @property
     def _nothing_to_do(self) -> bool:
-        return self._record is None and not self._events and self._times is None and self._asking is None
+        asks = self._asking is not None and not self._in_vain
+        return self._record is None and not self._events and self._times is None and not asks
 
     def _compare(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
         if generation != self._compared:

@@ -1,0 +1,57 @@
+"""What an agent leaves in the store while the store does not always answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from edl.collective.agent.chronicle import Chronicle
+from edl.collective.agent.crew import Crew
+from edl.collective.board import Reading
+from edl.collective.ledger.node import Doing, Ledger, NodeRecord
+from edl.collective.ledger.records import LedgerWriter, read_job
+from edl.discovery.sqlite.store import SqliteStore
+from edl.discovery.store import Entry
+from edl.errors import DiscoveryError
+
+
+class _Refusing(SqliteStore):
+    """Lists nothing the first times that it is asked."""
+
+    refusals = 2
+
+    def list(self, prefix: str) -> list[Entry]:
+        if self.refusals:
+            self.refusals -= 1
+            raise DiscoveryError("no leader")
+        return super().list(prefix)
+
+
+@dataclass
+class _CameLate:
+    """As much of a crew as a chronicle looks at: its workers are of a generation that this node had no part in yet."""
+
+    generation: int = 5
+    workers: dict[int, Reading] = field(default_factory=dict)
+
+    def readings(self) -> dict[int, Reading]:
+        return self.workers
+
+
+def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> None:
+    with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
+        before = NodeRecord("before", 1, 1, generation=3, step=7)
+        LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write(before)
+        chronicle = Chronicle(store, "job", "late", 1, print)
+        crew = cast(Crew, _CameLate())
+        deadline = time.monotonic() + 20
+        while True:
+            chronicle.observe(Doing.RUNNING, crew)
+            known = [] if store.refusals else [one.reached for one in read_job(store, "job").nodes if one.reached >= 0]
+            if known == [7]:
+                break
+            assert time.monotonic() < deadline, f"steps that were finished before are charged as new ones: {known}"
+            time.sleep(0.02)
+        chronicle.close(None)

@@ -60,11 +60,23 @@ def test_a_save_or_a_new_worker_begins_the_time_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0), (Phase.AGREE, 20.0)]
+    ("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0), (Phase.AGREE, 120.0)]
 )
 def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
     assert hang(reading(phase), 100.0 + limit_s, LIMITS) is None
     assert f"in phase {phase.name}" in (hang(reading(phase), 100.1 + limit_s, LIMITS) or "")
+
+
+@pytest.mark.parametrize("limits", [HangLimits(floor_s=3600.0), HangLimits(), HangLimits(save_s=4000.0)])
+@pytest.mark.parametrize("durations_s", [(), (1.0, 1.0, 1.0), (200.0, 200.0, 200.0)])
+@pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.ROLLBACK, Phase.SAVE])
+def test_the_rank_that_hangs_is_found_before_those_that_wait_for_it(
+    limits: HangLimits, durations_s: tuple[float, ...], phase: Phase
+) -> None:
+    waiting, hanging = (reading(each, durations_s=durations_s) for each in (Phase.AGREE, phase))
+    found = next(now_s for now_s in range(100, 20000, 30) if hang(hanging, now_s, limits))
+    assert hang(waiting, found, limits) is None
+    assert hang(waiting, 20000.0, limits) is not None, "but not for ever"
 
 
 def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_alone() -> None:

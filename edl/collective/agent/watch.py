@@ -20,6 +20,8 @@ from edl.collective.board import Phase, Reading
 __all__ = ["HangLimits", "Straggler", "StragglerRules", "Stragglers", "hang", "own_step_s"]
 
 _ENOUGH_STEPS: Final = 3
+_LATER_S: Final = 60.0
+"""So much longer than any limit of the rank that hangs may others wait for it: the cause is to be named, not they."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class HangLimits:
         first_step_s: for the first steps of a world, which compile, open files and connect.
         start_s: from the fork to the first step or load, for a script that has reported steps before.
         load_s: for reading a checkpoint.
-        save_s: for copying the state, and then for waiting for the other ranks, each of which has its own limits.
+        save_s: for copying the state. Ranks that wait to agree on that with another one, which perhaps evaluates or
+            makes a long step, may do so for longer than that one may take.
     """
 
     floor_s: float = 300.0
@@ -60,7 +63,7 @@ def hang(reading: Reading, now_s: float, limits: HangLimits, forked_s: float = 0
         Phase.START: limits.start_s,
         Phase.LOAD: limits.load_s,
         Phase.SAVE: limits.save_s,
-        Phase.AGREE: limits.save_s,
+        Phase.AGREE: max(limits.save_s, limits.first_step_s, _step_limit_s(reading, limits)) + _LATER_S,
     }[reading.phase]
     passed_s = now_s - reading.phase_since
     if passed_s <= limit_s:
@@ -76,10 +79,15 @@ def _no_step(reading: Reading, now_s: float, limits: HangLimits, forked_s: float
         limit_s, of = max(limits.first_step_s, limits.floor_s), "for the first steps"
     else:
         usual_s = statistics.median(reading.durations_s)
-        limit_s, of = max(limits.floor_s, limits.factor * usual_s), f"where a step takes {usual_s:.3g} s"
+        limit_s, of = _step_limit_s(reading, limits), f"where a step takes {usual_s:.3g} s"
     if passed_s <= limit_s:
         return None
     return f"no step after step {reading.step} for {passed_s:.1f} s; the limit is {limit_s:.3g} s {of}"
+
+
+def _step_limit_s(reading: Reading, limits: HangLimits) -> float:
+    """Seconds that a step may take which is not one of the first."""
+    return max(limits.floor_s, limits.factor * statistics.median(reading.durations_s or (0.0,)))
 
 
 def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None:

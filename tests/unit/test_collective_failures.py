@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -139,25 +140,30 @@ def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "ended", "words"),
+    ("ended", "ranks"), [([1], "rank 1"), ([1, 0], "ranks 0, 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")]
+)
+def test_a_rank_that_ended_before_the_others_is_named_as_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
+    verdict = judge([LOST], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    assert verdict is not None
+    why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
+    assert verdict.restart == f"rank 3 lost contact with another one, {why}"
+
+
+@pytest.mark.parametrize(
+    ("failures", "ended", "missing", "words"),
     [
-        (LOST, [1], "rank 3 lost contact with another one: the script had already ended on rank 1, and all"),
-        (LOST, [], "rank 3 lost contact with another one"),
-        (ABORTED, [0, 1], "worker 2: the script had already ended on ranks 0, 1, and all"),
-        (
-            LOST,
-            range(9, 4, -1),
-            "lost contact with another one: the script had already ended on ranks 5, 6, 7, 8 and 1 more",
-        ),
+        ([LOST], [], False, "rank 3 lost contact with another one"),
+        ([LOST], [1], True, "rank 3 lost contact with another one"),
+        ([ABORTED], [1], False, "worker 2"),
+        ([LOST, ABORTED], [1], False, "rank 3 lost contact with another one"),
     ],
 )
-def test_a_rank_that_ended_before_the_others_is_named_as_the_cause(
-    failed: Failure, ended: list[int], words: str
+def test_it_is_not_where_something_else_is(
+    failures: list[Failure], ended: list[int], missing: bool, words: str
 ) -> None:
-    verdict = judge([failed], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    verdict = judge(failures, 2.0, echo_s=0.5, contact_s=2.0, ended=ended, missing=missing)
     assert verdict is not None
-    assert words in verdict.restart
-    assert ("had already ended" in verdict.restart) == bool(ended)
+    assert verdict.restart == words
 
 
 def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:

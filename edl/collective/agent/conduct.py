@@ -187,7 +187,8 @@ class Conduct:
         nodes = records.nodes
         finished = [one for one in world.nodes if one.id in nodes and nodes[one.id].finished == world.generation]
         ended = [rank for one in finished for rank in one.ranks]
-        verdict = self._crew.verdict(world.forgiven, others_ended=ended)
+        missing = any(one.id not in nodes for one in world.nodes)
+        verdict = self._crew.verdict(world.forgiven, others_ended=ended, missing=missing)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:

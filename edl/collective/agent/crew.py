@@ -194,19 +194,22 @@ class Crew:
         """How long the steps until a pause may take, where steps are long."""
         return pausing.pause_needs_s(self.readings().values())
 
-    def verdict(self, forgiven: int, others_ended: Collection[int] = ()) -> Verdict | None:
+    def verdict(self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False) -> Verdict | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
 
         Args:
             forgiven: how many errors of the script's own the job has gone on after.
-            others_ended: ranks of other nodes that ended well, which explains why contact with them was lost.
+            others_ended: ranks of other nodes that ended well, which may be why contact was lost.
+            missing: a node of this generation is gone, which may be why as well.
         """
         if not self._failures or not self.running:
             return None
         waited_s = time.monotonic() - self._failed_at
         ended = {*others_ended, *(self.first_rank + rank for rank in self._ended_well)}
         contact_s = _ECHO_S if ended else self._told.ttl_s + 1.0
-        verdict = failures.judge(self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s, ended=ended)
+        verdict = failures.judge(
+            self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s, ended=ended, missing=missing
+        )
         return self._restarts.limited(verdict, forgiven, self._step()) if verdict is not None else None
 
     def restarted(self) -> None:

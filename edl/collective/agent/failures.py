@@ -92,7 +92,13 @@ def kind_of(status: int, text: str) -> Kind:
 
 
 def judge(
-    failures: Sequence[Failure], waited_s: float, *, echo_s: float, contact_s: float, ended: Collection[int] = ()
+    failures: Sequence[Failure],
+    waited_s: float,
+    *,
+    echo_s: float,
+    contact_s: float,
+    ended: Collection[int] = (),
+    missing: bool = False,
 ) -> Verdict | None:
     """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
 
@@ -100,7 +106,8 @@ def judge(
         waited_s: since the first failure, with the world unchanged.
         echo_s: how long to wait before an exception is taken for the script's own fault.
         contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
-        ended: ranks whose script ended well meanwhile, which is why others lose contact with them.
+        ended: ranks whose script ended well meanwhile, with which others lose contact.
+        missing: a node of the generation is gone, with whose ranks they do so too.
     """
     errors = [one for one in failures if one.kind is Kind.ERROR]
     killed = [one for one in failures if one.kind is Kind.KILLED]
@@ -114,8 +121,8 @@ def judge(
     if failures and waited_s >= contact_s:
         first = failures[0]
         what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
-        if ended:
-            what += f": the script had already ended on {_ranks(ended)}, and all ranks must make the same steps"
+        if ended and not missing and all(one.status > 0 for one in failures):  # by a signal: perhaps of its own code
+            what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
         return Verdict(restart=what)
     return None
 

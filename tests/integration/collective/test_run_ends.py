@@ -108,7 +108,8 @@ def test_a_rank_that_ends_early_again_and_again_is_named_as_the_cause(tmp_path: 
     with Job(tmp_path, options, ["uneven.py"]) as job:
         started = [job.start() for _ in range(nodes)]
         assert {node.wait() for node in started} == {1}
-        reason = "rank 0 lost contact with another one: the script had already ended on rank 1, and all ranks must"
+        cause = "perhaps because the script had already ended on rank 1: all must make the same steps"
+        reason = f"rank 0 lost contact with another one, {cause}"
         for node in started:
             assert f"generation 1 ({reason}" in node.output
             assert f"10 restarts in a row led nowhere; the last because {reason}" in node.output

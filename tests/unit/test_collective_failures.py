@@ -80,7 +80,7 @@ def test_the_scripts_own_errors_are_its_own(text: str) -> None:
 
 def test_a_killed_process_that_reads_data_counts_as_a_killed_worker() -> None:
     chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
-    for text in (traceback_of(READER_KILLED), traceback_of(READER_GONE), chained):
+    for text in (traceback_of(READER_KILLED), chained):
         assert kind_of(1, text) is Kind.KILLED
         verdict = judge([failure(1, text, rank=5)], 0.0, echo_s=0.5, contact_s=2.0)
         assert verdict is not None
@@ -91,6 +91,12 @@ def test_one_that_ended_by_itself_is_the_scripts_error() -> None:
     chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
     wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
     for text in (traceback_of(READER_FAILED), chained, wrapped):
+        assert kind_of(1, text) is Kind.ERROR
+
+
+def test_one_of_which_nobody_knows_how_it_ended_counts_against_the_restarts() -> None:
+    empty = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
+    for text in (traceback_of(READER_GONE), empty):
         assert kind_of(1, text) is Kind.ERROR
 
 

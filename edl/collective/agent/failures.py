@@ -22,11 +22,13 @@ _CONTACT = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 
-# The last line where a process that reads data for a script was killed, as torch's DataLoader raises it. That one of
-# them ended with an exit code of its own is the script's error, and the reason of the second kind then.
+# The last line where a process that reads data for a script ended, as torch's DataLoader raises it: when SIGCHLD comes,
+# and when it misses that process. Only the former says how it ended. Where nothing does, as in a thread other than the
+# main one, it may have been with an exit code of its own, which is the script's error.
 _READER = re.compile(
     r"RuntimeError: DataLoader worker \(pid(\(s\) [\d, ]+\) exited unexpectedly| \d+\) is killed by signal)"
 )
+_READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal", re.MULTILINE)
 _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
 )
@@ -86,7 +88,9 @@ def kind_of(status: int, text: str) -> Kind:
     """
     if status == -signal.SIGABRT:
         return Kind.CONTACT
-    if status < 0 or (_READER.match(_last_line(text)) and not _READER_ERROR.search(text)):
+    if status < 0 or (
+        _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
+    ):
         return Kind.KILLED
     return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 

@@ -92,6 +92,8 @@ class Crew:
         staying = self._staying()
         told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
         self._forget()
+        if self.generation < 0:
+            self._beat()  # without a first sign of life nobody would miss the next ones
         self.generation, self.first_rank = world.generation, member.first_rank
         jobs, logs = forks(self._told, world, member, self._host)
         self._errors = errors_of(logs)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -29,6 +30,7 @@ _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"
 _TIMEOUT_S = 3600.0
 _ENDING_S = 20.0
+_LOOK_S = 0.1
 
 _HEAD = """\
 # Benchmarks
@@ -58,13 +60,14 @@ def run(name: str, options: list[str]) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         notes = Path(folder) / "notes"
         command = [sys.executable, str(ROOT / f"benchmarks/{name}.py"), "--json", "--notes", str(notes), *options]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        try:
-            printed, _ = process.communicate(timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired as exc:
-            raise SystemExit(f"benchmarks/{name}.py was not done within {_TIMEOUT_S:.0f} s, and was ended") from exc
-        finally:
-            _end(process)
+        # In a session of its own: else a terminal's Ctrl-C came twice, the second time while it cleans up.
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            try:
+                printed, _ = process.communicate(timeout=_TIMEOUT_S)
+            except subprocess.TimeoutExpired as exc:
+                raise SystemExit(f"benchmarks/{name}.py was not done within {_TIMEOUT_S:.0f} s, and was ended") from exc
+            finally:
+                _end(process)
         if process.returncode:
             raise SystemExit(f"benchmarks/{name}.py failed with exit code {process.returncode}: see above")
         ratios = json.loads(printed)["ratios"]
@@ -72,14 +75,25 @@ def run(name: str, options: list[str]) -> Outcome:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End it with all that it started, by Ctrl-C's way first: only it knows what else it has to clean up."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_ENDING_S)
-    for pid in processes(process.pid) if process.poll() is None else []:
+    """End it with all that it started, by Ctrl-C's way first: only it knows what else it has to clean up.
+
+    Args:
+        process: leads a group of processes.
+    """
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + _ENDING_S
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_LOOK_S)  # reads what it prints, or it would not end
+    finally:
+        for pid in processes(process.pid) if process.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def machine() -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -159,6 +161,47 @@ def _runs(pid: int) -> bool:
         return status.read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+BENCHMARK = """\
+import pathlib, signal, subprocess, sys, time
+begun = pathlib.Path(__file__).with_name("begun")
+left = subprocess.Popen(["sleep", "600"])
+begun.with_suffix(".new").write_text(str(left.pid))
+begun.with_suffix(".new").rename(begun)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("x" * 200_000, flush=True)  # more than a pipe holds
+    time.sleep(0.5)  # a second SIGINT would end the clean-up here
+    begun.with_name("cleaned up").touch()
+"""
+
+
+def test_a_benchmark_is_interrupted_once_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/long.py").write_text(BENCHMARK)
+    code = (
+        f"from benchmarks import __main__ as every; every.ROOT = every.Path({str(tmp_path)!r}); every.run('long', [])"
+    )
+    runner = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=every.ROOT, start_new_session=True, stderr=subprocess.DEVNULL
+    )
+    begun = tmp_path / "benchmarks/begun"
+    deadline = time.monotonic() + 30
+    try:
+        while not begun.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(runner.pid, signal.SIGINT)  # as a terminal does
+        assert runner.wait(15) != 0
+    finally:
+        runner.kill()
+        runner.wait()
+    assert begun.with_name("cleaned up").exists()
+    while _runs(int(begun.read_text())):
+        assert time.monotonic() < deadline, "a process that it started is left"
+        time.sleep(0.02)
 
 
 def test_cpu_time_and_page_faults_are_counted() -> None:

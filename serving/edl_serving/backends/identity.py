@@ -33,7 +33,7 @@ from edl_serving.backends.opened import files_read, is_library
 from edl_serving.backends.source import ModelSource, digest
 from edl_serving.backends.target import module_of
 
-__all__ = ["code_of", "identity", "tensors_in", "users_modules"]
+__all__ = ["code_of", "identity", "read_by", "tensors_in", "users_modules"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,11 +45,9 @@ _PLAIN = (str, int, float, complex, bool, type(None), np.generic)
 def identity(source: ModelSource, model: Any) -> str:
     """The version of `model`, which the code that `source` names has just made. Says in the log what it is made of."""
     modules = users_modules(source)
-    read = {digest([file]): file for file in [*files_read(source.module), *files_read(source.call)]}
+    read = read_by(source)
     arrays = list(tensors_in([model], modules))
-    version = digest(
-        [*code_of(source, modules), *map(str.encode, sorted(read)), *itertools.chain.from_iterable(arrays)]
-    )
+    version = digest([*code_of(source, modules), *read, *itertools.chain.from_iterable(arrays)])
     names = [path.name for path in [*_files(modules), *read.values()]] or ["no file"]
     _log.info(
         "version %s is a hash of %s and %d arrays; if the model loads weights later, or in native code, name them with "
@@ -64,6 +62,12 @@ def identity(source: ModelSource, model: Any) -> str:
 def code_of(source: ModelSource, modules: list[ModuleType]) -> list[bytes | Path]:
     """What is named, its settings, and the source of the user's modules, for `digest`."""
     return [source.target.rpartition(":")[2].encode(), source.settings(), *_files(modules)]
+
+
+def read_by(source: ModelSource) -> dict[bytes, Path]:
+    """The files that were read while the model was imported and built, by a hash of each, in its order: of no path."""
+    files = [*files_read(source.module), *files_read(source.call)]
+    return dict(sorted((digest([file]).encode(), file) for file in files))
 
 
 def _files(modules: list[ModuleType]) -> list[Path]:
@@ -128,30 +132,44 @@ def tensors_in(roots: list[Any], modules: list[ModuleType]) -> Iterator[list[byt
     """Type, shape and bytes of each array and tensor that can be reached from `roots` or is in the user's modules."""
     names = {module.__name__ for module in modules}
     seen: dict[int, Any] = {}  # holds what it has seen, or another object could get the same address
+    unread: dict[str, None] = {}
     waiting = [*reversed([*roots, *map(_names, modules)])]
     while waiting:
         value = waiting.pop()
         if isinstance(value, (*_PLAIN, ModuleType, logging.Logger)) or id(value) in seen:
             continue
         seen[id(value)] = value
-        parts = _content(value)
+        parts = _content(value, unread)
         if parts is not None:
             yield parts
         else:
             waiting += reversed(list(_within(value, names)))
+    if unread:
+        _log.warning(
+            "the version does not tell the values of %s, which cannot be read; name them with --model-version",
+            ", ".join(unread),
+        )
 
 
 def _names(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
-def _content(value: Any) -> list[bytes | memoryview] | None:
-    """What there is to hash of an array, of any framework; None for something else."""
+def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | None:
+    """What there is to hash of an array, of any framework; None for something else.
+
+    Of a tensor that cannot be read that is its type, which is added to `unread`.
+    """
     if isinstance(value, (bytes, bytearray)):
         return [b"bytes", bytes(value)]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return _of_tensor(torch, value)
+        try:
+            return _of_tensor(torch, value)
+        except Exception:  # noqa: BLE001 - without sizes yet, nested, or a subclass, which may raise anything
+            name = f"{type(value).__module__}.{type(value).__qualname__}"
+            unread[name] = None
+            return [f"unread {name}".encode()]
     if not hasattr(type(value), "__array__") or not hasattr(type(value), "dtype"):
         return None
     try:
@@ -168,10 +186,11 @@ def _of_tensor(torch: Any, tensor: Any) -> list[bytes | memoryview]:
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()
     if tensor.is_meta:
         return [head]
-    plain = tensor.detach().cpu()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     plain = plain.dequantize() if plain.is_quantized else plain.to_dense() if plain.layout != torch.strided else plain
+    flat = plain.contiguous().as_strided((plain.numel(),), (1,))  # a single element may have any stride until here
     # Any type's bytes, bfloat16's as well, which numpy does not know.
-    return [head, plain.contiguous().reshape(-1).view(torch.uint8).numpy().data]
+    return [head, flat.view(torch.uint8).numpy().data]
 
 
 def _within(value: Any, modules: set[str]) -> Iterator[Any]:

@@ -22,11 +22,11 @@ from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
-from edl_serving.backends.identity import code_of, tensors_in, users_modules
+from edl_serving.backends.identity import code_of, read_by, tensors_in, users_modules
 from edl_serving.backends.source import ModelSource, digest, existing
 from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
 from edl_serving.backends.target import resolve
-from edl_serving.backends.torch_files import exported_specs, load_state, state_digest
+from edl_serving.backends.torch_files import exported_specs, load_state
 from edl_serving.backends.torch_input import Normalization, to_tensor
 
 __all__ = ["TorchBackend", "from_export", "from_factory", "from_torchscript"]
@@ -147,11 +147,14 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def _version(source: ModelSource, built: torch.nn.Module) -> str:
-    """Of the weights, and of the code around them with the tensors that are not among them."""
+    """Of the weights, the code around them, the files that it read, and the tensors that are not among the weights."""
     modules = users_modules(source)
-    plain = [{name: value for name, value in vars(part).items() if name[0] != "_"} for part in built.modules()]
-    tensors = itertools.chain.from_iterable(tensors_in([*plain, dict(built.named_buffers())], modules))
-    return state_digest(built, [*code_of(source, modules), *tensors])
+    torchs = vars(torch.nn.Module()).keys()  # where the state is, and the hooks
+    plain = [{name: value for name, value in vars(part).items() if name not in torchs} for part in built.modules()]
+    state = built.state_dict()
+    tensors = tensors_in([state, *plain, dict(built.named_buffers())], modules)
+    known = [*code_of(source, modules), *read_by(source), repr(sorted(state)).encode()]
+    return digest(itertools.chain(known, itertools.chain.from_iterable(tensors)))
 
 
 def from_torchscript(source: ModelSource) -> Backend:

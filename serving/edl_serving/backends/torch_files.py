@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
 from edl_serving.backend import TensorSpec
 from edl_serving.backends.fixed_batch import Rows
-from edl_serving.backends.source import digest
 from edl_serving.backends.specs import unnamed
 
-__all__ = ["ExportedSpecs", "exported_specs", "load_state", "state_digest"]
+__all__ = ["ExportedSpecs", "exported_specs", "load_state"]
 
 # Where common trainers put the weights in a checkpoint that holds more than them.
 _NESTED = ("state_dict", "model_state_dict", "model")
@@ -63,20 +62,6 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(state, Mapping):
         raise SettingsError(f"--checkpoint {str(path)!r} holds {type(state).__name__}, not a state_dict")
     return state
-
-
-def state_digest(module: torch.nn.Module, more: Sequence[bytes | memoryview | Path]) -> str:
-    """A version: equal for equal weights, whatever file they came from."""
-
-    def parts() -> Any:
-        yield from more
-        for name, tensor in sorted(module.state_dict().items()):
-            if isinstance(tensor, torch.Tensor):
-                yield f"{name} {tensor.dtype} {list(tensor.shape)}".encode()
-                # Any type's bytes, bfloat16's as well, which numpy does not know.
-                yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-    return digest(parts())
 
 
 @dataclass(frozen=True)

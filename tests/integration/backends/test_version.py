@@ -175,6 +175,79 @@ def build():
     assert served("x + self.mean", 1.0) != first
 
 
+_PRIVATE = """
+import json
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        %s
+
+    def forward(self, x):
+        return x
+
+def build():
+    return Net()
+"""
+
+
+def _built(folder: Path) -> str:
+    (backend,) = open_backends(ModelSource("torch-factory", f"{folder}/net.py:build", inputs=("x:float32[2]",)))
+    backend.close()
+    return backend.version
+
+
+def test_a_torch_factory_s_private_tensors_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = _PRIVATE.replace("import json", "import os") % 'self._mean = torch.tensor(float(os.environ["EDL_MEAN"]))'
+    (tmp_path / "net.py").write_text(code)
+    versions = []
+    for mean in ("1", "1", "2"):
+        monkeypatch.setenv("EDL_MEAN", mean)
+        versions.append(_built(tmp_path))
+    assert versions[0] == versions[1] != versions[2]
+
+
+def test_files_that_a_torch_factory_reads_count(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        _PRIVATE % f"with open({str(tmp_path / 'mean.json')!r}) as file: self.mean = json.load(file)"
+    )
+    versions = []
+    for mean in (1.0, 1.0, 2.0):
+        (tmp_path / "mean.json").write_text(json.dumps(mean))
+        versions.append(_built(tmp_path))
+    assert versions[0] == versions[1] != versions[2]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize(
+    "tensor", ["torch.nn.LazyLinear(3)", "torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])"]
+)
+def test_a_tensor_that_cannot_be_read_is_no_error_and_is_said_once(
+    tensor: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "unread.py").write_text(f"import torch\nA = {tensor}\nB = {tensor}\n{_FOLD % 'A'}")
+    caplog.set_level("WARNING", logger="edl_serving")
+    source = ModelSource(
+        "callable", f"{tmp_path}/unread.py:predict", inputs=("x:float32[2]",), outputs=("y:float32[2]",)
+    )
+    assert open_backends(source)[0].version
+    (line,) = [record.getMessage() for record in caplog.records if "--model-version" in record.getMessage()]
+    assert "cannot be read" in line
+
+
+def test_conjugate_and_negative_views_count_by_their_values(tmp_path: Path) -> None:
+    def served(view: str) -> str:
+        code = f"import torch\n\ndef build():\n    a = torch.tensor([1 + 2j])\n    w = {view}\n"
+        (tmp_path / "views.py").write_text(code + "    return lambda inputs: {'y': inputs['x'] * w.numpy()}\n")
+        source = ModelSource(
+            "factory", f"{tmp_path}/views.py:build", inputs=("x:float32[2]",), outputs=("y:float32[2]",)
+        )
+        return open_backends(source)[0].version
+
+    assert len({served(view) for view in ("a.resolve_conj()", "a.conj()", "a.conj().imag")}) == 3
+
+
 def test_what_is_named_counts_and_what_is_loaded_later_needs_a_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

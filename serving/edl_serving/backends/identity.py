@@ -21,6 +21,7 @@ import importlib.util
 import itertools
 import logging
 import operator
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ _log = logging.getLogger(__name__)
 _OWN = ("edl", "edl_serving")
 _MOST_NAMES = 8
 _PLAIN = (str, int, float, complex, bool, type(None), np.generic)
+_ENVIRONMENT = type(os.environ)  # holds bytes, of the process and not of the model
 
 
 def identity(source: ModelSource, model: Any) -> str:
@@ -136,7 +138,7 @@ def tensors_in(roots: list[Any], modules: list[ModuleType]) -> Iterator[list[byt
     waiting = [*reversed([*roots, *map(_names, modules)])]
     while waiting:
         value = waiting.pop()
-        if isinstance(value, (*_PLAIN, ModuleType, logging.Logger)) or id(value) in seen:
+        if isinstance(value, (*_PLAIN, _ENVIRONMENT, ModuleType, logging.Logger)) or id(value) in seen:
             continue
         seen[id(value)] = value
         parts = _content(value, unread)
@@ -160,7 +162,7 @@ def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | 
 
     Of a tensor that cannot be read that is its type, which is added to `unread`.
     """
-    if isinstance(value, (bytes, bytearray)):
+    if type(value) in (bytes, bytearray):  # a subclass may be a secret of the process, as multiprocessing's is
         return [b"bytes", bytes(value)]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):

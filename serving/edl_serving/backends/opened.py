@@ -1,5 +1,8 @@
 """Which files a model's code reads while it is imported and built: what it was made of, as far as Python sees it.
 
+Files that it writes meanwhile, or renames, count as well: code that computes something once and keeps it in a file
+would have another version from its second start on.
+
 Python reports each file that is opened to audit hooks (PEP 578). Files opened by native code, as by `safetensors` or
 `onnxruntime`, are not seen.
 """
@@ -28,7 +31,7 @@ _hooked = False
 
 @contextlib.contextmanager
 def reading(what: Hashable) -> Iterator[None]:
-    """Note the files that the user's code reads meanwhile, for `files_read`.
+    """Note the files that the user's code reads or makes meanwhile, for `files_read`.
 
     A module is executed by the first import only, so notes of the same `what` add up.
     """
@@ -63,16 +66,24 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    if event != "open" or _now is None:
+    if _now is None or event not in ("open", "os.rename"):
         return
-    path, mode, flags = args
-    if isinstance(path, int) or (mode or "r").strip("bt") not in ("r", "U"):
-        return
-    if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+    path = args[0] if event == "open" and _counts(*args[1:]) else args[1] if event == "os.rename" else -1
+    if isinstance(path, int):
         return
     file = str(Path.cwd() / os.fsdecode(path))
     if not file.endswith(_CODE) and not file.startswith(_OF_THE_HOST) and not is_library(file) and _asked_by_user():
         _now[file] = None
+
+
+def _counts(mode: str | None, flags: Any) -> bool:
+    """Whether a file that is opened so is read, or made anew: what the first start writes, the next ones will read.
+
+    Files that are appended to are logs.
+    """
+    if mode is not None:
+        return "a" not in mode
+    return not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
 def _asked_by_user() -> bool:

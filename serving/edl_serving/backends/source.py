@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class ModelSource:
     def settings(self) -> bytes:
         """What changes a model's answers without being in its weights; part of its version.
 
-        An option that names a file counts with the file's content, wherever that lies.
+        An option that names a file or folder counts with the content, wherever that lies.
         """
         options = [(key, _content(value)) for key, value in sorted(self.options.items())]
         return repr((options, self.autocast, self.normalize)).encode()
@@ -91,7 +92,25 @@ def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
 
 def _content(value: Any) -> Any:
     try:
-        path = Path(value).expanduser() if isinstance(value, str) else None
-        return value if path is None or not path.is_file() else f"file {digest([path])}"
+        path = Path(value).expanduser() if isinstance(value, str) and value else None
+        if path is None or not path.exists():
+            return value
+        return f"folder {_folder(path)}" if path.is_dir() else f"file {digest([path])}" if path.is_file() else value
     except (OSError, ValueError, RuntimeError):  # no path at all, or a file that only the model can read
         return value
+
+
+def _folder(path: Path) -> str:
+    """A hash of the names within a folder and of the files' content, but for what tools leave there: dates, mostly."""
+    parts: list[bytes | Path] = []
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if not _by_tools(name))
+        for name in sorted(name for name in files if not _by_tools(name)):
+            file = Path(folder, name)
+            if file.is_file():
+                parts += [file.relative_to(path).as_posix().encode(), file]
+    return digest(parts)
+
+
+def _by_tools(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"

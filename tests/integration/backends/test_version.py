@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,16 @@ print(open_backends(ModelSource(**json.loads(sys.argv[1])))[0].version)
 _FOLD = 'import numpy as np\n\ndef predict(inputs):\n    return {"y": inputs["x"] @ %s}\n'
 
 
-def version(folder: Path, target: str = "model.py:predict", kind: str = "callable", **more: Any) -> str:
+def version(
+    folder: Path,
+    target: str = "model.py:predict",
+    kind: str = "callable",
+    environment: Mapping[str, str] | None = None,
+    **more: Any,
+) -> str:
     source = json.dumps({"kind": kind, "target": target, "inputs": ["x:float32[2]"], "version": None, **more})
     paths = [path or str(Path.cwd()) for path in sys.path]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "random"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "random", **(environment or {})}
     done = subprocess.run(
         [sys.executable, "-c", _TELL, source], cwd=folder, env=env, capture_output=True, text=True, timeout=60
     )
@@ -109,6 +115,25 @@ def file_that_an_option_names(folder: Path, seed: int) -> dict[str, Any]:
     return {"kind": "factory", "target": "model.py:build", "options": {"weights": str(folder / "native.bin")}}
 
 
+def folder_that_an_option_names(folder: Path, seed: int) -> dict[str, Any]:
+    weights = folder / "weights"
+    (weights / "part").mkdir(parents=True, exist_ok=True)
+    (weights / "part" / "native.bin").write_bytes(bytes([seed]))
+    (weights / ".fetched").write_text(str(folder))
+    (folder / "model.py").write_text('def build(weights):\n    return lambda inputs: {"y": inputs["x"]}\n')
+    return {"kind": "factory", "target": "model.py:build", "options": {"weights": str(weights)}}
+
+
+def model_that_holds_what_belongs_to_the_process(folder: Path, seed: int) -> dict[str, Any]:
+    _array(folder, seed)
+    held = (
+        "import multiprocessing\nfrom os import environ\nWORKER = multiprocessing.Process(target=print)\n"
+        'HOME = environ.get("HOME")\n'
+    )
+    (folder / "model.py").write_text(held + _FOLD % "W" + 'W = np.load("w.npy")\n')
+    return {"environment": {"EDL_PLACE": str(folder)}}
+
+
 def backend_that_says_no_version(folder: Path, seed: int) -> dict[str, Any]:
     _array(folder, seed)
     code = """
@@ -131,6 +156,8 @@ MODELS = [
     opaque_object_read_by_a_factory,
     array_in_a_closure_that_nobody_opened,
     file_that_an_option_names,
+    folder_that_an_option_names,
+    model_that_holds_what_belongs_to_the_process,
     backend_that_says_no_version,
 ]
 
@@ -246,6 +273,29 @@ def test_conjugate_and_negative_views_count_by_their_values(tmp_path: Path) -> N
         return open_backends(source)[0].version
 
     assert len({served(view) for view in ("a.resolve_conj()", "a.conj()", "a.conj().imag")}) == 3
+
+
+@pytest.mark.parametrize(
+    "save", ['np.save("w.npy", W)', 'np.save("other.npy", W); os.replace("other.npy", "w.npy")'], ids=["save", "rename"]
+)
+def test_what_the_first_start_computes_and_keeps_is_no_other_model_at_the_next(save: str, tmp_path: Path) -> None:
+    code = f"""
+import os
+import numpy as np
+
+if os.path.exists("w.npy"):
+    W = np.load("w.npy")
+else:
+    W = np.ones((2, 3), np.float32)
+    {save}
+with open("model.log", "a") as log:
+    print("started", os.getpid(), file=log)
+
+def predict(inputs):
+    return {{"y": inputs["x"] @ W}}
+"""
+    (tmp_path / "model.py").write_text(code)
+    assert version(tmp_path) == version(tmp_path)
 
 
 def test_what_is_named_counts_and_what_is_loaded_later_needs_a_name(

@@ -135,7 +135,7 @@ def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) ->
         raise SettingsError(f"{flag} {source.target!r} does not take these options: {exc}") from exc
     except ValueError:
         pass  # written in C, without a signature
-    with reading(source.call):
+    with reading(source.call, source.package):
         return factory(**source.options)
 
 

@@ -3,8 +3,9 @@
 Into it go
 
 - the source of the user's modules: the one that was named, and those that it and its imports import by name;
-- arrays and tensors that can be reached from the model, and from those modules' names: through attributes, closures,
-  lists and dictionaries;
+- numbers in those modules' names, alone, and in lists, dictionaries and the like;
+- arrays, tensors and bytes that can be reached from the model, and from those modules' names: through attributes,
+  closures, lists and dictionaries;
 - the content of files that were read while the modules were imported and the factory ran, and of those that its
   options name.
 
@@ -14,6 +15,7 @@ are loaded later, at the first call, and those that only native code sees; and w
 
 from __future__ import annotations
 
+import array
 import ast
 import contextlib
 import functools
@@ -23,6 +25,7 @@ import logging
 import operator
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -30,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from edl_serving.backends.numbers import numbers_in
 from edl_serving.backends.opened import files_read, is_library
 from edl_serving.backends.source import ModelSource, digest
 from edl_serving.backends.target import module_of
@@ -62,8 +66,8 @@ def identity(source: ModelSource, model: Any) -> str:
 
 
 def code_of(source: ModelSource, modules: list[ModuleType]) -> list[bytes | Path]:
-    """What is named, its settings, and the source of the user's modules, for `digest`."""
-    return [source.target.rpartition(":")[2].encode(), source.settings(), *_files(modules)]
+    """What is named, its settings, and the source of the user's modules with the numbers in them, for `digest`."""
+    return [source.target.rpartition(":")[2].encode(), source.settings(), *_files(modules), *numbers_in(modules)]
 
 
 def read_by(source: ModelSource) -> dict[bytes, Path]:
@@ -164,6 +168,10 @@ def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | 
     """
     if type(value) in (bytes, bytearray):  # a subclass may be a secret of the process, as multiprocessing's is
         return [b"bytes", bytes(value)]
+    if isinstance(value, array.array):
+        return [f"array {value.typecode}".encode(), value.tobytes()]
+    if isinstance(value, memoryview):
+        return [f"memoryview {value.format}".encode(), value.tobytes()]
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         try:
@@ -175,13 +183,13 @@ def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | 
     if not hasattr(type(value), "__array__") or not hasattr(type(value), "dtype"):
         return None
     try:
-        array = np.asarray(value)
+        values = np.asarray(value)
     except Exception:  # noqa: BLE001 - an object of the user's, which then is no array to us, whatever it raised
         return None
-    if array.dtype.hasobject:
+    if values.dtype.hasobject:
         return None
-    head = f"{array.dtype.str} {array.shape}".encode()
-    return [head, np.ascontiguousarray(array).reshape(-1).view(np.uint8).data]
+    head = f"{values.dtype.str} {values.shape}".encode()
+    return [head, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data]
 
 
 def _of_tensor(torch: Any, tensor: Any) -> list[bytes | memoryview]:
@@ -203,8 +211,10 @@ def _within(value: Any, modules: set[str]) -> Iterator[Any]:
         if all(isinstance(key, str) for key, _ in entries):
             entries.sort(key=operator.itemgetter(0))  # readers of files do not all give the same order each time
         yield from (entry for _, entry in entries)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         yield from value
+    elif isinstance(value, (set, frozenset)):  # of anything else, the order differs from process to process
+        yield from sorted(entry for entry in value if type(entry) is bytes)
     elif isinstance(value, np.ndarray):  # of objects
         yield from value.reshape(-1).tolist()
     elif isinstance(value, FunctionType):

@@ -20,35 +20,46 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["files_read", "is_library", "reading"]
+__all__ = ["files_read", "is_library", "is_of", "reading"]
 
 _CODE = (".py", ".pyc", ".so", ".pyd")
 _OF_THE_HOST = ("/proc/", "/sys/", "/dev/", "/run/", "/etc/")
 _read: dict[Hashable, dict[str, None]] = {}
 _now: dict[str, None] | None = None
+_package = ""
 _hooked = False
 
 
 @contextlib.contextmanager
-def reading(what: Hashable) -> Iterator[None]:
+def reading(what: Hashable, package: str) -> Iterator[None]:
     """Note the files that the user's code reads or makes meanwhile, for `files_read`.
 
     A module is executed by the first import only, so notes of the same `what` add up.
+
+    Args:
+        what: for `files_read`.
+        package: the top package or module of the user's code, wherever it is installed.
     """
-    global _now, _hooked
+    global _now, _package, _hooked
     if not _hooked:  # once and for all: a hook cannot be removed
         sys.addaudithook(_hook)
         _hooked = True
-    before, _now = _now, _read.setdefault(what, {})
+    before = _now, _package
+    _now, _package = _read.setdefault(what, {}), package
     try:
         yield
     finally:
-        _now = before
+        _now, _package = before
 
 
 def files_read(what: Hashable) -> list[Path]:
     """The files noted for `what` that are still there."""
     return [path for path in map(Path, _read.get(what, ())) if path.is_file()]
+
+
+def is_of(frame: FrameType, package: str) -> bool:
+    """Whether a frame runs code of a package or module, by its top name."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == package
 
 
 def is_library(file: str) -> bool:
@@ -72,7 +83,9 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
     if isinstance(path, int):
         return
     file = str(Path.cwd() / os.fsdecode(path))
-    if not file.endswith(_CODE) and not file.startswith(_OF_THE_HOST) and not is_library(file) and _asked_by_user():
+    if file.endswith(_CODE) or file.startswith(_OF_THE_HOST) or (is_library(file) and not _in_package(file)):
+        return
+    if _asked_by_user():
         _now[file] = None
 
 
@@ -86,6 +99,12 @@ def _counts(mode: str | None, flags: Any) -> bool:
     return not (isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
+def _in_package(file: str) -> bool:
+    """Whether a file lies with the user's code, which may be installed."""
+    folders = getattr(sys.modules.get(_package), "__path__", ())
+    return file.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
+
+
 def _asked_by_user() -> bool:
     """Whether the user's code wants the file, if through a library, and not a library that is being imported.
 
@@ -96,7 +115,7 @@ def _asked_by_user() -> bool:
         name = frame.f_code.co_filename
         if name.startswith("<frozen importlib"):
             return False
-        if not is_library(name):
+        if not is_library(name) or is_of(frame, _package):
             return True
         frame = frame.f_back
     return True

@@ -11,7 +11,7 @@ from typing import Any
 
 from edl.errors import SettingsError
 
-__all__ = ["ModelSource", "digest", "existing"]
+__all__ = ["ModelSource", "digest", "existing", "top_name"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class ModelSource:
         return self.target.rpartition(":")[0]
 
     @property
+    def package(self) -> str:
+        """The top package of `module`, or the name that a file has as a module."""
+        return top_name(self.module)
+
+    @property
     def call(self) -> str:
         """Tells calls of a factory with different options apart."""
         return f"{self.target} {sorted(self.options.items())!r}"
@@ -62,6 +67,11 @@ class ModelSource:
         """
         options = [(key, _content(value)) for key, value in sorted(self.options.items())]
         return repr((options, self.autocast, self.normalize)).encode()
+
+
+def top_name(module: str) -> str:
+    """Of a module or file, the top package or the name as a module."""
+    return Path(module).stem if module.endswith(".py") else module.partition(".")[0]
 
 
 def existing(path: str, flag: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 from edl.errors import SettingsError
 from edl_serving.backends.opened import reading
+from edl_serving.backends.source import top_name
 from edl_serving.suggest import did_you_mean
 
 __all__ = ["module_of", "resolve"]
@@ -32,7 +33,7 @@ def resolve(target: str, flag: str) -> Any:
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")
-    with reading(where):
+    with reading(where, top_name(where)):
         found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
     _loaded[where] = found
     at = where

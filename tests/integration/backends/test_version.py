@@ -37,7 +37,7 @@ def version(
     **more: Any,
 ) -> str:
     source = json.dumps({"kind": kind, "target": target, "inputs": ["x:float32[2]"], "version": None, **more})
-    paths = [path or str(Path.cwd()) for path in sys.path]
+    paths = [*((environment or {}).get("EDL_TEST_PATH", "").split()), *(path or str(Path.cwd()) for path in sys.path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONHASHSEED": "random", **(environment or {})}
     done = subprocess.run(
         [sys.executable, "-c", _TELL, source], cwd=folder, env=env, capture_output=True, text=True, timeout=60
@@ -134,6 +134,36 @@ def model_that_holds_what_belongs_to_the_process(folder: Path, seed: int) -> dic
     return {"environment": {"EDL_PLACE": str(folder)}}
 
 
+def file_read_by_an_installed_module(folder: Path, seed: int) -> dict[str, Any]:
+    package = folder / "site-packages" / "installed"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "scale.json").write_text(json.dumps({"by": seed}))
+    code = """
+import json, pathlib
+
+class Scale:
+    def __init__(self, by): self.by = by
+
+with open(pathlib.Path(__file__).parent / "scale.json") as file:
+    SCALE = Scale(**json.load(file))
+
+def predict(inputs):
+    return {"y": inputs["x"] * SCALE.by}
+"""
+    (package / "__init__.py").write_text(code)
+    return {"target": "installed:predict", "environment": {"EDL_TEST_PATH": str(package.parent)}}
+
+
+def _plain(value: str) -> Callable[[Path, int], dict[str, Any]]:
+    def model(folder: Path, seed: int) -> dict[str, Any]:
+        code = f"import os, array, collections\nimport numpy as np\nSEED = int(os.environ['EDL_SEED'])\nV = {value}\n"
+        (folder / "model.py").write_text(code + "del SEED\n" + _FOLD % "np.ones((2, 3))")
+        return {"environment": {"EDL_SEED": str(seed)}}
+
+    model.__name__ = value
+    return model
+
+
 def backend_that_says_no_version(folder: Path, seed: int) -> dict[str, Any]:
     _array(folder, seed)
     code = """
@@ -159,6 +189,19 @@ MODELS = [
     folder_that_an_option_names,
     model_that_holds_what_belongs_to_the_process,
     backend_that_says_no_version,
+    file_read_by_an_installed_module,
+    *map(
+        _plain,
+        [
+            "np.float32(SEED)",
+            "[{'a': 1, 'b': (SEED, float('nan'))}]",
+            "{SEED, 7, 'text', 'more', 'words'}",
+            "collections.deque([np.full(3, SEED)])",
+            "array.array('f', [SEED])",
+            "memoryview(bytes([SEED]))",
+            "frozenset({bytes([SEED]), b'1', b'3'})",
+        ],
+    ),
 ]
 
 

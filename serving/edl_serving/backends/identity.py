@@ -20,7 +20,6 @@ import ast
 import contextlib
 import functools
 import importlib.util
-import itertools
 import logging
 import operator
 import os
@@ -52,15 +51,23 @@ def identity(source: ModelSource, model: Any) -> str:
     """The version of `model`, which the code that `source` names has just made. Says in the log what it is made of."""
     modules = users_modules(source)
     read = read_by(source)
-    arrays = list(tensors_in([model], modules))
-    version = digest([*code_of(source, modules), *read, *itertools.chain.from_iterable(arrays)])
+    arrays = 0
+
+    def parts() -> Iterator[bytes | memoryview | Path]:  # one at a time: a tensor's may be a copy
+        nonlocal arrays
+        yield from [*code_of(source, modules), *read]
+        for array_parts in tensors_in([model], modules):
+            arrays += 1
+            yield from array_parts
+
+    version = digest(parts())
     names = [path.name for path in [*_files(modules), *read.values()]] or ["no file"]
     _log.info(
         "version %s is a hash of %s and %d arrays; if the model loads weights later, or in native code, name them with "
         "--model-version",
         version,
         ", ".join([*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]),
-        len(arrays),
+        arrays,
     )
     return version
 

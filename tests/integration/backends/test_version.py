@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from edl.errors import SettingsError
 from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends import identity as identity_module
 
 _TELL = """
 import json, sys
@@ -339,6 +341,29 @@ def predict(inputs):
 """
     (tmp_path / "model.py").write_text(code)
     assert version(tmp_path) == version(tmp_path)
+
+
+def test_copies_of_tensors_are_not_held_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies on the host, as of a model on a GPU; here, dense ones of sparse tensors."""
+    copies: list[weakref.ref[Any]] = []
+    most = 0
+    of_tensor = identity_module._of_tensor
+
+    def watched(torch: Any, tensor: Any) -> Any:
+        nonlocal most
+        head, content = of_tensor(torch, tensor)
+        copies.append(weakref.ref(content.obj))
+        most = max(most, sum(copy() is not None for copy in copies))
+        return [head, content]
+
+    monkeypatch.setattr(identity_module, "_of_tensor", watched)
+    code = "import torch\nW = [torch.eye(2).to_sparse() * number for number in range(8)]\n"
+    (tmp_path / "large.py").write_text(code + "def predict(i):\n    return {'y': i['x']}\n")
+    net = "class Net(torch.nn.Identity):\n    w = 1\n\ndef build():\n    net = Net()\n    net._w = W\n    return net\n"
+    (tmp_path / "large_net.py").write_text(code + net)
+    open_backends(ModelSource("callable", f"{tmp_path}/large.py:predict", inputs=("x:float32[2]",)))
+    open_backends(ModelSource("torch-factory", f"{tmp_path}/large_net.py:build", inputs=("x:float32[2]",)))
+    assert 1 <= most <= 2
 
 
 def test_what_is_named_counts_and_what_is_loaded_later_needs_a_name(

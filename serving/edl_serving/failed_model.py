@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import FrameType, TracebackType
 
 from edl_serving.backend import Backend
 from edl_serving.backends.described import DescribedBackend
+from edl_serving.backends.opened import is_library, is_of
 from edl_serving.backends.source import ModelSource
 from edl_serving.backends.specs import complete_outputs
 
@@ -30,7 +30,7 @@ def what_failed(exc: BaseException, source: ModelSource) -> str:
     said = _said(source) if any(frame.f_code in _CALLS for frame in _frames(exc.__traceback__)) else ""
     if not said:
         return f"the model failed:\n{_users_stack(exc)}"
-    if _is_library(exc):
+    if _is_library(exc, source.package):
         return f"the model was called with {said}, and failed: {complaint}"
     return f"the model failed:\n{_users_stack(exc)}\nedl serve: it was called with {said}"
 
@@ -63,8 +63,7 @@ def _users_stack(exc: BaseException) -> str:
     return "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
 
 
-def _is_library(exc: BaseException) -> bool:
-    """Whether nothing that the user wrote is in the stack."""
-    libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platlib", "purelib"))
-    files = [frame.f_code.co_filename for frame in _frames(_theirs(exc))]
-    return bool(files) and all(file.startswith((*libraries, "<")) for file in files)
+def _is_library(exc: BaseException, package: str) -> bool:
+    """Whether nothing that the user wrote is in the stack; what is named is the user's, even if it is installed."""
+    frames = [*_frames(_theirs(exc))]
+    return bool(frames) and all(is_library(frame.f_code.co_filename) and not is_of(frame, package) for frame in frames)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from collections.abc import Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,7 +16,7 @@ from edl_serving.backend import Backend
 from edl_serving.batcher import Batcher
 from edl_serving.infer import Inference
 from edl_serving.lifecycle import Lifecycle, State
-from edl_serving.listening import check_path, check_port
+from edl_serving.listening import check_path, check_port, private_path, publish, withdraw
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
 from edl_serving.servicer import Servicer
@@ -55,7 +53,7 @@ class TeacherServer:
         self._grpc: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         self._port = 0
-        self._own_path: str | None = None
+        self._own_path: tuple[str, tuple[int, int]] | None = None
         self._metrics_port: int | None = None
 
     @property
@@ -130,8 +128,8 @@ class TeacherServer:
             check_path(settings.uds)
         self._port = self._bind(self._grpc, f"{settings.host}:{settings.port}")
         if settings.uds is not None:
-            self._bind(self._grpc, f"unix:{settings.uds}")
-            self._own_path = settings.uds
+            self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
+            self._own_path = settings.uds, publish(settings.uds)
         await self._grpc.start()
         self._metrics.watch("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
         self._metrics.watch("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
@@ -177,6 +175,9 @@ class TeacherServer:
         batcher, self._batcher = self._batcher, None
         if self._lifecycle is not None:
             self._lifecycle.state = State.STOPPED
+        own, self._own_path = self._own_path, None
+        if own is not None:
+            withdraw(*own)
         if server is not None:
             await self._tell_health(_NOT_SERVING)
             if self._inference is not None:
@@ -185,10 +186,6 @@ class TeacherServer:
         if batcher is not None:
             await batcher.close(close_within_s)
         self._metrics.close()
-        path, self._own_path = self._own_path, None
-        if path is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # noqa: PTH108 - one system call, no need of a thread
 
     async def _tell_health(self, status: int) -> None:
         for service in ("", names.SERVICE, self._model.name):

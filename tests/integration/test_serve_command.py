@@ -289,6 +289,16 @@ def test_a_socket_that_a_dead_teacher_left_is_replaced(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ask(f"unix:{path}", X), X)
 
 
+def test_the_socket_of_a_live_teacher_is_left_to_it(tmp_path: Path, url: str) -> None:
+    path = tmp_path / "teacher.sock"
+    with LocalTeacher("echo", serve={"uds": path}):
+        model = ["--model", "m", "--factory", "edl.testing.models:echo"]
+        done = edl("serve", *model, "--uds", str(path), EDL_DISCOVERY=url)
+        assert done.returncode == 2, done.stderr
+        assert "in use by another server" in done.stderr
+        np.testing.assert_array_equal(ask(f"unix:{path}", X), X)
+
+
 def test_the_users_errors_are_one_line_and_code_2(folder: Path, url: str) -> None:
     done = edl("serve", "--model", "m", "--callable", "teacher.py:dubble", cwd=folder, EDL_DISCOVERY=url)
     assert done.returncode == 2, done.stderr

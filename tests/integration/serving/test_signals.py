@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -184,3 +185,15 @@ def test_a_unix_socket_is_served_and_removed(process: StartProcess, connect: Con
     server.popen.send_signal(signal.SIGINT)
     assert server.wait() == 0
     assert not path.exists()
+    assert not [*tmp_path.glob("edl.sock*")]
+
+
+def test_a_unix_socket_that_another_server_has_put_there_is_not_removed(process: StartProcess, tmp_path: Path) -> None:
+    path = tmp_path / "edl.sock"
+    server = process("Base", uds=str(path))
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as another:
+        another.bind(str(path))
+        server.popen.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+        assert path.is_socket()

@@ -45,6 +45,7 @@ class Ask:
             raise SettingsError(f"top_k={self.top_k!r}: must be at least 1, or None for whole outputs")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):
             raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
+        object.__setattr__(self, "temperature", float(self.temperature))
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"dtype={self.dtype!r}: must be 'float16', 'float32' or None")
 

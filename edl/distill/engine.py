@@ -133,6 +133,10 @@ class Engine:
         if not self._closed:
             self._links.follow(snapshot)
 
+    def begin_epoch(self) -> None:
+        """Nothing is delivered yet that the answers to come must be like."""
+        self._agreement.begin_epoch()
+
     def _submit(self, job: Job) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
@@ -196,6 +200,7 @@ class Engine:
         )
 
     def _dropped(self, link: Link) -> None:
+        self._agreement.left(link.instance.id)
         self._spawn(link.close())
         self._set_timer()
 
@@ -212,6 +217,7 @@ class Engine:
         self._inbox.take_in()
 
     def _teacher_down(self, link: Link) -> None:
+        self._agreement.left(link.instance.id)
         self._links.lost(link)
         self._set_timer()
 

@@ -46,6 +46,8 @@ class Agreement:
         self._kinds: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
+        self._agreed: set[str] = set()  # teachers still there whose answers were like that
+        self._firm = False  # whether there was one in this epoch
         self.spec: ModelSpec | None = None
         self.settling = False
         self._mixed: frozenset[str] = frozenset()
@@ -98,6 +100,8 @@ class Agreement:
                 version,
             )
             self.spec = next(spec for spec in live if spec.version == version)
+            self._forget()
+            self._kept_shapes.clear()
         mixed = frozenset(count) if len(count) > 1 else frozenset()
         if mixed and mixed != self._mixed:
             logger.warning(
@@ -108,27 +112,46 @@ class Agreement:
             )
         self._mixed = mixed
 
+    def begin_epoch(self) -> None:
+        """What was delivered is over: labels to come need not be like it, if none of its teachers is left."""
+        self._firm = False
+
+    def left(self, teacher: str) -> None:
+        """A teacher is gone, or its connection: what comes under its name may be another one."""
+        self._agreed.discard(teacher)
+
     def misfit(self, teacher: str, inputs: Inputs, outputs: Outputs) -> Failure | None:
         """Why an answer to a request with these inputs does not go together with those before it."""
+        why = self._differing(inputs, outputs)
+        if why and not self._firm and self._agreed <= {teacher}:
+            self._forget()  # none of those that gave such answers is left to give more of them
+            why = self._differing(inputs, outputs)
+        if why:
+            return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
+        self._agreed.add(teacher)
+        self._firm = True
+        return None
+
+    def _forget(self) -> None:
+        self._kinds.clear()
+        self._row_shapes.clear()
+        self._agreed.clear()
+
+    def _differing(self, inputs: Inputs, outputs: Outputs) -> str:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
             shape = tuple(array.shape[1:])
             kind = (array.dtype, len(shape))
             agreed = self._kinds.setdefault(name, kind)
             if agreed != kind:
-                return self._failure(
-                    teacher,
-                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, "
-                    f"the teachers before it of {agreed[0]} with {agreed[1]}: ask for one dtype=, or give it "
-                    "another --service",
+                return (
+                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, the teachers before it of "
+                    f"{agreed[0]} with {agreed[1]}: ask for one dtype=, or give it another --service"
                 )
             want = self._wanted(name, inputs, shape, compressed=isinstance(output, TopK))
             if shape != want and not _go_together(shape, want):
-                return self._failure(
-                    teacher,
-                    f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}",
-                )
-        return None
+                return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
+        return ""
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """See that labels found by a sample's id fit its inputs as they are now.
@@ -173,10 +196,6 @@ class Agreement:
             classes = spec.shape[-1]
             return (*spec.shape[:-1], min(self._ask.top_k, classes) if classes > 0 else -1)
         return spec.shape
-
-    @staticmethod
-    def _failure(teacher: str, what: str) -> Failure:
-        return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {what}")
 
 
 def _go_together(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -53,6 +53,8 @@ class TopK:
 
     def __post_init__(self) -> None:
         _check_temperature(self.temperature)
+        if type(self.temperature) is not float:
+            object.__setattr__(self, "temperature", float(self.temperature))
         if isinstance(self.ids, np.ndarray):  # tensors come from arrays that were checked; looking costs a GPU a stop
             self._check_arrays()
 

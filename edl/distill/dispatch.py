@@ -38,6 +38,7 @@ class _Attempt:
 
 @dataclass
 class _Task:
+    rows: int = 0
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     lost: int = 0
@@ -66,9 +67,9 @@ class Dispatcher:
 
     # Events
 
-    def add(self, task: int, now: float) -> list[Action]:
-        """A new task, numbered in the order of delivery."""
-        self._tasks[task] = _Task()
+    def add(self, task: int, now: float, rows: int = 0) -> list[Action]:
+        """A new task of so many rows, numbered in the order of delivery."""
+        self._tasks[task] = _Task(rows)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
 
@@ -82,13 +83,13 @@ class Dispatcher:
             self._end(number)
         return attempts
 
-    def teacher_up(self, teacher: str, now: float) -> list[Action]:
-        """A teacher is connected, for the first time or again."""
+    def teacher_up(self, teacher: str, now: float, max_rows: int = 0) -> list[Action]:
+        """A teacher is connected, for the first time or again. It takes so many rows in a task; 0 if any number."""
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
             state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
-        state.live, state.draining = True, False
+        state.live, state.draining, state.max_rows = True, False, max_rows
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
@@ -187,6 +188,20 @@ class Dispatcher:
         """Teachers that may be given work, now or when they have room."""
         return sum(state.usable(now) for state in list(self.teachers.values()))
 
+    def too_large(self, now: float) -> int:
+        """Rows of the largest task that waits while there are teachers, but none that takes it; 0 if there is none."""
+        usable = [state for state in list(self.teachers.values()) if state.usable(now)]
+        if not usable or any(not state.max_rows for state in usable):
+            return 0
+        most = max(state.max_rows for state in usable)
+        waiting = (self._tasks[task] for task in self._waiting if task in self._tasks)
+        return max((task.rows for task in waiting if not task.attempts and task.rows > most), default=0)
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that every known teacher takes in one task, those included that may be back; 0 if any number."""
+        return min((state.max_rows for state in self.teachers.values() if state.max_rows), default=0)
+
     @property
     def waiting(self) -> int:
         """Tasks that no teacher has now."""
@@ -250,7 +265,7 @@ class Dispatcher:
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
             return False
-        usable = {name for name, state in self.teachers.items() if state.usable(now)}
+        usable = {name for name, state in self.teachers.items() if state.usable(now) and state.takes(task.rows)}
         return len(rejected) >= 2 or usable <= rejected
 
     def _assign(self, now: float) -> list[Action]:
@@ -278,8 +293,10 @@ class Dispatcher:
         return actions
 
     def _choose(self, free: list[tuple[str, TeacherState]], task: _Task, now: float) -> str | None:
+        free = [(name, state) for name, state in free if state.takes(task.rows)]
         fit = [(name, state) for name, state in free if not task.failed_at(name)]
-        others = (name for name, state in self.teachers.items() if state.live and not state.draining)
+        teachers = self.teachers.items()
+        others = (name for name, state in teachers if state.live and not state.draining and state.takes(task.rows))
         if not fit and task.failures and all(task.failed_at(name) for name in others):
             # Nobody else is there to try. An error may pass; a rejection was judged hopeless before.
             fit = free
@@ -366,6 +383,7 @@ class Dispatcher:
             state.window.median_s
             for name, state in self.teachers.items()
             if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
+            if state.takes(head.rows)
         ]
         if not idle:
             return None

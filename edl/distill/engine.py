@@ -76,7 +76,7 @@ class Engine:
         self.taken_up = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
         self.max_rows = 0
-        """Rows that every teacher takes in one request, as of when the last one connected; 0 if none has a limit."""
+        """Rows that every teacher takes in one request, as of when the last one came or left; 0 if none has a limit."""
 
     # Any thread
 
@@ -117,8 +117,18 @@ class Engine:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
                 self._thread.run(self._follow_version(), 2 * _LOOK_AGAIN_S)
 
-    def no_teacher(self) -> NoTeacherError:
-        """The error for a wait that was in vain, with what is known of each teacher."""
+    def no_teacher(self, too_large: int = 0) -> NoTeacherError:
+        """The error for a wait that was in vain, with what is known of each teacher.
+
+        Args:
+            too_large: rows of a request that is larger than what those take that are live; 0 if none is.
+        """
+        if too_large:
+            return NoTeacherError(
+                f"no live teacher for {self.name} took a request of {too_large} rows within {self._timeout_s:g} s, and "
+                f"{self.max_rows} rows are what all of them take: set batch_rows (set_teacher_batch_size) to that or "
+                "less, or leave it out"
+            )
         found = self._links.in_words()
         return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
 
@@ -133,6 +143,10 @@ class Engine:
         if not self._closed:
             self._links.follow(snapshot)
 
+    def begin_epoch(self) -> None:
+        """Nothing is delivered yet that the answers to come must be like."""
+        self._agreement.begin_epoch()
+
     def _submit(self, job: Job) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
@@ -141,7 +155,7 @@ class Engine:
             self._outage.begin(self._now())
         self._jobs[job.number] = job
         self._tally.asked += job.payload.rows
-        self._apply(self._dispatcher.add(job.number, self._now()))
+        self._apply(self._dispatcher.add(job.number, self._now(), job.payload.rows))
 
     def wanted(self, number: int) -> None:
         """The training loop waits for this job."""
@@ -196,6 +210,9 @@ class Engine:
         )
 
     def _dropped(self, link: Link) -> None:
+        self._agreement.left(link.instance.id)
+        if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
+            self.max_rows = self._dispatcher.max_rows
         self._spawn(link.close())
         self._set_timer()
 
@@ -205,13 +222,15 @@ class Engine:
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
         if self._agreement.spec is None:
             self._agreement.spec = link.spec
-        limits = [link.spec.max_rows for link in self._links.by_name.values() if link.spec is not None]
-        self.max_rows = min((limit for limit in limits if limit), default=0)
+        max_rows = link.spec.max_rows if link.spec is not None else 0
+        actions = self._dispatcher.teacher_up(link.instance.id, self._now(), max_rows)
+        self.max_rows = self._dispatcher.max_rows
         self._spec_known.set()
-        self._apply(self._dispatcher.teacher_up(link.instance.id, self._now()))
+        self._apply(actions)
         self._inbox.take_in()
 
     def _teacher_down(self, link: Link) -> None:
+        self._agreement.left(link.instance.id)
         self._links.lost(link)
         self._set_timer()
 
@@ -247,7 +266,7 @@ class Engine:
                 self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
                 job = self._jobs.pop(action.task)
-                self._finish(job, error_of(action, job.payload.rows, self.max_rows), "")
+                self._finish(job, error_of(action), "")
         self._set_timer()
 
     def _start(self, send: Send, job: Job) -> Callable[[], object]:
@@ -378,18 +397,19 @@ class Engine:
         if not self._jobs:
             self._outage.end()
             return None
-        outlook = self._outage.look(now, self._dispatcher.live(now))
+        too_large = self._dispatcher.too_large(now)
+        outlook = self._outage.look(now, self._dispatcher.live(now) if not too_large else 0)
         if outlook.say:
-            logger.warning("no live teacher for %s%s", self.name, outlook.say)
+            which = f" takes a request of {too_large} rows" if too_large else ""
+            logger.warning("no live teacher for %s%s%s", self.name, which, outlook.say)
         if outlook.silent_s:
             logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, outlook.silent_s)
         if outlook.over:
-            self._fail_all()
+            self._fail_all(self.no_teacher(too_large))
             return None
         return outlook.look_at
 
-    def _fail_all(self) -> None:
-        error = self.no_teacher()
+    def _fail_all(self, error: NoTeacherError) -> None:
         self._outage.end()
         jobs, self._jobs = self._jobs, {}
         for number, job in jobs.items():

@@ -201,9 +201,12 @@ class Epoch:
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.settle()
+        begins = True  # a new chunk, whose size may be another one; asked for each sample it takes its time
         for value in source:
-            cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
+            if begins:
+                cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
             item, ready = cutter.put(value)
+            begins = bool(ready)
             self._offer(item)
             if not self._submit(ready):
                 return

@@ -30,20 +30,10 @@ class Job:
     finished: bool = False
 
 
-def error_of(action: GiveUp, rows: int, max_rows: int) -> PermanentError:
-    """What the training loop is told of a task that was given up.
-
-    Args:
-        rows: of the request.
-        max_rows: that the teachers take in one request, 0 if they do not say.
-    """
+def error_of(action: GiveUp) -> PermanentError:
+    """What the training loop is told of a task that was given up."""
     words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
     kinds = {failure.kind for _, failure in action.failures}
     if FailureKind.REJECTED in kinds:
-        if 0 < max_rows < rows:
-            words += (
-                f"; the request has {rows} rows, and they take {max_rows}: set batch_rows (set_teacher_batch_size) to "
-                "that or less, or leave it out"
-            )
         return RejectedError(f"teachers refuse a request: {words}")
     return BadOutputError(f"no teacher could label a request: {words}")

@@ -264,6 +264,8 @@ class Labeller:
         if self._epoch is not None:
             self._epoch.close()
         self._begins = True
+        for engine in self._engines:
+            self._thread.call(engine.begin_epoch)
         self._epoch = Epoch(self, iter(source()), cutter)
         return self._epoch
 

@@ -129,27 +129,38 @@ class _Garbage:
 
     A gRPC channel that waits for the parent's collector would be taken apart by the child's, which then waits for ever
     for a thread that only the parent has. Frozen, what is inherited is left alone; the child's own garbage is not.
+
+    Several threads may fork at once: the first of them turns the parent's collector off, the last one on again.
     """
 
-    enabled = False
+    lock = threading.Lock()
+    forks = 0  # under way
+    turned_off = False
 
     @classmethod
     def before(cls) -> None:
-        cls.enabled = LoopThread.used and gc.isenabled()
-        if cls.enabled:
-            gc.disable()
+        with cls.lock:
+            cls.forks += 1
+            if LoopThread.used and gc.isenabled():
+                cls.turned_off = True
+                gc.disable()
 
     @classmethod
     def after_in_parent(cls) -> None:
-        if cls.enabled:
-            gc.enable()
+        with cls.lock:
+            cls.forks -= 1
+            if cls.turned_off and not cls.forks:
+                cls.turned_off = False
+                gc.enable()
 
     @classmethod
     def after_in_child(cls) -> None:
+        cls.lock = threading.Lock()  # another thread of the parent may hold the one inherited
+        turned_off, cls.turned_off, cls.forks = cls.turned_off, False, 0
         if LoopThread.used:
             LoopThread.inherited = True
             gc.freeze()
-        if cls.enabled:
+        if turned_off:
             gc.enable()
 
 

@@ -45,6 +45,7 @@ class Ask:
             raise SettingsError(f"top_k={self.top_k!r}: must be at least 1, or None for whole outputs")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):
             raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
+        object.__setattr__(self, "temperature", float(self.temperature))
         if self.dtype not in (None, "float16", "float32"):
             raise SettingsError(f"dtype={self.dtype!r}: must be 'float16', 'float32' or None")
 
@@ -155,7 +156,7 @@ def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Arr
     """Those fields that the model wants, in the types that it wants.
 
     Raises:
-        SourceError: a field has another shape, or a type or value that cannot be converted without loss.
+        SourceError: a field has another shape, or a type or value that the model's type does not have.
     """
     if not spec.inputs:
         return dict(fields)
@@ -179,7 +180,9 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
     dtype = tensors.dtype_of(wanted.datatype)
     if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SUO"):
         return array
-    if dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
+    # Whole numbers go by their values: numpy has no cast from signed to unsigned, of which 7 would need no warning.
+    whole = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if dtype.kind == "O" or not (whole or np.can_cast(array.dtype, dtype, "same_kind")):
         return _refuse(array, wanted, model)
     with np.errstate(over="ignore"):
         converted = array.astype(dtype)
@@ -190,7 +193,8 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
 def _first_lost(array: Array, converted: Array) -> str | None:
     """The first value that a conversion made another one of, None if there is none.
 
-    Of floating-point numbers the digits that the smaller type does not have may go, but none may become infinite.
+    Of floating-point numbers the digits that the smaller type does not have may go, to the last of those that are too
+    small for it; but none may become infinite.
     """
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
     large = array.dtype.kind in "iu" and array.dtype.itemsize == 8

@@ -17,6 +17,7 @@ class TeacherState:
         live: connected, and known to serve the right model.
         draining: takes no new requests.
         closed_until: no requests before this time; `why` says why.
+        max_rows: it takes in one request, 0 if any number.
         moved_at: when it last answered, or began with something to do.
     """
 
@@ -25,6 +26,7 @@ class TeacherState:
     draining: bool = False
     closed_until: float = 0.0
     why: str = ""
+    max_rows: int = 0
     in_flight: set[int] = field(default_factory=set)
     moved_at: float = 0.0
     failures: int = 0
@@ -33,6 +35,9 @@ class TeacherState:
 
     def usable(self, now: float) -> bool:
         return self.live and not self.draining and now >= self.closed_until
+
+    def takes(self, rows: int) -> bool:
+        return not self.max_rows or rows <= self.max_rows
 
     def free(self, now: float) -> bool:
         allowed = 1 if self.half_open else self.window.allowed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -22,6 +25,13 @@ def agreement(known: ModelSpec | None, k: int | None = None) -> Agreement:
     return one
 
 
+INPUTS = [("x", "FP32", (2, 5))]
+
+
+def answer(dtype: str) -> dict[str, Any]:
+    return {"y": np.zeros((2, 9), dtype)}
+
+
 def words(one: Agreement, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)) -> str:
     failure = one.misfit("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
     return failure.message if failure is not None else ""
@@ -33,6 +43,24 @@ def test_only_what_the_metadata_fixes_must_agree() -> None:
     assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(one, 5, 998)
     assert "1 dimensions, the teachers before it of float32 with 2" in words(one, 997)
     assert "rows of float16 with 2" in words(one, 5, 997, dtype="float16")
+
+
+def test_an_epoch_begins_anew_when_none_is_left_whose_answers_were_like_the_first() -> None:
+    one = agreement(spec(9))
+    for teacher in ("a", "b"):
+        assert one.misfit(teacher, INPUTS, answer("float32")) is None
+    one.left("a")
+    one.begin_epoch()
+    assert one.misfit("c", INPUTS, answer("float16")) is not None, "b is left"
+    one.left("b")
+    assert one.misfit("c", INPUTS, answer("float16")) is None
+    assert one.misfit("d", INPUTS, answer("float32")) is not None
+    one.left("c")
+    assert one.misfit("d", INPUTS, answer("float32")) is not None, "some of this epoch's labels are float16"
+    one.begin_epoch()
+    assert one.misfit("d", INPUTS, answer("float32")) is None
+    one.begin_epoch()
+    assert one.misfit("d", INPUTS, answer("float16")) is None, "another server under the same name, unnoticed"
 
 
 def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> None:
@@ -101,6 +129,16 @@ def test_the_version_follows_the_live_teachers(live: list[str], version: str) ->
     agreement.follow(specs(*live))
     assert agreement.spec is not None
     assert agreement.spec.version == version
+
+
+def test_another_version_may_give_another_dtype_and_take_another_length() -> None:
+    one = agreement(spec(-1))
+    assert one.misfit("a", INPUTS, answer("float32")) is None
+    assert one.misfit("b", INPUTS, answer("float32")) is None
+    one.check_cacheable({"x": np.zeros((2, 5), "f4")})
+    one.follow([replace(spec(-1), version="2")])
+    assert one.misfit("c", INPUTS, answer("float16")) is None
+    one.check_cacheable({"x": np.zeros((2, 8), "f4")})
 
 
 def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

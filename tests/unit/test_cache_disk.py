@@ -25,8 +25,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edl.distill.cache import CacheKey, SoftLabelCache, folder
-from edl.distill.cache.segment import BadSegmentError, Handles, Segment
+from edl.distill.cache.layout import RowLayout
+from edl.distill.cache.segment import BadSegmentError, Handles, Segment, encode
+from edl.distill.compress import TopK, top_k
+from edl.distill.request import Ask
 from edl.errors import TemporaryError
+from edl.protocol.names import top_k_names
 
 Array = np.ndarray[Any, Any]
 KEY = CacheKey("resnet", "1", ("logits",), dataset="digits")
@@ -318,6 +322,50 @@ def test_files_without_checksums_are_read_as_before(tmp_path: Path, warnings_of:
     file.write_bytes(safetensors.numpy.save(tensors, metadata))
     assert found(tmp_path, range(10)) == [True] * 10
     assert warnings_of() == []
+
+
+@pytest.mark.parametrize("temperature", [4, np.float64(4), np.float32(4)])
+def test_top_k_labels_are_found_again_whatever_type_of_number_the_temperature_was(
+    tmp_path: Path, temperature: Any
+) -> None:
+    ask = Ask(("logits",), top_k=2, temperature=temperature)
+    labels = top_k(np.arange(12, dtype=np.float32).reshape(3, 4), 2, 4.0)
+    labels = TopK(labels.ids, labels.values, labels.tail_lse, temperature, 4)
+    key = CacheKey("resnet", "1", ("logits",), top_k=2, temperature=ask.temperature)
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(key).put([1, 2, 3], {"logits": labels})
+        cache.flush(timeout_s=10)
+    assert (type(ask.temperature), type(labels.temperature)) == (float, float)
+    with SoftLabelCache(0, tmp_path) as cache:
+        found = cache.view(key).get([1, 2, 3])
+        assert found.complete
+        assert found.outputs["logits"].temperature == 4.0  # type: ignore[union-attr]
+
+
+def test_a_files_checksum_is_that_of_the_text_in_it(tmp_path: Path) -> None:
+    arrays = {name: np.zeros((1, *shape), "f4") for name, shape in zip(top_k_names("y"), [(2,), (2,), ()], strict=True)}
+    layout = RowLayout.of(arrays, {"y": (4, 10)})
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(encode("n", layout, [1], layout.pack(arrays)))
+    assert Segment.open(file, "n", Handles()).layout == layout
+
+
+def test_rows_that_cannot_be_written_hold_up_neither_others_nor_who_waits(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        bad = cache.view(KEY)
+        bad.put([1], rows([1]))
+        assert bad.disk is not None
+        assert bad.disk.layout is not None
+        bad.disk.layout = RowLayout(bad.disk.layout.columns, {"logits": (object(), None)})  # type: ignore[dict-item]
+        with pytest.raises(TemporaryError, match="TypeError"):
+            cache.flush(timeout_s=10)
+        assert cache.stats().failed_writes == 1
+        cache.view(OTHER).put([2], rows([2]))
+        cache.flush(timeout_s=10)
+    assert found(tmp_path, [2], OTHER) == [True]
+    assert sum("1 rows were not written, and will be asked for again: TypeError" in one for one in warnings_of()) == 1
 
 
 def test_files_that_vanish_or_shrink_under_a_reader_are_misses(

@@ -271,6 +271,49 @@ def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
     assert again[0].task == 1
 
 
+def test_a_task_goes_only_where_it_is_not_too_large() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("small", 0.0, 8)
+    assert sends(dispatcher.add(1, 0.0, 20)) == []
+    assert (dispatcher.too_large(0.0), dispatcher.max_rows) == (20, 8)
+    (small,) = sends(dispatcher.add(2, 0.0, 8))
+    assert small.teacher == "small"
+    (large,) = sends(dispatcher.teacher_up("large", 0.1, 30))
+    assert (large.task, large.teacher) == (1, "large")
+    assert (dispatcher.too_large(0.1), dispatcher.max_rows) == (0, 8)
+    assert sends(dispatcher.add(3, 0.1, 31)) == []
+    assert dispatcher.too_large(0.1) == 31
+    assert [send.task for send in sends(dispatcher.teacher_up("any", 0.2))] == [3]
+    dispatcher.teacher_removed("small")
+    assert dispatcher.max_rows == 30
+
+
+def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> None:
+    for kind in (FailureKind.REJECTED, FailureKind.ERROR):
+        dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+        dispatcher.teacher_up("small", 0.0, 8)
+        dispatcher.teacher_up("large", 0.0)
+        (send,) = sends(dispatcher.add(1, 0.0, 20))
+        (then,) = dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
+        if kind is FailureKind.REJECTED:
+            assert isinstance(then, GiveUp)
+        else:
+            assert isinstance(then, Send)
+            assert then.teacher == "large"
+
+
+def test_a_late_task_is_not_sent_where_it_is_too_large() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("large", 0.0)
+    for task in range(50):
+        (send,) = sends(dispatcher.add(task, task, 20))
+        dispatcher.answered(send.attempt, task + 0.01)
+    assert len(sends(dispatcher.add(50, 50.0, 20))) == 1
+    dispatcher.teacher_up("small", 50.0, 8)
+    assert sends(dispatcher.wanted(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
+    assert [send.extra for send in sends(dispatcher.teacher_up("other", 60.0, 20))] == [True]
+
+
 events = st.lists(
     st.tuples(
         st.sampled_from(["add", "up", "down", "remove", "drain", "answer", "fail", "tick", "drop", "wanted"]),
@@ -293,11 +336,14 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
     on_way: dict[int, Send] = {}
     added, ended, dropped = 0, set(), set()
     connected: set[str] = set()
+    sizes: list[int] = []
+    limits = {"t1": 1, "t2": 3}
 
     def take(actions: list[object]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 assert action.teacher in connected
+                assert sizes[action.task] <= limits.get(action.teacher, 5)
                 assert action.task not in ended | dropped
                 on_way[action.attempt] = action
                 per_teacher = sum(send.teacher == action.teacher for send in on_way.values())
@@ -311,11 +357,12 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
         now += step
         name = f"t{number}"
         if kind == "add":
-            take(dispatcher.add(added, now))  # type: ignore[arg-type]
+            sizes.append(number)
+            take(dispatcher.add(added, now, number))  # type: ignore[arg-type]
             added += 1
         elif kind == "up":
             connected.add(name)
-            take(dispatcher.teacher_up(name, now))  # type: ignore[arg-type]
+            take(dispatcher.teacher_up(name, now, limits.get(name, 0)))  # type: ignore[arg-type]
         elif kind in ("down", "remove", "drain"):
             connected.discard(name)
             {"down": dispatcher.teacher_down, "remove": dispatcher.teacher_removed}.get(

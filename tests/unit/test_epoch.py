@@ -80,6 +80,20 @@ def test_a_batch_of_more_requests_than_may_be_open_is_delivered_whole() -> None:
     assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
+@pytest.mark.parametrize(("cutter", "asked"), [(SampleCutter, 4), (BatchCutter, 100)])
+def test_how_large_a_request_may_be_is_asked_once_for_each(cutter: type[Cutter], asked: int) -> None:
+    class Counting(Labels):
+        asked = 0
+
+        def max_rows(self, stopped: Callable[[], bool]) -> int:
+            self.asked += 1
+            return 0
+
+    labels = Counting()
+    run(Epoch(labels, iter([(np.array([number]),) for number in range(100)]), batches(cutter)))
+    assert labels.asked == asked
+
+
 def test_a_source_that_fails_while_the_loop_waits_for_a_chunk_that_is_not_full() -> None:
     waiting = threading.Event()
 

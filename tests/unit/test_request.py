@@ -28,6 +28,9 @@ def converted(values: Any, dtype: str, datatype: str) -> Any:
         ([300, 5], "int16", "INT8", "300"),
         ([1, 2**63], "uint64", "INT64", "9223372036854775808 as uint64"),
         ([256], "uint16", "UINT8", "256"),
+        ([0, -1], "int64", "UINT8", "-1 as int64"),
+        ([7, 256], "int64", "UINT8", "256 as int64"),
+        ([-1], "int64", "UINT64", "-1 as int64"),
         ([1.0, np.nan, 1e300], "float64", "FP32", r"1e\+300 as float64"),
         ([70000.0], "float32", "FP16", "70000.0"),
         ([70000], "int32", "FP16", "70000"),
@@ -47,6 +50,9 @@ def test_a_value_that_a_conversion_would_change_is_named(values: Any, dtype: str
     [
         ([-(2**31), 2**31 - 1], "int64", "INT32"),
         ([0, 2**63 - 1], "uint64", "INT64"),
+        ([0, 255], "int64", "UINT8"),
+        ([0, 2**63 - 1], "int64", "UINT64"),
+        ([], "int64", "UINT8"),
         ([0.1, np.inf, -np.inf, np.nan], "float64", "FP32"),
         ([2**24 + 2, -(2**62), -(2**63)], "int64", "FP32"),
         ([2**63, 0], "uint64", "FP64"),
@@ -62,7 +68,8 @@ def test_what_is_the_same_in_another_type_is_converted(values: Any, dtype: str, 
 
 
 @given(
-    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1), st.sampled_from(["INT8", "INT32", "FP16", "FP32", "FP64"])
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "FP32", "FP64"]),
 )
 def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datatype: str) -> None:
     try:
@@ -75,7 +82,7 @@ def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datat
 
 def fits(value: int, datatype: str) -> bool:
     kind = dtype_of(datatype)
-    if kind.kind == "i":
+    if kind.kind in "iu":
         return bool(np.iinfo(kind).min <= value <= np.iinfo(kind).max)
     if abs(value) > float(np.finfo(kind).max):
         return False

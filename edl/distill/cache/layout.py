@@ -125,7 +125,7 @@ def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[st
         if isinstance(output, TopK):
             ids, values, tail = top_k_names(name)
             arrays[ids], arrays[values], arrays[tail] = output.ids, _half(output.values, half), output.tail_lse
-            top_k[name] = (output.temperature, output.classes)
+            top_k[name] = (float(output.temperature), int(output.classes) if output.classes is not None else None)
         else:
             arrays[name] = _half(np.asarray(output), half)
     if not arrays:

@@ -68,13 +68,14 @@ def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: 
         tensors[f"{ID_PREFIX}.ends"] = np.cumsum([len(text) for text in texts], dtype=np.int64)
     tensors[_SUMS] = np.fromiter(map(zlib.crc32, records), np.uint32, len(records))
     about = {name: tensor for name, tensor in tensors.items() if name.startswith(ID_PREFIX)}
-    metadata = {
-        "format": _FORMAT,
-        "namespace": namespace,
-        "top_k": json.dumps(dict(layout.top_k), sort_keys=True),
-        "crc32": _sum_of(about, layout),
-    }
+    top_k = json.dumps(dict(layout.top_k), sort_keys=True)
+    stored = RowLayout(layout.columns, _top_k_in(top_k))  # who opens the file has no more than its text
+    metadata = {"format": _FORMAT, "namespace": namespace, "top_k": top_k, "crc32": _sum_of(about, stored)}
     return safetensors.numpy.save(tensors, metadata)
+
+
+def _top_k_in(text: str) -> dict[str, tuple[float, int | None]]:
+    return {name: (float(value[0]), value[1]) for name, value in json.loads(text).items()}
 
 
 def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
@@ -176,7 +177,7 @@ class Segment:
                     raise BadSegmentError(f"tensor {name!r} has shape {tensors[name].shape} for {len(ids)} ids")
             layout = RowLayout(
                 tuple(Column(name, tensors[name].dtype, tensors[name].shape[1:]) for name in columns),
-                {name: (float(value[0]), value[1]) for name, value in json.loads(metadata["top_k"]).items()},
+                _top_k_in(metadata["top_k"]),
             )
             sums = about.get(_SUMS)
             checked = metadata["format"] == _FORMAT or sums is not None

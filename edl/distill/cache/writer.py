@@ -134,15 +134,24 @@ class Writer:
                 self._waiting.append(self._gathering.pop(kind))
 
     def _write(self, batch: _Batch) -> None:
+        try:
+            self._write_whole(batch)
+        except OSError as exc:
+            why = exc.strerror or str(exc)
+        except Exception as exc:
+            # Whatever it was, those who wait for this thread must not wait for ever, and the next file may be fine.
+            logger.exception("soft-label cache %s: a file was not written in a way not foreseen", self._folder.path)
+            why = f"{type(exc).__name__}: {exc}"
+        else:
+            return
+        with self._lock:
+            self._failed(batch, why)
+
+    def _write_whole(self, batch: _Batch) -> None:
         namespace = batch.namespace
         assert namespace.layout is not None
-        try:
-            data = encode(namespace.path.name, namespace.layout, batch.ids, batch.records)
-            self._folder.write(namespace.key, data)
-        except OSError as exc:
-            with self._lock:
-                self._failed(batch, exc.strerror or str(exc))
-            return
+        data = encode(namespace.path.name, namespace.layout, batch.ids, batch.records)
+        self._folder.write(namespace.key, data)
         with self._lock:
             self._failing = False
             namespace.scan(force=True)

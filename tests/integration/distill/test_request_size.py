@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
-from edl.errors import RejectedError
+from edl.errors import NoTeacherError
 from tests.integration.distill.conftest import Start, until
+from tests.plugins_consul import free_ports
 from tests.plugins_triton import TritonFactory
 
 WIDTH = 4
+OPTIONS = Options(teacher_timeout_s=1)
 
 
 def reader_of(*endpoints: str, output: str = "y", model: str = "", **kwargs: Any) -> DistillReader:
@@ -48,13 +50,31 @@ def test_the_smallest_limit_of_several_teachers_counts(start: Start) -> None:
         assert all(teacher.rows > 0 == teacher.failures for teacher in reader.stats().teachers.values())
 
 
-def test_a_size_that_the_user_fixed_is_refused_with_the_remedy(start: Start) -> None:
+def test_a_size_that_the_user_fixed_waits_for_a_teacher_that_takes_it_with_the_remedy(start: Start) -> None:
     teacher = start("echo", max_queue=100, max_batch=64)
-    with reader_of(teacher.endpoint, teacher_batch_size=300) as reader:
+    with reader_of(teacher.endpoint, teacher_batch_size=300, options=OPTIONS) as reader:
         reader.set_batch_generator(lambda: [batch_of(400)])
-        remedy = r"has 300 rows, and they take 100: set batch_rows \(set_teacher_batch_size\) to that or less"
-        with pytest.raises(RejectedError, match=rf"edl serve --max-queue.*{remedy}"):
+        remedy = r"100 rows are what all of them take: set batch_rows \(set_teacher_batch_size\) to that or less"
+        with pytest.raises(NoTeacherError, match=rf"took a request of 300 rows within 1 s, and {remedy}"):
             list(reader())
+
+
+def test_requests_cut_before_teachers_with_a_smaller_limit_came_go_to_the_others(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of those would refuse them, which was the end of the epoch."""
+    large, ports = start("echo", delay_s=0.3), free_ports(2)
+    with reader_of(large.endpoint, *(f"127.0.0.1:{port}" for port in ports)) as reader:
+        reader.set_batch_generator(lambda: (batch_of(200) for _ in range(8)))
+        epoch = iter(reader())
+        next(epoch)
+        for port in ports:
+            start("echo", max_queue=20, max_batch=8, port=port)
+        until(lambda: reader.stats().teachers_live == 3, 10)
+        for _, numbers, labels in epoch:
+            assert (labels[:, 0] == numbers).all()
+        assert sum(teacher.rows for teacher in reader.stats().teachers.values()) == 8 * 200
+    assert "rejected" not in caplog.text
 
 
 @pytest.mark.triton
@@ -68,7 +88,7 @@ def test_a_real_tritons_max_batch_size_is_kept_to(triton: TritonFactory) -> None
         x, _ = batch_of(45)
         reader.set_sample_generator(lambda: ((row, number) for number, row in enumerate(x)))
         assert [label[0] for *_, label in reader()] == [WIDTH * number for number in range(45)]
-    with reader_of(server.endpoint, output="logits", model="teacher", teacher_batch_size=32) as reader:
+    with reader_of(server.endpoint, output="logits", model="teacher", teacher_batch_size=32, options=OPTIONS) as reader:
         reader.set_batch_generator(lambda: [batch_of(50)])
-        with pytest.raises(RejectedError, match=r"has 32 rows, and they take 20: set batch_rows"):
+        with pytest.raises(NoTeacherError, match=r"of 32 rows within 1 s, and 20 rows are what .*: set batch_rows"):
             list(reader())

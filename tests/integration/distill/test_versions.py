@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,13 @@ from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 
 ROWS = 80
+TYPED = """
+from edl.testing.models import Model
+
+
+def make(kind, **options):
+    return Model(lambda inputs: {"y": inputs["x"].astype(kind)}, ["x:float32[4]"], [f"y:{kind}[4]"], **options)
+"""
 FOLLOWED = "from this epoch on"
 
 
@@ -99,6 +108,22 @@ def test_a_teacher_replaced_within_an_epoch_answers_and_is_followed_by_the_next(
         assert reader.stats().rows_asked == asked + ROWS, "the third epoch asks nothing"
         assert kept(cache) == {"1": {1.0}, "2": {3.0}}
     assert said(caplog, FOLLOWED) == 1
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_teachers_of_the_next_epoch_may_give_another_dtype(start: Start, tmp_path: Path, cached: bool) -> None:
+    (tmp_path / "model.py").write_text(TYPED)
+    model, options = f"{tmp_path}/model.py:make", Options(teacher_timeout_s=10)
+    first = start(model, version="1", kind="float32")
+    with contextlib.ExitStack() as stack:
+        kept: dict[str, Any] = {"cache": stack.enter_context(SoftLabelCache()), "id_field": 1} if cached else {}
+        reader = DistillReader(["x", None], ["y"], teachers=first.endpoint, options=options, **kept)
+        stack.enter_context(reader)
+        reader.set_sample_generator(source())
+        assert {y.dtype for *_, y in reader()} == {np.dtype("float32")}
+        first.kill()
+        start(model, version="2", kind="float16", port=first.port)
+        assert {y.dtype for *_, y in reader()} == {np.dtype("float16")}
 
 
 def test_while_versions_are_mixed_the_first_one_counts(start: Start, caplog: pytest.LogCaptureFixture) -> None:

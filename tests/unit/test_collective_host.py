@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent import host
 from edl.collective.agent.host import HostFolder
 from edl.collective.checkpoint.slots import Label, SlotPair, find, make_room
+from edl.errors import EDLError
 
 
 @pytest.fixture
@@ -216,6 +218,30 @@ def test_the_end_of_a_job_removes_what_dead_agents_left_and_not_what_live_ones_h
     assert not dead.exists()
     assert live.path.exists()
     live.close(keep=False)
+
+
+def test_the_end_of_a_job_leaves_what_another_agent_could_not_store(job: str) -> None:
+    failed, last = HostFolder(job, "failed"), HostFolder(job, "last")
+    save(failed, step=7)
+    failed.unstored = True
+    failed.close(keep=True)
+    last.close(keep=False, ended=True)
+    again = HostFolder(job, "again")
+    assert (again.heir_of, again.unstored, again.holds_state) == ("failed", True, True)
+    again.close(keep=False)
+
+
+def test_a_jobs_folder_that_is_none_is_an_error_and_no_endless_wait(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_LOOKING_S", 0.2)
+    probe = HostFolder(job, "probe")
+    folder = probe.path.parent
+    probe.close(keep=False)
+    folder.write_text("a file")
+    try:
+        with pytest.raises(EDLError, match="cannot be used"):
+            HostFolder(job, "a")
+    finally:
+        folder.unlink()
 
 
 def test_a_folder_says_which_run_its_state_is_of(job: str) -> None:

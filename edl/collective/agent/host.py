@@ -22,6 +22,7 @@ from edl.errors import EDLError
 __all__ = ["HostFolder"]
 
 _ABANDONED_S = 3600.0
+_UNSTORED = "unstored"
 _LOOKING_S = 5.0
 _LOOK_AGAIN_S = 0.01
 
@@ -68,14 +69,14 @@ class HostFolder:
     @property
     def unstored(self) -> bool:
         """Whether the job has ended, and its last state could not be taken from here to its storage."""
-        return (self.path / "unstored").exists()
+        return (self.path / _UNSTORED).exists()
 
     @unstored.setter
     def unstored(self, so: bool) -> None:
         if so:
-            (self.path / "unstored").touch()
+            (self.path / _UNSTORED).touch()
         else:
-            (self.path / "unstored").unlink(missing_ok=True)
+            (self.path / _UNSTORED).unlink(missing_ok=True)
 
     @property
     def holds_state(self) -> bool:
@@ -122,12 +123,14 @@ class HostFolder:
         Args:
             keep: leave the state that is in it to the next agent of this job.
             used: the state may be of this node, and not only of the one whose folder this was.
-            ended: so has the job, and nobody will want what agents that died on this host have left of it.
+            ended: so has the job, and nobody will want what agents that died on this host have left of it, but for what
+                could not be stored.
         """
         with _one_at_a_time(self.path.parent):
             if ended:
                 for path, lock in _take_abandoned(self.path.parent).items():
-                    shutil.rmtree(path, ignore_errors=True)
+                    if not (path / _UNSTORED).exists():
+                        shutil.rmtree(path, ignore_errors=True)
                     os.close(lock)
             if not (keep and self.holds_state):
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -162,8 +165,10 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileExistsError, FileNotFoundError):
-            continue  # another agent has just removed it
+        except (FileExistsError, FileNotFoundError) as exc:  # another agent has just removed it
+            if time.monotonic() > deadline:
+                raise EDLError(f"{folder}, the job's folder in memory, cannot be used: {exc.strerror}") from exc
+            continue
         # Whoever looks for longer than that was stopped, and what it locked is not abandoned for anybody else.
         if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
             break

@@ -187,15 +187,20 @@ def test_a_student_that_was_gone_for_longer_than_its_lease_has_the_same_teachers
         stack.enter_context(registry.register(teacher(number)))
     other = join(stack, registry, store, "leader", want=2)
     until(lambda: other.group.is_leader and not other.now.stale)
+
+    def planned_with() -> bool:
+        balanced = other.group._member._leader._balanced
+        return balanced is not None and f"balance/{SERVICE}/students/again" in balanced[1].entries
+
     # Not what chance would give it again.
     store.put(f"balance/{SERVICE}/links/again", pack_links(mine := sorted(ids(*range(8)) - other.has)[-2:]))
     with BalanceGroup(registry, store, SERVICE, "again", want=2) as group:
         student = Student(group)
         until(lambda: student.has == set(mine) and not student.now.stale)
-        time.sleep(0.5)  # the leader plans with it
+        until(planned_with)
     until(lambda: store.get(f"balance/{SERVICE}/links/again") is None)
     until(lambda: not other.now.stale)
-    time.sleep(0.5)  # and without it
+    until(lambda: not planned_with())
     again = join(stack, registry, store, "again", want=2)
     until(lambda: again.has and not again.now.stale)
     assert again.has == set(mine)

@@ -202,7 +202,7 @@ class Conduct:
         if verdict is not None:
             self._crew.restarted()
             self._part.storing.store_newest()
-            kind, text = ("error", verdict.fatal) if verdict.fatal else ("restart", verdict.restart)
+            kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
             self._part.chronicle.tell(kind, text, world.generation)
         return self.act(self._membership.read())  # the others learn of it by their watches
 
@@ -251,6 +251,13 @@ class Conduct:
             changes["slot_nbytes"] = slot_nbytes
         if changes:
             self._membership.update(**changes)
+
+
+def _in_a_line(fatal: str) -> str:
+    """Who failed, and the last line of the traceback, which is the error."""
+    who, _, traceback = fatal.partition("\n")
+    error = traceback.rstrip().rpartition("\n")[2].strip()
+    return f"{who}: {error}" if error else who
 
 
 def _count(number: int, what: str) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from edl.collective.agent.host import HostFolder
+from edl.collective.ledger.records import read_job
+from edl.discovery import open_store
 from tests.integration.collective.job import TRAIN, Job, wait_until
 from tests.plugins_consul import ConsulAgent
 
@@ -208,6 +210,17 @@ def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -
         job.nothing_is_left()
         steps = sorted({one.step for one in job.steps()})
         assert steps == list(range(len(steps)))
+
+
+def test_an_error_is_a_line_of_the_jobs_history(tmp_path: Path) -> None:
+    script = tmp_path / "raise.py"
+    script.write_text("def fail():\n    raise ValueError('no such thing')\n\nfail()\n")
+    with Job(tmp_path, ("--nnodes", "1"), command=[str(script)]) as job:
+        assert job.run()[0] == 1
+        with open_store(job.url) as store:
+            (error,) = [event for event in read_job(store, job.name).events if event.kind == "error"]
+        assert error.text.endswith("exit code 1 (rank 0): ValueError: no such thing")
+        assert "\n" not in error.text
 
 
 def test_the_last_of_several_agents_here_is_gone_on_from(tmp_path: Path) -> None:

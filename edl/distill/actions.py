@@ -41,9 +41,10 @@ class Policy:
         hedge_min_s: no request younger than this is hedged.
         request_timeout_s: a request without an answer after this is sent elsewhere.
         failures_to_open: so many failures in a row take a teacher out for a while.
-        open_min_s, open_max_s: for how long; doubled with each time until an answer is good.
+        open_min_s, open_max_s: for how long; doubled with each time until an answer is good. A task that all live
+            teachers failed at waits `open_min_s`, doubled each time, before one of them is asked again.
         aside_s: how long a teacher with unusable outputs is left out.
-        task_failures: a task that failed at so many teachers is given up.
+        task_failures: a task that failed so often, at one teacher or several, is given up.
         task_losses: so is one whose teacher was lost more often than this: it may be what kills them.
     """
 

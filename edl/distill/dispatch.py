@@ -42,6 +42,8 @@ class _Task:
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     lost: int = 0
+    again_at: float = 0.0
+    """When a teacher that failed at it may be asked again, if there is no other."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -64,6 +66,8 @@ class Dispatcher:
         self._numbers = itertools.count()
         self._hedge_tokens = 0.0
         self._wanted: int | None = None
+        self._coming: set[str] = set()
+        self._again_at = math.inf
 
     # Events
 
@@ -83,8 +87,18 @@ class Dispatcher:
             self._end(number)
         return attempts
 
+    def teacher_coming(self, teacher: str) -> None:
+        """A teacher is being connected to for the first time: what the others fail at waits for it."""
+        self._coming.add(teacher)
+
+    def teacher_not_coming(self, teacher: str, now: float) -> list[Action]:
+        """That came to nothing; it is tried again, and no longer waited for."""
+        self._coming.discard(teacher)
+        return self._assign(now)
+
     def teacher_up(self, teacher: str, now: float, max_rows: int = 0) -> list[Action]:
         """A teacher is connected, for the first time or again. It takes so many rows in a task; 0 if any number."""
+        self._coming.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
@@ -94,6 +108,7 @@ class Dispatcher:
 
     def teacher_draining(self, teacher: str) -> None:
         """A teacher finishes what it has and takes no more."""
+        self._coming.discard(teacher)
         if teacher in self.teachers:
             self.teachers[teacher].draining = True
 
@@ -104,6 +119,7 @@ class Dispatcher:
 
     def teacher_removed(self, teacher: str) -> None:
         """A teacher left for good."""
+        self._coming.discard(teacher)
         state = self.teachers.pop(teacher, None)
         if state is not None:
             state.live = False
@@ -150,6 +166,7 @@ class Dispatcher:
             task.lost += failure.kind is FailureKind.LOST
             if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED) or task.lost > self.policy.task_losses:
                 task.failures.append((ended.teacher, failure))
+                task.again_at = now + self.policy.open_min_s * 2 ** (len(task.failures) - 1)
             if self._hopeless(task, now):
                 del self._tasks[ended.task]
                 for number in sorted(task.attempts):
@@ -178,6 +195,8 @@ class Dispatcher:
     def next_event(self, now: float) -> float | None:
         """When `tick` should be called next, None if nothing is waiting for time to pass."""
         times = [state.closed_until for state in self.teachers.values() if state.live and state.closed_until > now]
+        if now < self._again_at < math.inf:
+            times.append(self._again_at)
         if self.policy.hedge_budget > 0:
             dues = map(self._late_at, self._attempts.values())
             times.extend(due for due in dues if now < due < math.inf)
@@ -266,11 +285,12 @@ class Dispatcher:
         if not rejected:
             return False
         usable = {name for name, state in self.teachers.items() if state.usable(now) and state.takes(task.rows)}
-        return len(rejected) >= 2 or usable <= rejected
+        return len(rejected) >= 2 or (usable <= rejected and not self._coming)
 
     def _assign(self, now: float) -> list[Action]:
         actions: list[Action] = []
         put_back: list[int] = []
+        self._again_at = math.inf
         free = [(name, state) for name, state in self.teachers.items() if state.free(now)]
         while self._waiting and free:
             number = heapq.heappop(self._waiting)
@@ -297,9 +317,12 @@ class Dispatcher:
         fit = [(name, state) for name, state in free if not task.failed_at(name)]
         teachers = self.teachers.items()
         others = (name for name, state in teachers if state.live and not state.draining and state.takes(task.rows))
-        if not fit and task.failures and all(task.failed_at(name) for name in others):
+        if not fit and task.failures and not self._coming and all(task.failed_at(name) for name in others):
             # Nobody else is there to try. An error may pass; a rejection was judged hopeless before.
-            fit = free
+            if now >= task.again_at:
+                fit = free
+            else:
+                self._again_at = min(self._again_at, task.again_at)
         if not fit:
             return None
         return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]

@@ -207,6 +207,7 @@ class Engine:
             accept=self._agreement.unsuitable,
             up=self._teacher_up,
             down=self._teacher_down,
+            not_up=self._teacher_not_up,
         )
 
     def _dropped(self, link: Link) -> None:
@@ -228,6 +229,10 @@ class Engine:
         self._spec_known.set()
         self._apply(actions)
         self._inbox.take_in()
+
+    def _teacher_not_up(self, link: Link) -> None:
+        if self._links.by_name.get(link.instance.id) is link:
+            self._apply(self._dispatcher.teacher_not_coming(link.instance.id, self._now()))
 
     def _teacher_down(self, link: Link) -> None:
         self._agreement.left(link.instance.id)

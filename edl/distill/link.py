@@ -31,6 +31,7 @@ class Link:
     Args:
         accept: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
         up, down: called when requests may be sent, and when they no longer may.
+        not_up: called when an attempt to connect came to nothing.
     """
 
     def __init__(
@@ -42,13 +43,14 @@ class Link:
         accept: Callable[[Instance, ModelSpec], str],
         up: Callable[[Link], None],
         down: Callable[[Link], None],
+        not_up: Callable[[Link], None],
     ) -> None:
         self.instance = instance
         self.state = "connecting"
         self.why = ""
         self._ask = ask if ask.model or not instance.model else _with_model(ask, instance.model)
         self._shared_memory = shared_memory
-        self._accept, self._up, self._down = accept, up, down
+        self._accept, self._up, self._down, self._not_up = accept, up, down, not_up
         self._client: TeacherClient | None = None
         self._using: dict[TeacherClient, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -186,6 +188,8 @@ class Link:
                 level = logging.WARNING if self.state == "set aside" else logging.INFO
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                 self.why = refused
+            if not connected:
+                self._not_up(self)
             await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 

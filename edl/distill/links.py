@@ -96,6 +96,7 @@ class Links:
             self._drop(name)
         if name not in self.by_name:
             self.by_name[name] = self._connect(instance)
+            self._dispatcher.teacher_coming(name)
 
     def _retire(self, name: str, why: str) -> None:
         """No new requests; the connection ends with the last request under way."""

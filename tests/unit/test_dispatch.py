@@ -235,11 +235,11 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
     dispatcher = Dispatcher(policy)
     dispatcher.teacher_up("a", 0.0)
     now, pauses = 0.0, []
-    pending = sends(dispatcher.add(1, now))
+    pending = [send for task in range(20) for send in sends(dispatcher.add(task, now))]
     for _ in range(5):
         while pending:
             now += 0.01
-            pending = sends(dispatcher.failed(pending[0].attempt, Failure(FailureKind.ERROR, "boom"), now))
+            pending += sends(dispatcher.failed(pending.pop().attempt, Failure(FailureKind.ERROR, "boom"), now))
         again = dispatcher.next_event(now)
         assert again is not None
         pauses.append(round(again - now, 3))
@@ -294,12 +294,12 @@ def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> No
         dispatcher.teacher_up("small", 0.0, 8)
         dispatcher.teacher_up("large", 0.0)
         (send,) = sends(dispatcher.add(1, 0.0, 20))
-        (then,) = dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
+        then = dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
         if kind is FailureKind.REJECTED:
-            assert isinstance(then, GiveUp)
+            assert [type(action) for action in then] == [GiveUp]
         else:
-            assert isinstance(then, Send)
-            assert then.teacher == "large"
+            assert then == []
+            assert [again.teacher for again in sends(dispatcher.tick(0.7))] == ["large"]
 
 
 def test_a_late_task_is_not_sent_where_it_is_too_large() -> None:
@@ -316,7 +316,9 @@ def test_a_late_task_is_not_sent_where_it_is_too_large() -> None:
 
 events = st.lists(
     st.tuples(
-        st.sampled_from(["add", "up", "down", "remove", "drain", "answer", "fail", "tick", "drop", "wanted"]),
+        st.sampled_from(
+            ["add", "coming", "not coming", "up", "down", "remove", "drain", "answer", "fail", "tick", "drop", "wanted"]
+        ),
         st.integers(0, 5),
         st.sampled_from(list(FailureKind)),
         st.floats(0, 3),
@@ -360,6 +362,10 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
             sizes.append(number)
             take(dispatcher.add(added, now, number))  # type: ignore[arg-type]
             added += 1
+        elif kind == "coming" and name not in connected:
+            dispatcher.teacher_coming(name)
+        elif kind == "not coming":
+            take(dispatcher.teacher_not_coming(name, now))  # type: ignore[arg-type]
         elif kind == "up":
             connected.add(name)
             take(dispatcher.teacher_up(name, now, limits.get(name, 0)))  # type: ignore[arg-type]
@@ -424,8 +430,52 @@ def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say()
     dispatcher.teacher_down("b")
     dispatcher.teacher_up("a", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (again,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "once"), 0.1))
+    assert dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "once"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
+    (again,) = sends(dispatcher.tick(0.6))
     assert (again.task, again.teacher) == (1, "a")
+
+
+def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_is_given_up() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
+    (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
+    now, waits = 0.0, []
+    while not (end := dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "boom"), now)):
+        again = dispatcher.next_event(now)
+        assert again is not None
+        waits.append(again - now)
+        now = again
+        (send,) = sends(dispatcher.tick(now))
+    assert waits == [0.5, 1.0]
+    assert isinstance(end[0], GiveUp)
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: FailureKind) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_coming("good")
+    (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add(1, 0.0))
+    assert dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1) == []
+    assert dispatcher.tick(5.0) == []
+    assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
+
+
+@pytest.mark.parametrize("gone", ["not connected", "removed", "draining"])
+def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_coming("late")
+    (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add(1, 0.0))
+    assert dispatcher.failed(send.attempt, Failure(FailureKind.REJECTED, "no"), 0.1) == []
+    actions = []
+    if gone == "not connected":
+        actions = dispatcher.teacher_not_coming("late", 5.0)
+    else:
+        (dispatcher.teacher_removed if gone == "removed" else dispatcher.teacher_draining)("late")
+        actions = dispatcher.tick(5.0)
+    (again,) = sends(actions)
+    assert again.teacher == "only"
+    (end,) = dispatcher.failed(again.attempt, Failure(FailureKind.REJECTED, "no"), 5.1)
+    assert isinstance(end, GiveUp)
 
 
 def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:

@@ -162,6 +162,18 @@ def test_a_teacher_with_unusable_answers_is_set_aside_and_the_rest_go_on(start: 
     assert stats.teachers[bad.endpoint].rows == 0
 
 
+@pytest.mark.parametrize("fault", ["nan", "raises"])
+def test_what_the_first_teacher_to_be_connected_cannot_do_waits_for_the_others(start: Start, fault: str) -> None:
+    good, bad = start("echo"), start(fault)
+    good.pause()
+    resume = threading.Timer(1.0, good.resume)
+    resume.start()
+    with reader_of(good, bad).set_sample_generator(samples(100)) as reader:
+        check(list(reader()), 100)
+        assert reader.stats().teachers[bad.endpoint].failures > 0
+    resume.join()
+
+
 def test_a_teacher_that_answers_in_another_shape_than_those_before_it_is_set_aside(
     start: Start, registry_url: str
 ) -> None:

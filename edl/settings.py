@@ -7,6 +7,7 @@ accepted as aliases, with a `FutureWarning`: whoever sets them need not be who w
 
 from __future__ import annotations
 
+import numbers
 import os
 import sys
 import warnings
@@ -17,7 +18,7 @@ from typing import TypeVar
 
 from edl.errors import SettingsError
 
-__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url", "is_above_zero"]
+__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url", "is_above_zero", "is_count", "is_share"]
 
 T = TypeVar("T")
 
@@ -76,6 +77,19 @@ def is_above_zero(value: object) -> bool:
     """Whether an argument is a number above zero, be it infinite; text and what else has no order beside 0 is not."""
     try:
         return bool(value > 0)  # type: ignore[operator]
+    except TypeError:
+        return False
+
+
+def is_count(value: object) -> bool:
+    """Whether an argument is a whole number of at least 1; text, True and 2.0 are not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
+def is_share(value: object) -> bool:
+    """Whether an argument is a number from 0 to 1."""
+    try:
+        return bool(0 <= value <= 1)  # type: ignore[operator]
     except TypeError:
         return False
 

@@ -21,8 +21,9 @@ from edl.distill.teachers import Teachers, teachers_from_env
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
+from edl.settings import is_count
 
-__all__ = ["DistillLoader", "Inputs", "TeachersLike", "at", "getters_of", "groups_of"]
+__all__ = ["DistillLoader", "Inputs", "TeachersLike", "at", "getters_of", "groups_of", "names_of"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -57,6 +58,8 @@ class DistillLoader(Generic[B], abc.ABC):
                 "grpc was imported before edl, with its fork handlers on, which can crash the loader's workers: "
                 "import edl.distill first, or set GRPC_ENABLE_FORK_SUPPORT=0"
             )
+        if batch_rows is not None and not is_count(batch_rows):
+            raise SettingsError(f"batch_rows={batch_rows!r}: must be a whole number of at least 1, or None")
         self.loader = loader
         self._getters, self._batch_rows, self._device = getters, batch_rows, device
         self._outputs = ask.outputs
@@ -147,10 +150,25 @@ def groups_of(teachers: TeachersLike, discovery: str | None = None, *, optional:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, str | Teachers):
         return [Teachers.parse(teachers, discovery=discovery)]
-    groups = [group for group in teachers if isinstance(group, Teachers)]
-    if groups and len(groups) == len(teachers):
+    parts = list(teachers) if isinstance(teachers, Iterable) else [teachers]
+    groups = [part for part in parts if isinstance(part, Teachers)]
+    names = [part for part in parts if isinstance(part, str)]
+    if groups and len(groups) == len(parts):
         return groups
-    return [Teachers.parse([part for part in teachers if isinstance(part, str)])]
+    if len(names) < len(parts):
+        raise SettingsError(
+            f"teachers={teachers!r}: expected a service's name, host:port of each teacher, or a list of Teachers"
+        )
+    return [Teachers.parse(names)]
+
+
+def names_of(outputs: str | Sequence[str]) -> tuple[str, ...]:
+    """One output, or several, by name."""
+    if isinstance(outputs, str):
+        return (outputs,)
+    if not isinstance(outputs, Sequence):
+        raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
+    return tuple(outputs)
 
 
 def getters_of(inputs: Inputs) -> dict[str, Getter]:

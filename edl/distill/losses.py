@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero
+from edl.settings import is_above_zero, is_share
 
 __all__ = [
     "DistillLoss",
@@ -147,8 +147,8 @@ def feature_mse(
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
     """`alpha` of the soft loss and 1 - `alpha` of the hard one."""
-    if not 0 <= alpha <= 1:
-        raise SettingsError(f"alpha={alpha}: the share of the soft loss must be from 0 to 1")
+    if not is_share(alpha):
+        raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
     return alpha * soft + (1 - alpha) * hard
 
 
@@ -179,8 +179,8 @@ class DistillLoss(nn.Module):
     ) -> None:
         super().__init__()
         _check_temperature(temperature)
-        if not 0 <= alpha <= 1:
-            raise SettingsError(f"alpha={alpha}: the share of the soft loss must be from 0 to 1")
+        if not is_share(alpha):
+            raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
         if soft not in ("kl", "cross_entropy", "mse"):
             raise SettingsError(f"soft={soft!r}: must be 'kl', 'cross_entropy' or 'mse'")
         _check_teacher_is(teacher_is)

@@ -11,7 +11,7 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.caching import Caching
 from edl.distill.delivery import Combine
 from edl.distill.labeller import Options
-from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of, names_of
 from edl.distill.request import Ask
 from edl.protocol.tensors import Array
 
@@ -42,12 +42,11 @@ def distill(
     The arguments are those of `edl.distill.torch.distill`, but for `device`: Paddle makes the tensors of labels on its
     current device.
     """
-    names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     return PaddleLoader(
         loader,
         groups_of(teachers, discovery, optional=cache is not None),
         getters=getters_of(inputs),
-        ask=Ask(names, top_k=top_k, temperature=temperature, dtype=dtype),
+        ask=Ask(names_of(outputs), top_k=top_k, temperature=temperature, dtype=dtype),
         batch_rows=batch_rows,
         combine=combine,
         device=None,

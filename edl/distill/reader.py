@@ -21,6 +21,7 @@ from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleLi
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.errors import ClosedError, SettingsError, SourceError
+from edl.settings import is_count
 
 __all__ = ["DistillReader"]
 
@@ -73,9 +74,9 @@ class DistillReader:
         dataset: str = "",
         options: Options | None = None,
     ) -> None:
-        if isinstance(ins, str) or not any(ins):
+        if isinstance(ins, str) or not isinstance(ins, Sequence) or not any(ins):
             raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
-        if isinstance(predicts, str):
+        if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         self._ins = tuple(ins)
         self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype)
@@ -147,8 +148,8 @@ class DistillReader:
     def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
         """Use so many teachers of a dynamic service at most."""
         self._not_started("set_require_max_teacher")
-        if require_max_teacher < 1:
-            raise SettingsError(f"require_max_teacher={require_max_teacher}: must be at least 1")
+        if not is_count(require_max_teacher):
+            raise SettingsError(f"require_max_teacher={require_max_teacher!r}: must be a whole number of at least 1")
         self._max_teachers = require_max_teacher
         return self
 
@@ -256,7 +257,7 @@ class DistillReader:
 
     @staticmethod
     def _checked_batch_size(rows: int | None) -> int | None:
-        if rows is not None and (not isinstance(rows, int) or rows < 1):
+        if rows is not None and not is_count(rows):
             raise SettingsError(f"teacher_batch_size={rows!r}: must be a whole number of at least 1")
         return rows
 

@@ -13,7 +13,7 @@ from edl.distill.compress import TopK
 from edl.errors import SettingsError, SourceError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
-from edl.settings import is_above_zero
+from edl.settings import is_above_zero, is_count
 
 __all__ = ["Ask", "ModelSpec", "Outputs", "Payload", "TensorSpec"]
 
@@ -41,8 +41,8 @@ class Ask:
     def __post_init__(self) -> None:
         if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
             raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
-        if self.top_k is not None and (not is_above_zero(self.top_k) or self.top_k < 1):
-            raise SettingsError(f"top_k={self.top_k!r}: must be at least 1, or None for whole outputs")
+        if self.top_k is not None and not is_count(self.top_k):
+            raise SettingsError(f"top_k={self.top_k!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.temperature) or self.temperature == float("inf"):
             raise SettingsError(f"temperature={self.temperature!r}: must be a finite number above 0")
         object.__setattr__(self, "temperature", float(self.temperature))

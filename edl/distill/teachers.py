@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.registry import Instance
 from edl.errors import DiscoveryError, SettingsError
-from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero
+from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
 __all__ = ["Following", "Teachers", "teachers_from_env"]
 
@@ -43,8 +43,8 @@ class Teachers:
     def __post_init__(self) -> None:
         if bool(self.service) == bool(self.endpoints):
             raise SettingsError("name either a service or endpoints of teachers (and not both)")
-        if self.max_teachers is not None and (not is_above_zero(self.max_teachers) or self.max_teachers < 1):
-            raise SettingsError(f"max_teachers={self.max_teachers!r}: must be at least 1, or None for no limit")
+        if self.max_teachers is not None and not is_count(self.max_teachers):
+            raise SettingsError(f"max_teachers={self.max_teachers!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.weight) or self.weight == float("inf"):
             raise SettingsError(f"weight={self.weight!r}: must be a finite number above 0")
         for endpoint in self.endpoints:

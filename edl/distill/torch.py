@@ -11,7 +11,7 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.caching import Caching
 from edl.distill.delivery import Combine
 from edl.distill.labeller import Options
-from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of
+from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of, names_of
 from edl.distill.request import Ask
 from edl.protocol.tensors import Array
 
@@ -69,7 +69,7 @@ def distill(
         groups_of(teachers, discovery, optional=cache is not None),
         getters=getters_of(inputs),
         ask=Ask(
-            (outputs,) if isinstance(outputs, str) else tuple(outputs),
+            names_of(outputs),
             top_k=top_k,
             temperature=temperature,
             dtype=dtype,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from edl.distill import Options, Teachers
+from edl.distill import DistillReader, Options, Teachers
+from edl.distill.losses import DistillLoss
 from edl.distill.request import Ask
+from edl.distill.torch import distill
 from edl.errors import SettingsError
 
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -23,11 +26,26 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Options, {"policy": "fast"}, r"policy='fast': expected an edl\.distill\.actions\.Policy"),
     (Ask, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
     (Ask, {"outputs": ("y",), "temperature": float("inf")}, r"temperature=inf: must"),
-    (Ask, {"outputs": ("y",), "top_k": "3"}, r"top_k='3': must be at least 1"),
-    (Ask, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be at least 1"),
-    (Teachers, {"service": "s", "max_teachers": "2"}, r"max_teachers='2': must be at least 1"),
-    (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be at least 1"),
+    (Ask, {"outputs": ("y",), "top_k": "3"}, r"top_k='3': must be a whole number of at least 1"),
+    (Ask, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
+    (Teachers, {"service": "s", "max_teachers": "2"}, r"max_teachers='2': must be a whole number of at least 1"),
+    (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be a whole number of at least 1"),
+    (Ask, {"outputs": ("y",), "top_k": 2.5}, r"top_k=2\.5: must be a whole number of at least 1"),
+    (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "weight": "1"}, r"weight='1': must be a finite number above 0"),
+    (DistillReader, {"ins": 3, "predicts": ["y"]}, r"ins=3: name at least one input"),
+    (DistillReader, {"ins": ["x"], "predicts": 3}, r"predicts=3: expected a list of output names"),
+    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": 3}, r"teachers=3: expected a service's name"),
+    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": ["h:1", 3]}, r"teachers=\['h:1', 3\]: expected"),
+    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teacher_batch_size": 2.0}, r"teacher_batch_size=2\.0: must be"),
+    (distill, {"loader": [], "teachers": "s", "inputs": "x", "outputs": 3}, r"outputs=3: expected the name"),
+    (
+        distill,
+        {"loader": [], "teachers": "s", "inputs": "x", "outputs": "y", "batch_rows": "8"},
+        r"batch_rows='8'",
+    ),
+    (DistillLoss, {"alpha": "0.5"}, r"alpha='0\.5': the share of the soft loss must be from 0 to 1"),
+    (DistillLoss, {"alpha": float("nan")}, r"alpha=nan: the share"),
 ]
 
 
@@ -35,6 +53,13 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 def test_values_that_cannot_be_used_are_named(kind: Callable[..., Any], values: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         kind(**values)
+
+
+@pytest.mark.parametrize("most", ["4", 0, 1.5, None])
+def test_a_limit_of_teachers_that_cannot_be_used_is_named(most: Any) -> None:
+    reader = DistillReader(["x"], ["y"])
+    with pytest.raises(SettingsError, match=re.escape(f"require_max_teacher={most!r}: must be a whole number")):
+        reader.set_require_max_teacher(most)
 
 
 def test_a_reader_may_wait_for_ever() -> None:

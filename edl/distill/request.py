@@ -176,7 +176,7 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
             f"model {model!r} wants {list(wanted.shape)} (-1 is any size)"
         )
     if wanted.datatype == "BF16":
-        return array if array.dtype.kind in "uif" else _refuse(array, wanted, model)
+        return _as_bfloat16(array, wanted, model)
     dtype = tensors.dtype_of(wanted.datatype)
     if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SUO"):
         return array
@@ -188,6 +188,17 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
         converted = array.astype(dtype)
     lost = _first_lost(array, converted)
     return _refuse(array, wanted, model, lost) if lost is not None else converted
+
+
+def _as_bfloat16(array: Array, wanted: TensorSpec, model: str) -> Array:
+    if array.dtype.kind not in "iuf":
+        return _refuse(array, wanted, model)
+    with np.errstate(over="ignore"):
+        converted = tensors.to_bfloat16(array)
+    back = tensors.from_bfloat16(converted)
+    changed = np.isinf(back) & ~np.isinf(array) if array.dtype.kind == "f" else back != array
+    where = np.flatnonzero(changed)
+    return _refuse(array, wanted, model, str(array.reshape(-1)[where[0]])) if where.size else converted
 
 
 def _first_lost(array: Array, converted: Array) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -12,9 +12,23 @@ from edl.errors import ProtocolError
 from edl.protocol import kserve
 from edl.protocol.codec import Buffer
 
-__all__ = ["Array", "datatype_of", "dtype_of", "expected_nbytes", "from_contents", "from_raw", "to_raw"]
+__all__ = [
+    "BFLOAT16",
+    "Array",
+    "datatype_of",
+    "dtype_of",
+    "expected_nbytes",
+    "from_bfloat16",
+    "from_contents",
+    "from_raw",
+    "to_bfloat16",
+    "to_raw",
+]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+BFLOAT16: Final = np.dtype("V2")
+"""numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -64,6 +78,8 @@ def datatype_of(dtype: np.dtype[Any]) -> str:
     """KServe's name of a numpy dtype; strings and bytes are `BYTES`."""
     if dtype.kind in "SUO":
         return "BYTES"
+    if dtype == BFLOAT16:
+        return "BF16"
     try:
         return _DATATYPES[dtype.newbyteorder("<")]
     except KeyError:
@@ -94,7 +110,7 @@ def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
         if expected is None:
             return _from_length_prefixed(shape, memoryview(raw).cast("B"))
         if datatype == "BF16":
-            return (np.frombuffer(raw, "<u2").astype("<u4") << 16).view("<f4").reshape(shape)
+            return from_bfloat16(np.frombuffer(raw, BFLOAT16)).reshape(shape)
         return np.frombuffer(raw, _DTYPES[datatype]).reshape(shape)
     except ValueError as exc:  # 70 dimensions, say, or one of 2**62 beside one of 0
         raise ProtocolError(f"{datatype} of shape {list(shape)} is no array: {exc}") from exc
@@ -144,6 +160,22 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
         return np.array(values, _DTYPES[datatype]).reshape(shape)
     except OverflowError as exc:
         raise ProtocolError(f"a value in {field} does not fit {datatype}: {exc}") from exc
+
+
+def to_bfloat16(array: Array) -> Array:
+    """Numbers as bfloat16 of dtype `BFLOAT16`, rounded to the nearest, ties to even; what is too large is infinite."""
+    single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
+    bits = single.view("<u4")
+    upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")
+    upper[np.isnan(single)] = 0x7FC0  # rounding might carry a NaN's last digits into its sign
+    result: Array = upper.view(BFLOAT16)
+    return result
+
+
+def from_bfloat16(array: Array) -> Array:
+    """The same numbers as float32."""
+    result: Array = (array.view("<u2").astype("<u4") << 16).view("<f4")
+    return result
 
 
 def to_raw(array: Array) -> Buffer:

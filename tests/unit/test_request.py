@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from edl.distill.request import ModelSpec, Payload, TensorSpec, select_inputs
 from edl.errors import SourceError
-from edl.protocol.tensors import dtype_of
+from edl.protocol.tensors import dtype_of, from_raw
 
 
 def converted(values: Any, dtype: str, datatype: str) -> Any:
@@ -35,6 +37,9 @@ def converted(values: Any, dtype: str, datatype: str) -> Any:
         ([70000.0], "float32", "FP16", "70000.0"),
         ([70000], "int32", "FP16", "70000"),
         ([2**24, 2**24 + 1], "int64", "FP32", "16777217"),
+        ([256, 257], "int64", "BF16", "257 as int64"),
+        ([3.4e38], "float32", "BF16", r"3\.4e\+38 as float32"),
+        ([1.0, 1e39], "float64", "BF16", r"1e\+39 as float64"),
         ([2**53 + 1], "uint64", "FP64", "9007199254740993"),
         ([2**63 - 1], "int64", "FP64", "9223372036854775807"),
         ([2**64 - 1], "uint64", "FP32", "18446744073709551615"),
@@ -65,6 +70,23 @@ def test_what_is_the_same_in_another_type_is_converted(values: Any, dtype: str, 
     result = converted(values, dtype, datatype)
     assert result.dtype == dtype_of(datatype)
     np.testing.assert_array_equal(result, np.asarray(values, dtype).astype(result.dtype))
+
+
+@given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(0, 5)), elements=st.floats(width=32)))
+def test_a_model_that_wants_bfloat16_is_sent_what_torch_would_make_of_it(values: Any) -> None:
+    with np.errstate(invalid="ignore"):
+        too_large = np.isinf(torch.from_numpy(values).bfloat16().float().numpy()) & ~np.isinf(values)
+    values[too_large] = 0
+    result = converted(values, "float32", "BF16")
+    raw = Payload.of({"x": result}, None)
+    assert raw.inputs == (("x", "BF16", values.shape),)
+    arrived = from_raw("BF16", values.shape, bytes(raw.raw[0]))
+    np.testing.assert_array_equal(arrived, torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_what_has_no_value_as_bfloat16_is_refused() -> None:
+    with pytest.raises(SourceError, match="input 'x' is bool; model 'm' wants BF16"):
+        converted([True], "bool", "BF16")
 
 
 @given(

@@ -15,6 +15,7 @@ from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, errors_of, forks
 from edl.collective.agent.output import Output
+from edl.collective.agent.regrouping import Regrouping
 from edl.collective.agent.restarts import Restarts
 from edl.collective.agent.stacks import dump_stacks
 from edl.collective.agent.watch import hang
@@ -66,7 +67,7 @@ class Crew:
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
-        self._told_at: dict[int, float] = {}
+        self._regrouping = Regrouping(_REGROUP_S)
         self._restarts = Restarts(told.max_restarts)
         self._began_at = 0.0
         self.generation = -1
@@ -90,7 +91,7 @@ class Crew:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
         member = world.nodes[position]
         staying = self._staying()
-        told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
+        self._note_regrouped()
         self._forget()
         if self.generation < 0:
             self._beat()  # without a first sign of life nobody would miss the next ones
@@ -98,8 +99,7 @@ class Crew:
         jobs, logs = forks(self._told, world, member, self._host)
         self._errors = errors_of(logs)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
-        # Whoever is still on the way from an earlier generation gets no more time.
-        self._told_at = {rank: told_at.get(rank, time.monotonic()) for rank in staying}
+        self._regrouping.begin(staying, time.monotonic())
         try:
             self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
         except EDLError as exc:  # the zygote has died, and with it all that it had forked
@@ -272,16 +272,16 @@ class Crew:
 
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""
-        now = time.monotonic()
-        self._told_at = {rank: at for rank, at in self._told_at.items() if not self._came(rank)}
-        for rank, at in self._told_at.items():
-            if now - at > _REGROUP_S and not self._failures:
-                what = f"worker {rank} took more than {_REGROUP_S:g} s to go on in process"
-                self._fail(Failure(self.first_rank + rank, -signal.SIGKILL, "", what))
+        self._note_regrouped()
+        late = self._regrouping.late(time.monotonic())
+        if late and not self._failures:
+            what = f"worker {late[0]} took more than {_REGROUP_S:g} s to go on in process"
+            self._fail(Failure(self.first_rank + late[0], -signal.SIGKILL, "", what))
 
-    def _came(self, local_rank: int) -> bool:
-        """Whether a worker that stayed is in the present generation."""
-        return self._boards[local_rank].read().generation == self.generation
+    def _note_regrouped(self) -> None:
+        for rank in self._regrouping.awaited:
+            if self._boards[rank].read().generation == self.generation:
+                self._regrouping.came(rank)
 
 
 def _send(control: Path, environ: Mapping[str, str]) -> bool:

@@ -1,0 +1,48 @@
+"""Workers that go on in the same process, and for how long they are waited for."""
+
+from __future__ import annotations
+
+from edl.collective.agent.regrouping import Regrouping
+
+
+def looked(regrouping: Regrouping, start: float, end: float) -> list[int]:
+    """What is found at `end`, having looked every 0.1 s since `start`."""
+    for tenth in range(1, round(10 * (end - start))):
+        assert regrouping.late(start + tenth / 10) == []
+    return regrouping.late(end)
+
+
+def test_who_has_not_come_in_time_is_late() -> None:
+    regrouping = Regrouping(2.0)
+    regrouping.begin({0, 1}, 10.0)
+    regrouping.came(0)
+    assert regrouping.awaited == [1]
+    assert looked(regrouping, 10.0, 12.1) == [1]
+    regrouping.came(1)
+    assert regrouping.late(12.2) == []
+
+
+def test_another_generation_gives_nobody_more_time_who_is_still_on_the_way() -> None:
+    regrouping = Regrouping(2.0)
+    regrouping.begin({0, 1}, 10.0)
+    regrouping.came(0)
+    regrouping.begin({0, 1}, 11.5)
+    assert looked(regrouping, 11.5, 12.1) == [1]
+    regrouping.came(1)
+    assert looked(regrouping, 12.1, 13.6) == [0]
+
+
+def test_whoever_does_not_stay_is_not_waited_for() -> None:
+    regrouping = Regrouping(2.0)
+    regrouping.begin({0, 1}, 10.0)
+    regrouping.begin({1}, 10.5)
+    assert regrouping.awaited == [1]
+
+
+def test_time_in_which_the_agent_had_no_turn_does_not_count() -> None:
+    regrouping = Regrouping(2.0)
+    regrouping.begin({0}, 10.0)
+    assert regrouping.late(10.1) == []
+    assert regrouping.late(15.0) == [], "the machine stood still for 4.9 s"
+    assert looked(regrouping, 15.0, 16.8) == []
+    assert regrouping.late(17.0) == [0]

@@ -110,6 +110,8 @@ def _serve(agent: socket.socket) -> Fork:
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    for _ in _reap():
+        pass  # what an imported module had started may have ended before anybody listened
     workers: set[int] = set()
     try:
         while True:

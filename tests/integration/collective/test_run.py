@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.collective.job import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
@@ -189,7 +189,10 @@ def test_imports_with_threads_and_children_of_the_script(job: Job, tmp_path: Pat
 
 LEAVES_A_CHILD = """
 import subprocess
-CHILD = subprocess.Popen(["sleep", "1"])
+CHILD = subprocess.Popen(["sleep", {seconds!r}])
+if {seconds!r} == "0":
+    import os
+    os.waitid(os.P_PID, CHILD.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has taken leave of it
 subprocess.Popen(["sleep", "1000"])  # nobody waits for this one, and it goes when the job does
 """
 
@@ -205,8 +208,9 @@ if __name__ == "__main__":
 """
 
 
-def test_an_import_that_leaves_a_child_which_ends_while_workers_run(job: Job, tmp_path: Path) -> None:
-    (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD)
+@pytest.mark.parametrize("seconds", ["0", "1"], ids=["during the import", "while workers run"])
+def test_an_import_that_leaves_a_child_which_ends(job: Job, tmp_path: Path, seconds: str) -> None:
+    (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD.format(seconds=seconds))
     (tmp_path / "waits.py").write_text(WAITS_FOR_IT)
     code, said = job.run(command=["waits.py"])
     assert code == 0, said
@@ -222,6 +226,7 @@ if __name__ == "__main__":
     how, until = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("gloo")
     sys.stdout.write("generation %s\\n" % os.environ["EDL_GENERATION"])  # one write: ranks share the pipe
+    dist.barrier()  # else one may lose contact before it has said that
     if dist.get_rank() == dist.get_world_size() - 1 and int(os.environ["EDL_GENERATION"]) < until:
         if how == "exit":
             sys.exit(3)

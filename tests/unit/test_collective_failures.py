@@ -139,6 +139,15 @@ def test_what_follows(failures: list[Failure], waited_s: float, outcome: str | N
         assert bool(verdict.fatal) == (outcome == "fatal")
 
 
+def test_an_exit_code_without_an_error_is_nobodys_fault_while_a_node_is_missing() -> None:
+    """However late this agent has its turn: the script may have ended itself because of that node."""
+    silent = failure(3)
+    for missing in (False, True):
+        verdict = judge([silent], 99.0, echo_s=0.5, contact_s=2.0, missing=missing)
+        assert (verdict is None) == missing
+    assert judge([WRONG], 99.0, echo_s=0.5, contact_s=2.0, missing=True) is not None, "an error is one"
+
+
 def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
     verdict = judge([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
     assert verdict is not None

@@ -120,6 +120,8 @@ def judge(
     if errors:
         text = errors[0].text or errors[0].what
         # Without a traceback it may have been the loss of a node that the script ended itself for.
+        if missing and not errors[0].text:
+            return None  # then the next world goes on without that node, and with new workers
         limit_s = echo_s if errors[0].text else contact_s
         return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= limit_s else None
     if failures and waited_s >= contact_s:

@@ -49,7 +49,7 @@ def reading(step: int, *durations_s: float, generation: int = 3) -> Reading:
 
 def test_workers_pause_after_a_step_that_all_can_be_told_of() -> None:
     assert pause_step([reading(7, 1.0), reading(8, 1.0)], 3) == 10, "two steps ahead at least"
-    assert pause_step([reading(7, 0.01), reading(8, 0.01)], 3) == 38, "0.3 s ahead where steps are short"
+    assert pause_step([reading(7, 0.01), reading(8, 0.01)], 3) == 108, "1 s ahead where steps are short"
     assert pause_step([reading(0)], 3) == 2, "no step was measured yet"
     assert pause_step([reading(7, 1.0), reading(-1)], 3) is None, "one reports no steps"
     assert pause_step([reading(7, 1.0), reading(7, 1.0, generation=2)], 3) is None, "one is not there yet"

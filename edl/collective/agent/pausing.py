@@ -11,7 +11,8 @@ from edl.collective.board import Reading
 
 __all__ = ["pause_needs_s", "pause_step"]
 
-_MARGIN_S: Final = 0.3
+_MARGIN_S: Final = 1.0
+"""Of which another node's agent may need a part until it knows. Training goes on meanwhile."""
 _STEPS: Final = 6
 """So many usual steps are waited for a pause that was asked for two steps ahead."""
 

@@ -16,7 +16,7 @@ import pytest
 from tests.integration.test_examples import EXAMPLES, commands
 
 DEADLINE_S = 90.0
-EPOCHS = 60
+EPOCHS = 100_000
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_elastic(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the example needs scikit-learn")
     folder = tmp_path / "elastic"
     shutil.copytree(EXAMPLES / "elastic", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    # More epochs than the README's, lest the job ends before the second node is there, which imports torch first.
+    # More epochs than anybody waits for, lest the job ends before the second node is there, which imports torch first.
     command = [sys.executable, "-m", *commands(folder / "README.md")[0][:-1], str(EPOCHS)]
     environ = {**os.environ, "EDL_DISCOVERY": f"sqlite:///{tmp_path}/store.sqlite", "OMP_NUM_THREADS": "1"}
 
@@ -40,16 +40,18 @@ def test_elastic(tmp_path: Path) -> None:
         nodes.append(start(second))
         wait_for(lambda: "by 2 workers" in first.read_text(), first)
         nodes[0].kill()
-        assert nodes[1].wait(DEADLINE_S) == 0, second.read_text()
+        wait_for(lambda: len(re.findall(r"epoch \d+: .* by one", second.read_text())) >= 15, second)
+        nodes[1].terminate()
+        assert nodes[1].wait(DEADLINE_S) == 143, second.read_text()
     finally:
         for node in nodes:
             node.kill()
             node.wait()
     epochs = re.findall(r"epoch (\d+): ([\d.]+)% right, [\d,]+ images in [\d.]+ s by (\w+)", first.read_text())
     later = re.findall(r"epoch (\d+): ([\d.]+)% right, [\d,]+ images in [\d.]+ s by (\w+)", second.read_text())
-    told = [int(epoch) for epoch, _, _ in epochs + later]  # the one whose end was not saved yet is told twice
-    assert sorted(set(told)) == list(range(EPOCHS)), first.read_text() + second.read_text()
-    assert len(told) <= EPOCHS + 1
+    told = [int(epoch) for epoch, _, _ in epochs + later]  # those whose ends were not saved yet are told twice
+    assert sorted(set(told)) == list(range(max(told) + 1)), first.read_text() + second.read_text()
+    assert len(told) <= len(set(told)) + 4
     assert later[-1][2] == "one"
     assert float(later[-1][1]) > 90
 

@@ -167,9 +167,9 @@ BENCHMARK = """\
 import pathlib, signal, subprocess, sys, time
 begun = pathlib.Path(__file__).with_name("begun")
 left = subprocess.Popen(["sleep", "600"])
-begun.with_suffix(".new").write_text(str(left.pid))
-begun.with_suffix(".new").rename(begun)
 try:
+    begun.with_suffix(".new").write_text(str(left.pid))
+    begun.with_suffix(".new").rename(begun)
     time.sleep(600)
 except KeyboardInterrupt:
     print("x" * 200_000, flush=True)  # more than a pipe holds

@@ -34,7 +34,7 @@ def said() -> list[str]:
 def server(tmp_path: Path, said: list[str]) -> Iterator[ReplicaServer]:
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    server = ReplicaServer(folder, lambda: SECRET, said.append, operation_s=1.0)
+    server = ReplicaServer(folder, lambda: SECRET, said.append, operation_s=3.0)
     yield server
     server.close()
 

@@ -173,13 +173,13 @@ def test_the_end_of_a_job_waits_for_a_slow_storage_as_long_as_it_takes_something
 ) -> None:
     """Each file takes less than the limit, and all of them together more."""
     lines: list[str] = []
-    monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.5)))
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.7)))
     put(tmp_path / "s", 1)
     one = storing(url, tmp_path / "s", lines)
     began = time.monotonic()
     one.store_newest()
-    assert one.close(1.0, patient=True)
-    assert time.monotonic() - began > 1.0
+    assert one.close(2.5, patient=True)
+    assert time.monotonic() - began > 2.5
     assert "stored the state after step 1" in lines[-1]
 
 

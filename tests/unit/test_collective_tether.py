@@ -15,6 +15,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
 
+from edl.collective.agent import tether
 from edl.collective.agent.tether import Address, Tethers, neighbours
 from edl.collective.job import Member, State, World
 
@@ -156,8 +157,11 @@ def test_a_name_that_is_none_harms_nobody_else(tethers: Tethers, gone: queue.Sim
         assert nothing(gone)
 
 
-def test_one_refusal_is_not_a_death(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_one_refusal_is_not_a_death(
+    tethers: Tethers, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What stands between may begin anew, and refuse until it has."""
+    monkeypatch.setattr(tether, "_REFUSED_AGAIN_S", 1.0)  # so that this test need not be quicker than 30 ms
     with socket.create_server(("127.0.0.1", 0)) as first:
         address = first.getsockname()[:2]
         tethers.follow({"a": address})
@@ -169,6 +173,7 @@ def test_one_refusal_is_not_a_death(tethers: Tethers, gone: queue.SimpleQueue[st
         connection.close()
         wait_for(lambda: refused.refusals == 1)
     with socket.create_server(address, reuse_port=False) as again:
+        again.settimeout(DEADLINE_S)
         connection, _ = again.accept()
         connection.send(b"a")
         assert nothing(gone)

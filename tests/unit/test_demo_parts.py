@@ -140,8 +140,8 @@ def timeline() -> Timeline:
 def test_rates_are_rows_a_second(timeline: Timeline) -> None:
     rates = timeline.rates(0.2)
     assert list(rates.served) == ["a", "b"]
-    assert rates.delivered.mean() == pytest.approx(100, rel=0.3)
-    assert sum(rates.served.values()).mean() == pytest.approx(100, rel=0.3)
+    assert rates.delivered.mean() == pytest.approx(100, rel=0.5)
+    assert sum(rates.served.values()).mean() == pytest.approx(100, rel=0.5)
     np.testing.assert_allclose(np.diff(rates.at_s), 0.2)
 
 

@@ -1,16 +1,31 @@
-"""`edl run` with a limit of half a second for all workers to pause, so that a step may be long without taking long.
+"""`edl run` with other limits than it comes with, so that a test sees in seconds what follows from them.
 
-python impatient.py [OPTIONS OF edl run]
+python impatient.py [LIMIT=NUMBER]... [OPTIONS OF edl run]
+
+Limits: `pause`, seconds for all workers to pause; `takeover`, seconds until others may go on with a job; `fruitless`,
+restarts in a row that lead nowhere.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 
-from edl.collective.agent import run
+from edl.collective.agent import restarts, run
 from edl.collective.agent.world import Rules
 
 if __name__ == "__main__":
-    run.Rules = functools.partial(Rules, pause_timeout_s=0.5)  # type: ignore[assignment,misc]
-    sys.exit(run.main(sys.argv[1:]))
+    limits: dict[str, float] = {}
+    arguments = sys.argv[1:]
+    while limit := re.fullmatch(r"(pause|takeover|fruitless)=([\d.]+)", arguments[0]):
+        limits[limit[1]] = float(limit[2])
+        del arguments[0]
+    rules = {
+        f"{name}_s": limits[key]
+        for key, name in (("pause", "pause_timeout"), ("takeover", "takeover"))
+        if key in limits
+    }
+    run.Rules = functools.partial(Rules, **rules)  # type: ignore[assignment,misc]
+    restarts._FRUITLESS = int(limits.get("fruitless", restarts._FRUITLESS))  # type: ignore[misc]
+    sys.exit(run.main(arguments))

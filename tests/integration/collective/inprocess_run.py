@@ -21,7 +21,7 @@ JOB = Path(__file__).with_name("inprocess_job.py")
 Row = dict[str, Any]
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """Poll until `condition()` is true, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,8 +21,8 @@ from typing import Any, TypeVar
 EDL = str(Path(sys.executable).with_name("edl"))
 TRAIN = Path(__file__).with_name("train.py")
 MARK = "EDL_TEST_MARK"
-START_S = 60.0
-RECOVER_S = 30.0
+START_S = 100.0
+RECOVER_S = 60.0
 
 T = TypeVar("T")
 
@@ -267,3 +268,14 @@ def _children(parent: int) -> list[int]:
         if len(fields) > 1 and int(fields[1]) == parent and fields[0] != b"Z":
             found.append(pid)
     return sorted(found)
+
+
+def stop(job: Job, node: Node, *, everything: bool = False) -> None:
+    """SIGSTOP an agent, or its whole node, but not while it holds the lock of the job's SQLite file."""
+    with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
+        locking.execute("BEGIN IMMEDIATE")
+        if everything:
+            node.signal_all(signal.SIGSTOP)
+        else:
+            node.kill(signal.SIGSTOP)
+        locking.rollback()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,15 +24,18 @@ def test_nodes_that_wait_together_are_checked_together(tmp_path: Path, monkeypat
     monkeypatch.setattr(checking, "check_nodes", check)
     url = f"sqlite:///{tmp_path}/store.sqlite"
 
-    def take_part(node: str) -> None:
-        with open_store(url) as store:
-            checking.check_before_joining(store, "job", node, "127.0.0.1", 0.5, CheckSettings(), lambda line: None)
+    together = threading.Barrier(3)
 
-    nodes = [threading.Thread(target=take_part, args=(name,)) for name in "abc"]
+    def take_part(node: str, quiet_s: float, wait: Callable[[], object]) -> None:
+        with open_store(url) as store:
+            wait()
+            checking.check_before_joining(store, "job", node, "127.0.0.1", quiet_s, CheckSettings(), lambda line: None)
+
+    nodes = [threading.Thread(target=take_part, args=(name, 2.0, lambda: together.wait(30))) for name in "abc"]
     for node in nodes:
         node.start()
     for node in nodes:
         node.join(30)
     assert sorted(asked) == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]
-    take_part("late")
+    take_part("late", 0.1, lambda: None)
     assert asked[-1] == ("jobs/job/check/runs/1", "late", ("late",))

@@ -85,14 +85,14 @@ def test_a_sharded_live_state_is_refused_on_all_ranks_in_words(tmp_path: Path) -
 
 
 def test_a_wait_for_a_rank_that_is_late_is_no_save_and_one_for_a_longer_copy_is(tmp_path: Path) -> None:
-    said = run(2, "waits", tmp_path, late=0, slow=1, seconds=1.0)
+    said = run(2, "waits", tmp_path, late=0, slow=1, seconds=2.0)
     (came_late, waited_for_copy), (waited_for_late, copied) = said
-    assert waited_for_late["AGREE"] > 0.7
-    assert waited_for_late["SAVE"] < 0.3
-    assert came_late["AGREE"] + came_late["SAVE"] < 0.3
-    assert copied["SAVE"] > 0.9
-    assert waited_for_copy["SAVE"] > 0.7
-    assert waited_for_copy["AGREE"] < 0.3
+    assert waited_for_late["AGREE"] > 1.2
+    assert waited_for_late["SAVE"] < 0.8
+    assert came_late["AGREE"] + came_late["SAVE"] < 0.8
+    assert copied["SAVE"] > 1.9
+    assert waited_for_copy["SAVE"] > 1.2
+    assert waited_for_copy["AGREE"] < 0.8
 
 
 @pytest.mark.parametrize(("width", "behind"), [(300, 0), (1500, 1)], ids=["copied at once", "copied beside the next"])

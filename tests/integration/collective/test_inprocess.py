@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,17 +49,20 @@ def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
         job.start(2, "1")
         world = job.world(2)
         survivor = min(world)
+        generations = []
         for _ in range(21):
             generation = world[survivor]["generation"]
             kill(next(pid for pid in world if pid != survivor))
             world = job.world(2, after=generation)
-        rows = job.rows()[survivor]
-    held = {}
-    for row in rows:  # the last row of each generation
-        held[row["generation"]] = row
-    early, late = held[1], held[max(held)]
-    assert late["fds"] == early["fds"]
-    assert late["threads"] == early["threads"]
+            generations.append(world[survivor]["generation"])
+        early = next(row for row in reversed(job.rows()[survivor]) if row["generation"] == generations[0])
+
+        def settled() -> dict[str, Any] | None:
+            """A thread that has ended stays in /proc for a moment."""
+            late = job.rows()[survivor][-1]
+            return late if (late["fds"], late["threads"]) == (early["fds"], early["threads"]) else None
+
+        late = until(settled, f"as many files and threads as in {early}")
     assert late["resident"] - early["resident"] < 20 * 3 * 2**20
 
 

@@ -13,6 +13,7 @@ import pytest
 from edl.collective.checkpoint.keeping import ReplicaFolder, kept_prefix, stamp_of
 from edl.collective.checkpoint.slots import find
 from edl.collective.job import Member, State, World
+from edl.collective.replica.course import ReplicaPace
 from edl.collective.replica.replication import Replication
 from tests.integration.collective.checkpoint_world import run
 from tests.integration.collective.job import wait_until
@@ -25,6 +26,9 @@ REST: dict[str, Any] = {"slots": [SLOTS[0], SLOTS[2]], "replicas": [REPLICAS[0],
 """When the second node is gone."""
 
 
+PACE = ReplicaPace(interval_s=1.0)
+
+
 class Nodes:
     """Three nodes' folders, and what their agents do for replicas."""
 
@@ -35,7 +39,7 @@ class Nodes:
         for node in NODES:
             (folder / f"node-{node}").mkdir()
             self.agents[node] = Replication(
-                f"n{node}", folder / REPLICAS[node], [folder / SLOTS[node]], lambda: b"secret", self.said.append
+                f"n{node}", folder / REPLICAS[node], [folder / SLOTS[node]], lambda: b"secret", self.said.append, PACE
             )
 
     def world(self, generation: int) -> World:

@@ -14,9 +14,9 @@ from edl.collective.job import Node, State, World, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import Job, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SOON_S = 5.0
+SOON_S = 15.0
 SCRIPT = Path(__file__).with_name("train_state.py")
 
 SLOW_IMPORT = "import time, pathlib\npathlib.Path('importing').touch()\ntime.sleep(1000)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,17 +13,18 @@ import pytest
 from edl.collective.agent.host import HostFolder
 from edl.collective.ledger.records import read_job
 from edl.discovery import open_store
-from tests.integration.collective.job import TRAIN, Job, wait_until
+from tests.integration.collective.job import TRAIN, Job, stop, wait_until
 from tests.plugins_consul import ConsulAgent
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STATE_SCRIPT = Path(__file__).with_name("train_state.py")
+IMPATIENT = Path(__file__).with_name("impatient.py")
 
 
 @pytest.mark.consul
 def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul_agent: ConsulAgent) -> None:
-    with Job(tmp_path, options=("--nnodes", "2"), store=consul_agent.url) as job:
+    with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "3"), store=consul_agent.url) as job:
         nodes = [job.start(), job.start()]
         job.wait_for_world(2)
         before = job.steps()[-1].generation
@@ -30,7 +32,7 @@ def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul
         wait_until(lambda: all("does not answer" in node.output for node in nodes), "the outage is noticed")
         consul_agent.start()
         wait_until(lambda: all("answers again" in node.output for node in nodes), "the end of it is noticed")
-        last = job.wait_for_world(2, after=time.monotonic() + 4.0)
+        last = job.wait_for_world(2, after=time.monotonic() + 6.0)
         assert {one.generation for one in last} == {before}, "training went on as it was"
 
         job.tell(1, "raise")
@@ -43,11 +45,11 @@ def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul
 
 
 def test_errors_are_forgiven_so_often_in_the_whole_job(tmp_path: Path) -> None:
-    with Job(tmp_path, options=("--nnodes", "2", "--max-restarts", "1")) as job:
+    with Job(tmp_path, options=("--nnodes", "2", "--max-restarts", "1", "--lease-ttl", "10")) as job:
         nodes = [job.start(), job.start()]
-        job.wait_for_world(2)
+        first = job.wait_for_world(2)[0].generation
         at = job.tell(0, "raise")
-        job.wait_for_world(2, after=at + 1.0)
+        wait_until(lambda: job.wait_for_world(2, after=at)[0].generation > first, "they go on after the error")
         job.tell(1, "raise")  # on the other node, which has forgiven nothing itself
         assert [node.wait() for node in nodes] == [1, 1]
         assert all("LookupError: the user's own mistake" in node.output for node in nodes)
@@ -86,7 +88,7 @@ def test_a_node_leaves_while_the_script_has_ended_on_another(tmp_path: Path) -> 
         at = time.monotonic()
         late.kill(signal.SIGTERM)
         assert late.wait() == 143
-        assert time.monotonic() - at < 5.0, "it waits for nobody to pause who makes no more steps"
+        assert time.monotonic() - at < 9.0, "it waits for nobody to pause who makes no more steps"
         early.kill(signal.SIGTERM)
         early.wait()
 
@@ -106,15 +108,16 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 2), (2, 1)])
 def test_a_rank_that_ends_early_again_and_again_is_named_as_the_cause(tmp_path: Path, nodes: int, workers: int) -> None:
     (tmp_path / "uneven.py").write_text(UNEVEN)
-    options = ("--nnodes", str(nodes), "--nproc-per-node", str(workers))
-    with Job(tmp_path, options, ["uneven.py"]) as job:
+    options = ("--nnodes", str(nodes), "--nproc-per-node", str(workers), "--lease-ttl", "10")
+    program = (sys.executable, str(IMPATIENT), "fruitless=3")
+    with Job(tmp_path, options, ["uneven.py"], environ={"PYTHONPATH": str(TRAIN.parents[3])}, program=program) as job:
         started = [job.start() for _ in range(nodes)]
         assert {node.wait() for node in started} == {1}
         cause = "perhaps because the script had already ended on rank 1: all must make the same steps"
         reason = f"rank 0 lost contact with another one, {cause}"
         for node in started:
             assert f"generation 1 ({reason}" in node.output
-            assert f"10 restarts in a row led nowhere; the last because {reason}" in node.output
+            assert f"3 restarts in a row led nowhere; the last because {reason}" in node.output
 
 
 READING = """
@@ -163,7 +166,7 @@ def test_an_exit_code_because_a_node_was_lost_is_no_error_of_the_script(tmp_path
         stays, lost = job.start(), job.start()
         job.wait_for_world(2)
         workers = lost.workers
-        lost.kill(signal.SIGSTOP)  # so that only the end of its lease tells of the loss, long after the exit code
+        stop(job, lost)  # so that only the end of its lease tells of the loss, long after the exit code
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
         job.wait_for_world(1, after=time.monotonic())
@@ -236,7 +239,7 @@ def test_the_last_of_several_agents_here_is_gone_on_from(tmp_path: Path) -> None
         begun = time.monotonic()
         last = job.start()
         again = job.wait_for_world(1, after=begun)[0]
-        assert again.step > reached.step, last.output
+        assert again.step >= reached.step, last.output
         job.end()
         assert last.wait() == 0
         job.nothing_is_left()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sqlite3
+import sys
 import time
 from pathlib import Path
 
@@ -15,16 +16,18 @@ from edl.collective.board import Board
 from tests.integration.collective.job import Job, wait_until
 from tests.plugins_consul import ConsulAgent
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).with_name("train_state.py")
 ROOT = Path(__file__).parents[3]
-LIMIT_S = 8.0
-"""So long do workers go on without the store."""
+LIMIT_S = 4.0
+"""So long do workers go on without the store, after the end of their agent's lease."""
+PROGRAM = (sys.executable, str(Path(__file__).with_name("impatient.py")), f"takeover={LIMIT_S / 0.8}")
 
 
 def test_a_stopped_agent_that_goes_on_lets_its_workers_go_on_only_when_it_has_looked(tmp_path: Path) -> None:
-    with Job(tmp_path, ("--nnodes", "1"), [str(SCRIPT), str(tmp_path)], environ={"PYTHONPATH": str(ROOT)}) as job:
+    command, environ = [str(SCRIPT), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
+    with Job(tmp_path, ("--nnodes", "1"), command, environ=environ, program=PROGRAM) as job:
         node = job.start()
         job.wait_for_world(1)
         (path,) = job.shared_memory.glob("*/board-0")
@@ -53,20 +56,22 @@ def test_a_stopped_agent_that_goes_on_lets_its_workers_go_on_only_when_it_has_lo
 @pytest.mark.consul
 def test_workers_stop_when_the_store_is_away_for_long_and_begin_anew(tmp_path: Path, consul_agent: ConsulAgent) -> None:
     command, environ = [str(SCRIPT), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
-    with Job(tmp_path, ("--nnodes", "2"), command, consul_agent.url, environ) as job:
+    options = ("--nnodes", "2", "--lease-ttl", "3")
+    with Job(tmp_path, options, command, consul_agent.url, environ, PROGRAM) as job:
         nodes = [job.start(), job.start()]
         before = job.wait_for_world(2)[0].generation
         workers = [pid for node in nodes for pid in node.workers]
         consul_agent.kill()
         at = time.monotonic()
         wait_until(lambda: not any(alive(pid) for pid in workers), "the workers are stopped")
-        assert LIMIT_S - 2.0 < time.monotonic() - at < LIMIT_S + 4.0
+        assert LIMIT_S + 1.0 < max(one.time for one in job.steps()) - at < LIMIT_S + 7.0
         consul_agent.start()
         first = job.wait_for_world(2, after=time.monotonic())
         assert {one.generation for one in first} == {before + 1}, "together, and once"
         assert any("stopped while the store was away" in node.output for node in nodes)
-        steps = [one.step for one in job.steps() if one.rank == 0]
-        assert steps == list(range(len(steps))), "from memory, without a step lost"
+        # A rank may be stopped between a step that the other saved and the line in its log.
+        made = sorted(step for step, _ in {(one.step, one.generation) for one in job.steps()})
+        assert made == list(range(len(made))), "from memory, without a step lost or made twice"
         job.end()
         assert [node.wait() for node in nodes] == [0, 0]
         job.nothing_is_left()

@@ -10,16 +10,16 @@ import pytest
 
 from tests.integration.collective.job import Job
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 FOLDER = Path(__file__).parent
 
 
 def test_a_pause_that_was_asked_for_is_waited_for_as_long_as_the_steps_take(tmp_path: Path) -> None:
-    command = [str(FOLDER / "train_state.py"), str(tmp_path), "0.6", "1000"]
+    command = [str(FOLDER / "train_state.py"), str(tmp_path), "1.0", "1000"]
     environ = {"PYTHONPATH": str(FOLDER.parents[2])}
-    program = (sys.executable, str(FOLDER / "impatient.py"))
-    with Job(tmp_path, ("--nnodes", "1:2"), command, environ=environ, program=program) as job:
+    program = (sys.executable, str(FOLDER / "impatient.py"), "pause=0.5")
+    with Job(tmp_path, ("--nnodes", "1:2", "--lease-ttl", "10"), command, environ=environ, program=program) as job:
         nodes = [job.start()]
         job.wait_for_world(1)
         nodes.append(job.start())

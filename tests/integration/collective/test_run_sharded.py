@@ -49,7 +49,7 @@ def last_step(job: Job, generation: int) -> int:
 
 
 def test_sharded_state_outlives_its_hosts(tmp_path: Path) -> None:
-    options = ("--nnodes", "2:3")
+    options = ("--nnodes", "2:3", "--lease-ttl", "10")
     with Job(tmp_path, options, [str(SCRIPT), str(tmp_path)], environ={"PYTHONPATH": str(ROOT)}) as job:
         nodes = [job.start() for _ in range(3)]
         first = job.wait_for_world(3)[0].generation

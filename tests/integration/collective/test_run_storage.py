@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.collective.job import Job, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 STATE_SCRIPT = Path(__file__).with_name("train_state.py")
 
@@ -73,8 +73,8 @@ dist.init_process_group("gloo")
 with Checkpointer(State(total=torch.zeros(3)), interval_steps=1) as checkpointer:
     checkpointer.restore()
     checkpointer.save(0)
-shutil.rmtree(sys.argv[1])
-Path(sys.argv[1]).write_text("no folder any more")
+    shutil.rmtree(sys.argv[1])
+    Path(sys.argv[1]).write_text("no folder any more")  # before the state is marked as one to store
 dist.destroy_process_group()
 """
 

@@ -18,7 +18,7 @@ from tests.integration.collective.job import Job
 
 # Trains until it is told that it is enough.
 SCRIPT = """\
-import itertools, pathlib, sys, time, torch
+import itertools, os, pathlib, sys, time, torch
 from edl.collective import Checkpointer, State
 
 model = torch.nn.Linear(4, 4)
@@ -26,6 +26,7 @@ state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
 with Checkpointer(state) as checkpointer:
     for step in itertools.count(checkpointer.restore() + 1):
         time.sleep(0.05)
+        pathlib.Path(f"{sys.argv[1]}.{os.environ['EDL_GENERATION']}").write_text(str(step))
         checkpointer.save(step)
         if pathlib.Path(sys.argv[1]).exists():
             break
@@ -53,10 +54,13 @@ def status(url: str, job: str = "live") -> dict[str, Any] | None:
 def wait_for(url: str, generation: int, step: int, job: str = "live") -> dict[str, Any]:
     """Until the job finished `step` or a later one in `generation`."""
     deadline = time.monotonic() + 120
-    while (told := status(url, job)) is None or told["generation"] < generation or told["nodes"][0]["step"] < step:
+    while True:
+        told = status(url, job)
+        # A world is told of before the first node has said something of itself.
+        if told is not None and told["nodes"] and told["generation"] >= generation and told["nodes"][0]["step"] >= step:
+            return told
         assert time.monotonic() < deadline, told
         time.sleep(0.1)
-    return told
 
 
 @pytest.mark.slow
@@ -74,7 +78,9 @@ def test_a_killed_worker_shows_in_status_and_ledger(tmp_path: Path) -> None:
         (zygote,) = psutil.Process(agent.pid).children()
         (worker,) = zygote.children()
         os.kill(worker.pid, signal.SIGKILL)
-        again = wait_for(url, generation=1, step=told["step"] + 20)
+        psutil.wait_procs([worker], 20)
+        last = int((tmp_path / "enough.0").read_text())  # further than what `edl status` had seen
+        again = wait_for(url, generation=1, step=last + 20)
         enough.touch()
         _, errors = agent.communicate(timeout=80)
         assert agent.returncode == 0, errors.decode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import threading
 import time
 import uuid
@@ -15,12 +17,14 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from edl.collective.agent.storing import JobRun, Storing
+from edl.collective.checkpoint import storage_background
+from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.slots import SlotPair
 from edl.collective.checkpoint.state import State
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_background import Background
 from edl.discovery import open_store
-from edl.errors import DiscoveryError, ProtocolError
+from edl.errors import DiscoveryError, ProtocolError, TemporaryError
 from tests.unit import collective_saved
 
 RUN = "346d06b600000001"
@@ -283,7 +287,7 @@ def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monk
 
     monkeypatch.setattr(Balky, "before", staticmethod(before))
     put(tmp_path / "s", 1)
-    worker_storing(url, tmp_path / "s").close(20)
+    assert worker_storing(url, tmp_path / "s").close(20) == ""
     fs, root = fsspec.core.url_to_fs(url)
     assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
 
@@ -294,8 +298,29 @@ def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
     put(tmp_path / "s", 1)
     begin = time.monotonic()
-    worker_storing(url, tmp_path / "s").close(1.2)
+    assert "slow down" in worker_storing(url, tmp_path / "s").close(1.2)
     assert time.monotonic() - begin < 15
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
-    assert "left incomplete" in said[-1]
+
+
+@pytest.mark.parametrize("how", ["the block ends", "an error", "close"])
+def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr(storage_background, "_RETRY_AT_THE_END_S", 0.3)
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"
+    ends = {
+        "the block ends": pytest.raises(TemporaryError, match=words),
+        "an error": pytest.raises(LookupError, match="the script's own"),
+        "close": contextlib.nullcontext(),
+    }
+    with ends[how], Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0, force=True)
+        if how == "an error":
+            raise LookupError("the script's own")
+        if how == "close":
+            checkpointer.close()
+    assert how == "the block ends" or re.search(words, caplog.records[-1].getMessage())

@@ -72,7 +72,8 @@ class Checkpointer:
             overhead: save as often as costs this share of the time (default 0.01).
             interval_s: save about so often.
             interval_steps: save after so many steps.
-            storage: a folder or URL of fsspec. `EDL_CHECKPOINT`.
+            storage: a folder or URL of fsspec. `EDL_CHECKPOINT`. Where no agent stores, a `with` block that ends well
+                raises `TemporaryError` if its last state cannot be stored.
             storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
             keep: how many to keep there, if this process writes them itself.
             overlap: copy parameters and optimizers' moments that are in the CPU's memory beside the next forward and
@@ -218,17 +219,30 @@ class Checkpointer:
         self._finished, self._interrupt = finished, interrupt
 
     def close(self) -> None:
-        """Let go of everything, without another save. Slots of an agent stay; private ones are removed."""
+        """Let go of everything, without another save. Slots of an agent stay; private ones are removed.
+
+        Where no agent stores what was to be stored, this does, and warns if it cannot.
+        """
+        unstored = self._let_go()
+        if unstored:
+            _log.warning("%s", unstored)
+
+    def _let_go(self) -> str:
+        """Give everything back. Returns why the last state is not in storage, empty if it is or need not be."""
         if self._closed:
-            return
+            return ""
         self._closed = True
+        unstored = []
         with ExitStack() as stack:  # each step is taken, whatever becomes of those before it
             if self._keeping is not None:
                 stack.callback(self._keeping.close)
             stack.callback(self._slots.close)
             if self._background is not None:
-                stack.callback(self._background.close, CLOSE_S)
+                background = self._background
+                stack.callback(lambda: unstored.append(background.close(CLOSE_S)))
             stack.callback(self._writer.close)
+        why = next(filter(None, unstored), "")
+        return f"the last state is not at {self._storage}, what was stored before is as it was: {why}" if why else ""
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -240,8 +254,14 @@ class Checkpointer:
             if error is None and not self._closed and self._place is not None and self._lacks_the_last():
                 with self._board.phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
-        finally:
+        except BaseException:
             self.close()
+            raise
+        unstored = self._let_go()
+        if unstored and error is None:  # a script that ends well has its result in storage, as under an agent
+            raise TemporaryError(unstored)
+        if unstored:
+            _log.warning("%s", unstored)
 
     def _lacks_the_last(self) -> bool:
         """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""

@@ -52,8 +52,8 @@ class Background:
         """A state was marked."""
         self._wake.set()
 
-    def close(self, timeout_s: float) -> None:
-        """Store what is marked and not stored yet, and stop. Says so if that fails.
+    def close(self, timeout_s: float) -> str:
+        """Store what is marked and not stored yet, and stop. Returns why that was in vain, empty if it was not.
 
         Args:
             timeout_s: how long it may take; what fails is tried again for half a minute of it.
@@ -62,10 +62,9 @@ class Background:
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            _log.warning("the last checkpoint was not stored within %.0f s, and is left incomplete", timeout_s)
-        elif self._complaint:
-            _log.warning("the last checkpoint is left incomplete; what was stored before is as it was")
+        if not self._thread.is_alive():
+            return self._complaint
+        return "; ".join(filter(None, [f"not done within {timeout_s:.0f} s", self._complaint]))
 
     def _run(self) -> None:
         wait_s: float | None = None
@@ -83,14 +82,14 @@ class Background:
         try:
             self._persister.persist([self._prefix], marked=True)
         except EDLError as exc:
-            complaint = f"{exc}; it is tried again"
+            complaint = str(exc)
         except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
             _log.debug("a checkpoint was not stored", exc_info=True)
-            complaint = f"a checkpoint was not stored, by a fault in EDL ({exc!r}); it is tried again"
+            complaint = f"a checkpoint was not stored, by a fault in EDL ({exc!r})"
         else:
             self._complaint = ""
             return True
         if complaint != self._complaint:
             self._complaint = complaint
-            _log.warning("%s", complaint)
+            _log.warning("%s; it is tried again", complaint)
         return False

@@ -31,6 +31,21 @@ def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Ins
     return Instance(service, name, "127.0.0.1", port, **rest)
 
 
+def remove_database(path: Path) -> None:
+    """Remove a SQLite database under its users. The file itself goes last: the next one to look makes it anew."""
+    for suffix in ("-wal", "-shm", ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def spoil_database(path: Path) -> None:
+    """Put nonsense in the place of a SQLite database, at once: nobody finds nothing there, and makes it anew."""
+    nonsense = path.with_name("nonsense")
+    nonsense.write_text("this is not a database, whatever its name says\n" * 100)
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    nonsense.replace(path)
+
+
 class Backend(ABC):
     """One implementation, and means to harm it."""
 
@@ -74,9 +89,7 @@ class SqliteBackend(Backend):
         return remove
 
     def break_it(self) -> None:
-        for file in self.path.parent.glob(f"{self.path.name}*"):
-            file.unlink()
-        self.path.write_text("this is not a database, whatever its name says\n" * 100)
+        spoil_database(self.path)
 
     def mend_it(self) -> None:
         self.path.unlink()

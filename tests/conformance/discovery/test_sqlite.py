@@ -16,7 +16,7 @@ import pytest
 
 from edl.discovery import open_registry, open_store
 from edl.errors import DiscoveryError, SettingsError
-from tests.conformance.discovery.backends import eventually, teacher
+from tests.conformance.discovery.backends import eventually, remove_database, teacher
 from tests.conformance.discovery.processes import ROOT, Member
 
 
@@ -208,8 +208,7 @@ def test_a_deleted_file_is_made_again_and_everybody_meets_there(path: Path, url:
     ):
         while len((watch.get(5) or pytest.fail("not seen")).instances) < 2:
             pass
-        for file in path.parent.glob("discovery.sqlite*"):
-            file.unlink()
+        remove_database(path)
         assert eventually(lambda: len(one.snapshot("digits").instances) == 2)
         assert eventually(lambda: len(two.snapshot("digits").instances) == 2)
         assert eventually(lambda: lease.lost), "a lease is not made again"
@@ -218,8 +217,7 @@ def test_a_deleted_file_is_made_again_and_everybody_meets_there(path: Path, url:
 def test_leaving_a_deleted_file_does_not_harm_its_successor(path: Path, url: str) -> None:
     with open_store(url) as store:
         store.put("old", b"1")
-        for file in path.parent.glob("discovery.sqlite*"):
-            file.unlink()
+        remove_database(path)
         successor = Member(url, "hold", "new", "60")
         try:
             assert successor.hear() == "ready"

@@ -13,15 +13,10 @@ import pytest
 from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.group import BalanceGroup
 from edl.errors import ClosedError, SettingsError
+from tests.conformance.discovery.backends import spoil_database
 from tests.integration.discovery.conftest import SERVICE, Student, ids, join, shared_out, teacher, until
 
 # When things fail
-
-
-def broken_file(path: Path) -> None:
-    for file in path.parent.glob(f"{path.name}*"):
-        file.unlink()
-    path.write_text("this is not a database, whatever its name says\n" * 100)
 
 
 def test_without_the_store_students_keep_their_teachers_say_so_and_replace_lost_ones(
@@ -33,7 +28,7 @@ def test_without_the_store_students_keep_their_teachers_say_so_and_replace_lost_
     students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=1.0) for n in range(3)]
     until(lambda: shared_out(students, range(6), 2))
     before = [student.has for student in students]
-    broken_file(path)
+    spoil_database(path)
     until(lambda: all("cannot agree" in student.now.stale for student in students))
     until(lambda: all(student.group.error for student in students))
     assert [student.has for student in students] == before
@@ -51,7 +46,7 @@ def test_a_student_that_never_reached_the_store_chooses_for_itself(
 ) -> None:
     path = tmp_path / "store.sqlite"
     store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
-    broken_file(path)
+    spoil_database(path)
     stack.enter_context(registry.register(teacher(0)))
     few = join(stack, registry, store, "few")
     assert few.has == ids(0)
@@ -73,7 +68,7 @@ def test_without_the_registry_the_last_known_teachers_are_marked_stale(
         student = Student(stack.enter_context(BalanceGroup(teachers, store, SERVICE, "s", want=1)))
         until(lambda: len(student.has) == 1 and not student.now.stale)
         had = student.has
-        broken_file(path)
+        spoil_database(path)
         until(lambda: student.now.stale)
         assert student.has == had
 

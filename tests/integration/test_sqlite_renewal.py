@@ -7,27 +7,34 @@ import time
 from pathlib import Path
 
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.keeping import KeptLease
+from edl.discovery.keeping import KeptLease, KeptRegistration
 
 
 def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
     # A read that asked for the time first, and then for the rows, took a renewal in between for one by another clock.
     url = f"sqlite:///{tmp_path}/discovery.sqlite"
     done = threading.Event()
-    with open_store(url) as theirs, open_store(url) as ours, open_registry(url) as registry:
+    with (
+        open_store(url) as theirs,
+        open_store(url) as ours,
+        open_registry(url) as elsewhere,
+        open_registry(url) as registry,
+        elsewhere.register(Instance("service", "a", "127.0.0.1", 9000), 10.0) as registration,
+    ):
         lease = theirs.lease(10.0)
         assert isinstance(lease, KeptLease)
+        assert isinstance(registration, KeptRegistration)
         theirs.put("key", b"held", lease)
 
         def renew() -> None:
             while not done.is_set():
                 lease.claim.renew()
+                registration._claim.renew()
 
-        registration = registry.register(Instance("service", "a", "127.0.0.1", 9000), 0.5)
         renewing = threading.Thread(target=renew)
         renewing.start()
         try:
-            deadline = time.monotonic() + 3.0
+            deadline = time.monotonic() + 1.0
             while time.monotonic() < deadline:
                 assert ours.get("key") is not None
                 assert len(ours.list("k")) == 1
@@ -36,4 +43,3 @@ def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
         finally:
             done.set()
             renewing.join(20)
-            registration.close()

@@ -132,9 +132,9 @@ def _fork(url: str, service: str) -> None:
     from tests.conformance.discovery.backends import teacher
 
     registry, store = open_registry(url), open_store(url)
-    registration = registry.register(teacher(service), 2.0)
+    registration = registry.register(teacher(service), 4.0)
     watch, store_watch = registry.watch(service), store.watch(service)
-    lease, election = store.lease(2.0), store.elect(service, b"x", 2.0)
+    lease, election = store.lease(4.0), store.elect(service, b"x", 4.0)
     assert election.wait(20)
     uses: dict[str, Callable[[], object]] = {
         "register": lambda: registry.register(teacher(service, "child")),
@@ -170,7 +170,7 @@ def _fork(url: str, service: str) -> None:
         print("closed", flush=True)
         os._exit(0)
     os.waitpid(child, 0)
-    time.sleep(2.2)  # longer than the leases, so that a child that harmed them shows
+    time.sleep(4.2)  # longer than the leases, so that a child that harmed them shows
     kept = not lease.lost and election.is_leader and not registration.error
     print("kept" if kept and registry.snapshot(service).instances else "harmed", flush=True)
     for thing in (registration, watch, store_watch, lease, election, registry, store):

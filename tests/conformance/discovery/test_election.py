@@ -70,7 +70,7 @@ def test_one_of_two_processes_wins_and_the_other_follows_a_kill(store: Store, se
 def test_a_leader_paused_past_its_lease_is_deposed_and_campaigns_again(
     store: Store, service: str, member: Start
 ) -> None:
-    process = member("elect", service, "paused", "0.6")
+    process = member("elect", service, "paused", "2.0")
     assert process.hear() == "ready"
     assert eventually(lambda: process.ask("?") == "leader")
     with store.elect(service, b"mine") as election:

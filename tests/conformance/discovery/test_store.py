@@ -108,9 +108,9 @@ def test_a_lease_takes_its_keys_with_it_and_leaves_the_others(store: Store, fold
 
 
 def test_a_lease_outlives_its_length_while_it_is_renewed(store: Store, folder: str) -> None:
-    with store.lease(1.5) as lease:
+    with store.lease(3.0) as lease:
         entry = store.put(f"{folder}a", b"1", lease)
-        time.sleep(2.0)
+        time.sleep(3.6)
         assert not lease.lost
         assert store.get(f"{folder}a") == entry
 
@@ -147,7 +147,7 @@ def test_a_lost_lease_writes_nothing(backend: Backend, store: Store, folder: str
 
 
 def test_a_killed_process_s_lease_expires(store: Store, folder: str, member: Start) -> None:
-    process = member("hold", f"{folder}a", "1.0")
+    process = member("hold", f"{folder}a", "3.0")
     assert process.hear() == "ready"
     with store.watch(folder) as watch:
         seen(watch, {f"{folder}a": b"held"})
@@ -161,7 +161,7 @@ def test_a_killed_process_s_lease_expires(store: Store, folder: str, member: Sta
 
 def test_a_lease_that_lapsed_in_a_paused_process_is_lost_for_good(store: Store, folder: str, member: Start) -> None:
     key = f"{folder}a"
-    process = member("hold", key, "0.6")
+    process = member("hold", key, "2.0")
     assert process.hear() == "ready"
     with store.watch(folder) as watch:
         seen(watch, {key: b"held"})

@@ -41,6 +41,7 @@ class Fleet:
             "output": "logits:float32[10]",
             "device": "cpu",
             "threads": 1,
+            "linger": "2s",  # this machine is busy, and students may hear of a drain late
             "id": name,
         }
         self._teachers[name] = LocalTeacher(

@@ -59,6 +59,14 @@ def seen(
     return found
 
 
+def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until `condition` holds."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
 @pytest.mark.triton
 def test_a_real_triton_enters_leaves_and_comes_back(
     triton: TritonFactory, register: Start, url: str, tmp_path: Path
@@ -73,11 +81,11 @@ def test_a_real_triton_enters_leaves_and_comes_back(
     assert (instance.endpoint, instance.model, instance.capacity) == (server.endpoint, "sums", 2.5)
     assert instance.tags == ("gpu",)
     assert instance.meta == {"rack": "r7", "version": "1"}
-    assert ready.exists()
+    until(ready.exists)
 
     server.stop()
     seen(url, "labels", lambda found: not found)
-    assert not ready.exists()
+    until(lambda: not ready.exists())
     assert process.poll() is None
 
     triton.start("sums", port=server.port)
@@ -97,10 +105,7 @@ def test_a_model_that_the_server_lacks_never_enters(
 ) -> None:
     server = triton.start("sums")
     process = register(server.endpoint, "--model", "nonesuch")
-    deadline = time.monotonic() + 20
-    while "nonesuch" not in (tmp_path / "register.log").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: "nonesuch" in (tmp_path / "register.log").read_text(), 20)
     with open_registry(url) as registry:
         assert registry.snapshot("nonesuch").instances == ()
     process.send_signal(signal.SIGINT)

@@ -110,7 +110,7 @@ def test_a_served_teacher_says_where_it_is_and_what_it_is(url: str) -> None:
 
 def test_sigterm_shows_as_draining_finishes_what_is_in_flight_and_leaves(url: str) -> None:
     serve = {"linger": "300ms", "drain-timeout": "20s", "metrics-port": 0}
-    with LocalTeacher("echo", service="s", discovery=url, delay_s=2, serve=serve) as teacher:
+    with LocalTeacher("echo", service="s", discovery=url, delay_s=4, serve=serve) as teacher:
         with being_computed(teacher) as answers:
             teacher.terminate()
             until(lambda: [one.state for one in instances(url, "s")] == ["draining"])
@@ -150,7 +150,7 @@ def test_teachers_serve_while_discovery_is_away_and_join_when_it_is_back(tmp_pat
         agent.start()
         try:
             teacher.wait_ready(30)
-            (instance,) = instances(agent.url, "s")
+            (instance,) = until(lambda: instances(agent.url, "s"))
             assert instance.port == int(port[1])
             agent.kill()
             np.testing.assert_array_equal(ask(teacher.endpoint, X), X)
@@ -480,13 +480,19 @@ def test_ready_files_are_whole_and_gone_when_the_teacher_leaves(tmp_path: Path) 
     ready.write_text("of a teacher before")
     command = [sys.executable, "-m", "edl_serving", "serve", "--factory", "edl.testing.models:echo", "--model", "m"]
     command += ["--discovery", "none", "--ready-file", str(ready), "--metrics-port", "0"]
+
+    def said() -> str:
+        with contextlib.suppress(FileNotFoundError):  # what a teacher before said is removed first
+            if (text := ready.read_text()) != "of a teacher before":
+                return text
+        return ""
+
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            until(lambda: ready.exists() and ready.read_text() != "of a teacher before")
-            said = json.loads(ready.read_text())
-            assert said["pid"] == process.pid
-            assert said["endpoint"] == f"127.0.0.1:{said['port']}"
-            assert said["metrics_port"] > 0
+            found = json.loads(until(said))
+            assert found["pid"] == process.pid
+            assert found["endpoint"] == f"127.0.0.1:{found['port']}"
+            assert found["metrics_port"] > 0
             process.terminate()
             assert process.wait(20) == 0
         finally:

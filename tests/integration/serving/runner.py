@@ -1,6 +1,7 @@
 """A teacher server as a process: `runner.py MODEL SETTINGS`, the settings as JSON.
 
-Prints `ready PORT METRICS_PORT` when students may come, and `leaving` when it leaves discovery.
+Prints `ready PORT METRICS_PORT` when students may come, and `leaving` when it leaves discovery; that takes until the
+file `leave_file`, if one is named, is there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from pathlib import Path
 
 from edl_serving import ServerSettings, TeacherServer, serve
 from tests.integration.serving import models
@@ -17,7 +19,7 @@ from tests.integration.serving import models
 def main() -> int:
     name, text = sys.argv[1:]
     options = json.loads(text)
-    leave_s = options.pop("leave_s", 0.0)
+    leave_s, leave_file = options.pop("leave_s", 0.0), options.pop("leave_file", "")
     join_fails, leave_fails = options.pop("join_fails", False), options.pop("leave_fails", False)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
 
@@ -28,6 +30,8 @@ def main() -> int:
 
     def leave() -> None:
         print("leaving", flush=True)
+        while leave_file and not Path(leave_file).exists():
+            time.sleep(0.01)
         time.sleep(leave_s)
         if leave_fails:
             raise OSError("discovery is down")

@@ -103,7 +103,7 @@ def test_requests_nobody_waits_for_are_not_computed(inside: StartInside, connect
     client = connect(server.target)
     first = client.start(rows(1, 0))
     until(model.started.is_set)
-    late = client.start(rows(1, 1), timeout_s=0.2)
+    late = client.start(rows(1, 1), timeout_s=1.0)
     gone = client.start(rows(1, 2))
     kept = client.start(rows(1, 3))
     with pytest.raises(grpc.RpcError) as expired:

@@ -36,11 +36,14 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_sigterm_finishes_what_is_in_flight_and_exits_0(process: StartProcess, connect: Connect) -> None:
-    server = process("Sleeper", max_batch_rows=1, leave_s=0.5, metrics_port=0)
+def test_sigterm_finishes_what_is_in_flight_and_exits_0(
+    process: StartProcess, connect: Connect, tmp_path: Path
+) -> None:
+    left = tmp_path / "left"
+    server = process("Sleeper", max_batch_rows=1, leave_file=str(left), metrics_port=0)
     client = connect(server.target)
     assert health(client) == health(client, "m") == health(client, "inference.GRPCInferenceService") == SERVING
-    calls = [client.start(sleep_for(seconds)) for seconds in (0.4, 0.3, 0.3)]
+    calls = [client.start(sleep_for(seconds)) for seconds in (2.0, 0.3, 0.3)]
     until(lambda: 'edl_teacher_in_flight{model="m"} 3.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
     assert server.line() == "leaving"
@@ -49,7 +52,9 @@ def test_sigterm_finishes_what_is_in_flight_and_exits_0(process: StartProcess, c
     assert not client.ask("ModelReady", name="m").ready
     assert client.ask("ServerLive").live
     calls.append(client.start(sleep_for(0.1)))  # this student has not heard of it yet, and is served
-    for call, seconds in zip(calls, (0.4, 0.3, 0.3, 0.1), strict=True):
+    until(lambda: 'edl_teacher_in_flight{model="m"} 4.0' in server.metrics() or calls[-1].done())
+    left.touch()
+    for call, seconds in zip(calls, (2.0, 0.3, 0.3, 0.1), strict=True):
         np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(sleep_for(seconds)))
     assert server.wait() == 0
     assert server.line() == "closed"
@@ -58,7 +63,7 @@ def test_sigterm_finishes_what_is_in_flight_and_exits_0(process: StartProcess, c
 def test_new_requests_are_refused_once_discovery_has_been_left(process: StartProcess, connect: Connect) -> None:
     server = process("Sleeper", max_batch_rows=1, metrics_port=0)
     client = connect(server.target)
-    accepted = client.start(sleep_for(1.5))
+    accepted = client.start(sleep_for(3.0))
     until(lambda: 'edl_teacher_in_flight{model="m"} 1.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
     errors = []
@@ -70,7 +75,7 @@ def test_new_requests_are_refused_once_discovery_has_been_left(process: StartPro
     until(refused)
     assert errors[-1].code() is grpc.StatusCode.UNAVAILABLE
     assert "draining" in errors[-1].details()
-    assert outputs_of(accepted.result())["logits"].tolist() == logits(sleep_for(1.5)).tolist()
+    assert outputs_of(accepted.result())["logits"].tolist() == logits(sleep_for(3.0)).tolist()
     assert server.wait() == 0
 
 
@@ -83,7 +88,7 @@ def test_the_drain_ends_at_its_deadline_with_exit_code_1(process: StartProcess, 
     assert server.wait() == 1
     assert time.monotonic() - started < 10
     assert call.exception().code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    assert any("left unanswered" in line for line in server.log)
+    until(lambda: any("left unanswered" in line for line in server.log))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

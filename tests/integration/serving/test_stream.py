@@ -192,7 +192,7 @@ def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Conne
 def test_a_draining_server_answers_what_it_took_and_refuses_the_rest(process: StartProcess, connect: Connect) -> None:
     server = process("Sleeper", max_batch_rows=1, metrics_port=0)
     stream = Open(connect(server.target).channel)
-    for number, seconds in enumerate((1.0, 0.3)):
+    for number, seconds in enumerate((3.0, 0.3)):
         stream.send(str(number), row(seconds))
     until(lambda: 'edl_teacher_in_flight{model="m"} 2.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
@@ -213,7 +213,7 @@ def test_a_draining_server_answers_what_it_took_and_refuses_the_rest(process: St
         stopped.set()
         sender.join()
         stream.end()
-    assert is_answer_to(answers["0"], row(1.0))
+    assert is_answer_to(answers["0"], row(3.0))
     assert is_answer_to(answers["1"], row(0.3))
     refused = [answer for answer in answers.values() if answer.error_message]
     assert refused

@@ -36,7 +36,7 @@ def check(delivered: list[tuple[Any, ...]], count: int) -> None:
 
 
 def reader_of(*teachers: Any, **kwargs: Any) -> DistillReader:
-    kwargs.setdefault("options", Options(teacher_timeout_s=20))
+    kwargs.setdefault("options", Options(teacher_timeout_s=60))
     kwargs.setdefault("teacher_batch_size", 4)
     endpoints = [teacher.endpoint for teacher in teachers]
     return DistillReader(["x", None], ["y"], teachers=endpoints, **kwargs)

@@ -27,7 +27,7 @@ def test_inputs_are_rounded_to_bfloat16(
     (tmp_path / "models.py").write_text(MODEL)
     teacher = start(f"{tmp_path}/models.py:half_precise")
     batches = [torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows)).to(dtype) for rows in (5, 1, 8)]
-    options = Options(teacher_timeout_s=20, shared_memory=shared_memory)
+    options = Options(teacher_timeout_s=60, shared_memory=shared_memory)
     with distill(batches, teacher.endpoint, inputs="x", outputs="y", batch_rows=4, options=options) as labelled:
         for batch, labels in labelled:
             assert torch.equal(labels, batch.float().bfloat16().float() * 2)

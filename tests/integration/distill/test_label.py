@@ -93,7 +93,8 @@ def test_a_row_without_label_is_named_when_there_are_no_teachers(start: Start, d
 
 
 def test_kill_9_costs_no_label_that_was_on_disk(start: Start, data: Path, tmp_path: Path) -> None:
-    teachers = ["--teachers", start("echo", delay_s=0.02).endpoint, "--batch", "2"]
+    slow = start("echo", delay_s=0.05, max_batch=2)  # 25 s for all rows: they are not labelled before the kill
+    teachers = ["--teachers", slow.endpoint, "--batch", "2"]
     folder = tmp_path / "labels"
     # As the command itself, but with a file every half second, so that this takes no minute.
     code = "import sys, edl.cli, edl.cli.cmd_label as it; it._FLUSH_S = 0.5; sys.exit(edl.cli.main(sys.argv[1:]))"
@@ -269,5 +270,5 @@ def test_a_wrong_input_is_the_users_error_and_not_a_hang(
     teacher = start("echo").endpoint
     assert main(command(data, tmp_path / "labels", "--teachers", teacher, "--inputs", "image=x")) == 1
     assert "wants input 'x'" in capsys.readouterr().err
-    assert main(command(data, tmp_path / "labels", "--teachers", teacher, "--outputs", "z", "--timeout", "2")) == 1
+    assert main(command(data, tmp_path / "labels", "--teachers", teacher, "--outputs", "z", "--timeout", "3")) == 1
     assert "'z'" in capsys.readouterr().err

@@ -23,7 +23,7 @@ def test_a_registration_that_flickers_costs_no_sample(
     teacher = start("echo", delay_s=0.01)
     address, _, port = teacher.endpoint.rpartition(":")
     instance = Instance(service="s", id="flickering", address=address, port=int(port), state="ready")
-    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=30))
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=60))
     reader.set_dynamic_teacher(registry_url, "s").set_sample_generator(samples(1600))
     with open_registry(registry_url) as registry, reader:
         registration = registry.register(instance, ttl_s=10)
@@ -50,7 +50,7 @@ def test_requests_on_a_connection_that_is_closed_go_elsewhere(
     if not streamed:
         monkeypatch.setattr(names, "EXTENSION_STREAM", "not announced")
     here, there = start("echo", delay_s=0.2), start("echo", delay_s=0.002)
-    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=30))
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=60))
     reader.set_dynamic_teacher(registry_url, "s").set_sample_generator(samples(400))
     address, _, port = here.endpoint.rpartition(":")
     moving = Instance(service="s", id="moving", address=address, port=int(port), state="ready")

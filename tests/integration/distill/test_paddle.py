@@ -30,7 +30,7 @@ class Numbers(paddle.io.Dataset):  # type: ignore[misc,name-defined]
 @pytest.mark.filterwarnings("ignore")
 def test_every_batch_comes_with_its_labels_as_tensors(start: Start) -> None:
     data = paddle.io.DataLoader(Numbers(), batch_size=8, shuffle=True)
-    teacher, options = start("echo"), Options(teacher_timeout_s=20)
+    teacher, options = start("echo"), Options(teacher_timeout_s=60)
     with distill(data, teacher.endpoint, inputs=["x", None], outputs="y", options=options) as loader:
         assert len(loader) == 7
         for _ in range(2):
@@ -49,7 +49,7 @@ def test_a_student_learns_from_the_labels(start: Start) -> None:
 
     student = paddle.nn.Linear(WIDTH, WIDTH)
     data = paddle.io.DataLoader(Numbers(), batch_size=10)
-    options = Options(teacher_timeout_s=20)
+    options = Options(teacher_timeout_s=60)
     with distill(data, start("linear").endpoint, inputs="x", outputs="y", options=options) as loader:
         for (x, _), logits in loader:
             soft_cross_entropy(student(x / 50), logits, temperature=2.0).backward()

@@ -31,7 +31,7 @@ def test_an_input_that_no_teacher_can_label_is_an_error_not_a_hang(start: Start)
 
 def test_outputs_and_inputs_that_the_model_lacks_are_named(start: Start) -> None:
     teacher = start("echo")
-    reader = DistillReader(["x"], ["z"], teachers=[teacher.endpoint], options=Options(teacher_timeout_s=1))
+    reader = DistillReader(["x"], ["z"], teachers=[teacher.endpoint], options=Options(teacher_timeout_s=3))
     with reader.set_sample_generator(samples(3)), pytest.raises(NoTeacherError, match="no output 'z'"):
         list(reader())
     reader = DistillReader(["w"], ["y"], teachers=[teacher.endpoint])

@@ -23,7 +23,7 @@ from edl.errors import NoTeacherError, SettingsError, SourceError  # noqa: E402
 from tests.integration.distill.conftest import Start, until  # noqa: E402
 
 WIDTH = 4
-PATIENT = Options(teacher_timeout_s=20)
+PATIENT = Options(teacher_timeout_s=60)
 
 
 class Numbers(Dataset[tuple[Any, int]]):

@@ -27,6 +27,12 @@ def make(kind, **options):
 FOLLOWED = "from this epoch on"
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who asks the teachers for their version gives up after a second, and stays with the one that it knows.
+    monkeypatch.setattr("edl.distill.engine._LOOK_AGAIN_S", 20.0)
+
+
 def source(pause_at: int = ROWS, go_on: threading.Event | None = None) -> Callable[[], Iterator[Any]]:
     def samples() -> Iterator[Any]:
         for number in range(ROWS):
@@ -45,7 +51,7 @@ def reader_of(cache: SoftLabelCache, *teachers: LocalTeacher) -> DistillReader:
         cache=cache,
         id_field=1,
         teacher_batch_size=4,
-        options=Options(teacher_timeout_s=20),
+        options=Options(teacher_timeout_s=60),
     )
 
 
@@ -113,7 +119,7 @@ def test_a_teacher_replaced_within_an_epoch_answers_and_is_followed_by_the_next(
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_teachers_of_the_next_epoch_may_give_another_dtype(start: Start, tmp_path: Path, cached: bool) -> None:
     (tmp_path / "model.py").write_text(TYPED)
-    model, options = f"{tmp_path}/model.py:make", Options(teacher_timeout_s=10)
+    model, options = f"{tmp_path}/model.py:make", Options(teacher_timeout_s=60)
     first = start(model, version="1", kind="float32")
     with contextlib.ExitStack() as stack:
         kept: dict[str, Any] = {"cache": stack.enter_context(SoftLabelCache()), "id_field": 1} if cached else {}

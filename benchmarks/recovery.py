@@ -8,10 +8,11 @@ torchrun run three workers on one node, torchft three replica groups.
 
 - `sooner`: torchrun's seconds by those of `edl run`; `vs_torchft`: torchft's (1 s) by those of `stay`, both in process.
 - `steps_lost`: steps done again, in intervals between snapshots; `steps_lost_in_process`: in steps.
-- `join`: the longest pause of two nodes' ranks when a third node joins, torchrun's by that of `edl run`;
-  `join_in_process`: by that of `stay`.
+- `join`: the longest pause of two nodes' ranks when a third node joins, torchrun's by that of `edl run`, which is
+  `join_s` in seconds, the step itself included; `join_in_process`: by that of `stay`.
 - `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
-  (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`.
+  (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`;
+  `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.
 - `p50_s`, `p99_s`, `hangs`: of `--kills N` kills, one after the other at any moment of a step.
 """
 
@@ -40,6 +41,7 @@ GOALS = [
     Goal("steps_lost", 1, "at most", always=True),
     Goal("steps_lost_in_process", 0, "at most", always=True),
     Goal("join", 10),
+    Goal("join_s", 0.5, "at most"),
     Goal("p50_s", 0.5, "at most"),
     Goal("p99_s", 1.0, "at most"),
     Goal("hangs", 0, "at most"),
@@ -55,6 +57,7 @@ _SETTLE_STEPS = 8
 _DEFAULT_KILLS = 200
 _WORTH_SAYING = 25
 _TORCHFT = "torchft, join timeout 1 s"
+_IN_STORE = "torchrun in the same store"
 
 Start = Callable[[Task, ExitStack], Job]
 
@@ -230,28 +233,38 @@ def _joins(repeats: int) -> dict[str, list[float]]:
         "edl run": partial(_join_s, _nodes),
         "edl run, in process": partial(_join_s, _nodes, stay=True),
         "torchrun": partial(_join_s, _torchrun_nodes),
+        _IN_STORE: partial(_join_s, _torchrun_in_store),
     }
     pauses = take_turns(starts, repeats)
-    return _against("Pause when a node joins", pauses, {"edl run": "join", "edl run, in process": "join_in_process"})
+    _note_seconds("Pause when a node joins", pauses)
+    keys = {"edl run": "join", "edl run, in process": "join_in_process"}
+    figures = _against(pauses, "torchrun", keys)
+    figures |= _against(pauses, _IN_STORE, {"edl run": "join_vs_dynamic_rendezvous"})
+    return figures | {"join_s": pauses["edl run"]}
 
 
 def _node_deaths(repeats: int) -> dict[str, list[float]]:
     """How long the others need when a node dies, with torch's rendezvous and with ours."""
-    starts = {"edl run": partial(_node_dies_s, _nodes), "torchrun": partial(_node_dies_s, _torchrun_in_store)}
-    return _against("A node dies", take_turns(starts, repeats), {"edl run": "vs_dynamic_rendezvous"})
+    starts = {"edl run": partial(_node_dies_s, _nodes), _IN_STORE: partial(_node_dies_s, _torchrun_in_store)}
+    seconds = take_turns(starts, repeats)
+    _note_seconds("A node dies", seconds)
+    return _against(seconds, _IN_STORE, {"edl run": "vs_dynamic_rendezvous"})
 
 
-def _against(what: str, seconds: dict[str, list[float]], keys: dict[str, str]) -> dict[str, list[float]]:
-    """Torchrun's seconds by ours; `keys` names the figure of each side of ours.
-
-    Of the rounds in which torchrun did not hang, which is not for us to gain by; if we hang, the ratio is 0.
-    """
+def _note_seconds(what: str, seconds: dict[str, list[float]]) -> None:
     for name, all_s in seconds.items():
         came = [one for one in all_s if one < math.inf]
         hung = f", {len(all_s) - len(came)} of {len(all_s)} hung" if len(came) < len(all_s) else ""
         note(f"{what}, {name}: {Spread.of(came) if came else 'never'} s{hung}.")
-    kept = [number for number, one in enumerate(seconds["torchrun"]) if one < math.inf]
-    theirs, *ours = ([seconds[name][number] for number in kept] for name in ("torchrun", *keys))
+
+
+def _against(seconds: dict[str, list[float]], them: str, keys: dict[str, str]) -> dict[str, list[float]]:
+    """Their seconds by ours; `keys` names the figure of each side of ours.
+
+    Of the rounds in which they did not hang, which is not for us to gain by; if we hang, the ratio is 0.
+    """
+    kept = [number for number, one in enumerate(seconds[them]) if one < math.inf]
+    theirs, *ours = ([seconds[name][number] for number in kept] for name in (them, *keys))
     return {key: divide(theirs, one) for key, one in zip(keys.values(), ours, strict=True) if kept}
 
 

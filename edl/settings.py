@@ -77,7 +77,7 @@ def is_above_zero(value: object) -> bool:
     """Whether an argument is a number above zero, be it infinite; text and what else has no order beside 0 is not."""
     try:
         return bool(value > 0)  # type: ignore[operator]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):  # the last two of arrays and tensors
         return False
 
 
@@ -90,7 +90,7 @@ def is_share(value: object) -> bool:
     """Whether an argument is a number from 0 to 1."""
     try:
         return bool(0 <= value <= 1)  # type: ignore[operator]
-    except TypeError:
+    except (TypeError, ValueError, RuntimeError):
         return False
 
 

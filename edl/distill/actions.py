@@ -41,8 +41,10 @@ class Policy:
         hedge_min_s: no request younger than this is hedged.
         request_timeout_s: a request without an answer after this is sent elsewhere.
         failures_to_open: so many failures in a row take a teacher out for a while.
-        open_min_s, open_max_s: for how long; doubled with each time until an answer is good. A task that all live
-            teachers failed at waits `open_min_s`, doubled each time, before one of them is asked again.
+        open_min_s, open_max_s: for how long; doubled with each time until an answer is good. A task that failed at
+            all live teachers waits as long before one of them is asked again.
+        coming_s: a task that failed waits so long, from its first failure, for teachers that are being connected to,
+            before it is sent again where it failed, or given up.
         aside_s: how long a teacher with unusable outputs is left out.
         task_failures: a task that failed so often, at one teacher or several, is given up.
         task_losses: so is one whose teacher was lost more often than this: it may be what kills them.
@@ -56,6 +58,7 @@ class Policy:
     failures_to_open: int = 3
     open_min_s: float = 0.5
     open_max_s: float = 30.0
+    coming_s: float = 5.0
     aside_s: float = 30.0
     task_failures: int = 3
     task_losses: int = 20

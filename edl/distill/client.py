@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from edl.distill.actions import Failure, FailureKind
 from edl.distill.arena import Region
@@ -284,6 +285,9 @@ class TeacherClient:
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
             raise _translated(exc, self.endpoint) from exc
+        except DecodeError as exc:
+            what = f"{self.endpoint}: its answer to {method} is no message of KServe v2"
+            raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     # Answers
 

@@ -42,8 +42,10 @@ class _Task:
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     lost: int = 0
-    again_at: float = 0.0
-    """When a teacher that failed at it may be asked again, if there is no other."""
+    first_failed_at: float = 0.0
+    last_failed_at: float = 0.0
+    rounds: int = 0
+    """How often it was sent again after all teachers had failed at it."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -67,7 +69,9 @@ class Dispatcher:
         self._hedge_tokens = 0.0
         self._wanted: int | None = None
         self._coming: set[str] = set()
-        self._again_at = math.inf
+        self._parked: list[int] = []  # tasks that all teachers failed at which could be asked now
+        self._parked_until = math.inf
+        self._changed = False  # whether teachers came or went since the last look at what waits
 
     # Events
 
@@ -94,6 +98,7 @@ class Dispatcher:
     def teacher_not_coming(self, teacher: str, now: float) -> list[Action]:
         """That came to nothing; it is tried again, and no longer waited for."""
         self._coming.discard(teacher)
+        self._changed = True
         return self._assign(now)
 
     def teacher_up(self, teacher: str, now: float, max_rows: int = 0) -> list[Action]:
@@ -104,22 +109,26 @@ class Dispatcher:
             state.window.reset()
             state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
         state.live, state.draining, state.max_rows = True, False, max_rows
+        self._changed = True
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
         """A teacher finishes what it has and takes no more."""
         self._coming.discard(teacher)
+        self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].draining = True
 
     def teacher_down(self, teacher: str) -> None:
         """A teacher's connection broke. Its attempts fail one by one."""
+        self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].live = False
 
     def teacher_removed(self, teacher: str) -> None:
         """A teacher left for good."""
         self._coming.discard(teacher)
+        self._changed = True
         state = self.teachers.pop(teacher, None)
         if state is not None:
             state.live = False
@@ -165,13 +174,11 @@ class Dispatcher:
         if task is not None:
             task.lost += failure.kind is FailureKind.LOST
             if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED) or task.lost > self.policy.task_losses:
+                task.first_failed_at = task.first_failed_at if task.failures else now
+                task.last_failed_at = now
                 task.failures.append((ended.teacher, failure))
-                task.again_at = now + self.policy.open_min_s * 2 ** (len(task.failures) - 1)
             if self._hopeless(task, now):
-                del self._tasks[ended.task]
-                for number in sorted(task.attempts):
-                    self._end(number)
-                actions.append(GiveUp(ended.task, tuple(task.failures)))
+                actions.append(self._give_up(ended.task))
             elif not task.attempts:
                 self.resent += 1
                 heapq.heappush(self._waiting, ended.task)
@@ -194,9 +201,12 @@ class Dispatcher:
 
     def next_event(self, now: float) -> float | None:
         """When `tick` should be called next, None if nothing is waiting for time to pass."""
-        times = [state.closed_until for state in self.teachers.values() if state.live and state.closed_until > now]
-        if now < self._again_at < math.inf:
-            times.append(self._again_at)
+        if self._changed:
+            return now
+        states = (state for state in self.teachers.values() if state.live and not state.draining)
+        times = [state.closed_until for state in states if state.closed_until > now]
+        if self._parked_until < math.inf:
+            times.append(self._parked_until)
         if self.policy.hedge_budget > 0:
             dues = map(self._late_at, self._attempts.values())
             times.extend(due for due in dues if now < due < math.inf)
@@ -224,7 +234,8 @@ class Dispatcher:
     @property
     def waiting(self) -> int:
         """Tasks that no teacher has now."""
-        return sum(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
+        waiting = (*self._waiting, *self._parked)
+        return sum(task in self._tasks and not self._tasks[task].attempts for task in waiting)
 
     @property
     def quick(self) -> bool:
@@ -278,19 +289,37 @@ class Dispatcher:
             state.half_open = True
             state.closed_until, state.why = now + pause, failure.message
 
+    def _give_up(self, number: int) -> GiveUp:
+        task = self._tasks.pop(number)
+        for attempt in sorted(task.attempts):
+            self._end(attempt)
+        return GiveUp(number, tuple(task.failures))
+
+    def _awaited_until(self, task: _Task) -> float:
+        """Until when a task that failed waits for teachers that are being connected to."""
+        return task.first_failed_at + self.policy.coming_s if self._coming else -math.inf
+
     def _hopeless(self, task: _Task, now: float) -> bool:
-        if len(task.failures) >= self.policy.task_failures or task.lost > self.policy.task_losses:
+        if task.lost > self.policy.task_losses:
+            return True
+        if now < self._awaited_until(task):
+            return False
+        if len(task.failures) >= self.policy.task_failures:
             return True
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
             return False
         usable = {name for name, state in self.teachers.items() if state.usable(now) and state.takes(task.rows)}
-        return len(rejected) >= 2 or (usable <= rejected and not self._coming)
+        return len(rejected) >= 2 or usable <= rejected
 
     def _assign(self, now: float) -> list[Action]:
         actions: list[Action] = []
         put_back: list[int] = []
-        self._again_at = math.inf
+        if self._parked and (self._changed or now >= self._parked_until):
+            for number in self._parked:
+                heapq.heappush(self._waiting, number)
+            self._parked, self._parked_until = [], math.inf
+        self._changed = False
         free = [(name, state) for name, state in self.teachers.items() if state.free(now)]
         while self._waiting and free:
             number = heapq.heappop(self._waiting)
@@ -298,6 +327,17 @@ class Dispatcher:
             if task is None or task.attempts:
                 continue
             choice = self._choose(free, task, now)
+            if choice is None and self._all_failed(task):
+                again_at = max(self._awaited_until(task), self._again_at(task))
+                if now < again_at:
+                    self._parked.append(number)
+                    self._parked_until = min(self._parked_until, again_at)
+                    continue
+                if self._hopeless(task, now):  # since a teacher that was waited for did not come
+                    actions.append(self._give_up(number))
+                    continue
+                choice = self._choose(free, task, now, again=True)
+                task.rounds += choice is not None
             if choice is None:
                 put_back.append(number)
                 continue
@@ -312,17 +352,21 @@ class Dispatcher:
             actions.extend(self._hedge(free, now))
         return actions
 
-    def _choose(self, free: list[tuple[str, TeacherState]], task: _Task, now: float) -> str | None:
-        free = [(name, state) for name, state in free if state.takes(task.rows)]
-        fit = [(name, state) for name, state in free if not task.failed_at(name)]
+    def _again_at(self, task: _Task) -> float:
+        """From when on a teacher that failed at a task may be asked once more, where all have: an error may pass."""
+        return task.last_failed_at + self.policy.open_min_s * (1 << task.rounds)
+
+    def _all_failed(self, task: _Task) -> bool:
+        """Whether a task failed wherever it could be sent, now or when there is room."""
         teachers = self.teachers.items()
         others = (name for name, state in teachers if state.live and not state.draining and state.takes(task.rows))
-        if not fit and task.failures and not self._coming and all(task.failed_at(name) for name in others):
-            # Nobody else is there to try. An error may pass; a rejection was judged hopeless before.
-            if now >= task.again_at:
-                fit = free
-            else:
-                self._again_at = min(self._again_at, task.again_at)
+        return bool(task.failures) and all(task.failed_at(name) for name in others)
+
+    def _choose(
+        self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
+    ) -> str | None:
+        """The teacher to send a task to, of those that are free; one that failed at it only `again`."""
+        fit = [(name, state) for name, state in free if state.takes(task.rows) and (again or not task.failed_at(name))]
         if not fit:
             return None
         return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]

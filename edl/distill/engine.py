@@ -142,6 +142,7 @@ class Engine:
         """The registry's present view."""
         if not self._closed:
             self._links.follow(snapshot)
+            self._set_timer()
 
     def begin_epoch(self) -> None:
         """Nothing is delivered yet that the answers to come must be like."""

@@ -171,6 +171,11 @@ class Link:
             except RequestFailed as exc:
                 refused = exc.failure.message
                 self.state = "set aside" if exc.failure.kind is FailureKind.REJECTED else "connecting"
+            except Exception as exc:
+                # Whatever it was, others wait to hear that this teacher does not come.
+                logger.exception("connecting to teacher %s failed in a way not foreseen", self.instance.id)
+                refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
+                self.state = "set aside"
             finally:
                 if not connected:
                     await client.close()

@@ -166,7 +166,7 @@ def names_of(outputs: str | Sequence[str]) -> tuple[str, ...]:
     """One output, or several, by name."""
     if isinstance(outputs, str):
         return (outputs,)
-    if not isinstance(outputs, Sequence):
+    if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
         raise SettingsError(f"outputs={outputs!r}: expected the name of the teachers' output, or a list of several")
     return tuple(outputs)
 

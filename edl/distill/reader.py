@@ -74,7 +74,8 @@ class DistillReader:
         dataset: str = "",
         options: Options | None = None,
     ) -> None:
-        if isinstance(ins, str) or not isinstance(ins, Sequence) or not any(ins):
+        named = not isinstance(ins, str) and isinstance(ins, Sequence) and any(ins)
+        if not named or not all(name is None or isinstance(name, str) for name in ins):
             raise SettingsError(f"ins={ins!r}: name at least one input of the teachers, as a list")
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")

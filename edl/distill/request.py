@@ -196,7 +196,7 @@ def _as_bfloat16(array: Array, wanted: TensorSpec, model: str) -> Array:
     with np.errstate(over="ignore"):
         converted = tensors.to_bfloat16(array)
     back = tensors.from_bfloat16(converted)
-    changed = np.isinf(back) & ~np.isinf(array) if array.dtype.kind == "f" else back != array
+    changed = np.isinf(back) & ~np.isinf(array) if array.dtype.kind == "f" else _other_than(back, array)
     where = np.flatnonzero(changed)
     return _refuse(array, wanted, model, str(array.reshape(-1)[where[0]])) if where.size else converted
 
@@ -220,14 +220,23 @@ def _first_lost(array: Array, converted: Array) -> str | None:
         low, high = _exact_range(converted.dtype)
         if low <= int(array.min()) and int(array.max()) <= high:
             return None
-        if converted.dtype.kind == "f":  # beyond the range, too, every second or fourth number is exact
-            whole = converted.astype(np.float64)
-            back = np.where((whole >= -(2.0**63)) & (whole < float(np.iinfo(array.dtype).max)), whole, 0)
-            changed = back.astype(array.dtype) != array
-        else:
-            changed = (array < low) | (array > high)
+        # Beyond the range of floating-point numbers, too, every second or fourth one is exact.
+        floating = converted.dtype.kind == "f"
+        changed = _other_than(converted, array) if floating else (array < low) | (array > high)
     where = np.flatnonzero(changed)
     return str(array.reshape(-1)[where[0]]) if where.size else None
+
+
+def _other_than(converted: Array, whole: Array) -> Array:
+    """Where floating-point numbers made of whole numbers are not these."""
+    wide = converted.astype(np.float64)
+    others: Array = wide != whole
+    if whole.dtype.itemsize < 8:
+        return others
+    # numpy compares 64-bit integers as if they were float64, which has 53 bits for them.
+    within = (wide >= -(2.0**63)) & (wide < float(np.iinfo(whole.dtype).max))  # as float64 that is 2**63 or 2**64
+    others |= ~within | (np.where(within, wide, 0).astype(whole.dtype) != whole)
+    return others
 
 
 def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:

@@ -163,7 +163,10 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
 
 
 def to_bfloat16(array: Array) -> Array:
-    """Numbers as bfloat16 of dtype `BFLOAT16`, rounded to the nearest, ties to even; what is too large is infinite."""
+    """Numbers [rows, ...] as bfloat16 of dtype `BFLOAT16`; what is too large is infinite.
+
+    Rounded as float32 to the nearest, ties to even, as torch does.
+    """
     single = np.ascontiguousarray(array, "<f4").reshape(array.shape)
     bits = single.view("<u4")
     upper = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")

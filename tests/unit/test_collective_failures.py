@@ -145,7 +145,10 @@ def test_an_exit_code_without_an_error_is_nobodys_fault_while_a_node_is_missing(
     for missing in (False, True):
         verdict = judge([silent], 99.0, echo_s=0.5, contact_s=2.0, missing=missing)
         assert (verdict is None) == missing
-    assert judge([WRONG], 99.0, echo_s=0.5, contact_s=2.0, missing=True) is not None, "an error is one"
+    for failures in ([WRONG], [silent, WRONG], [WRONG, silent]):
+        verdict = judge(failures, 0.5, echo_s=0.5, contact_s=2.0, missing=True)
+        assert verdict is not None, "an error is one"
+        assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
 def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 import uuid
@@ -287,7 +288,7 @@ def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monk
 
     monkeypatch.setattr(Balky, "before", staticmethod(before))
     put(tmp_path / "s", 1)
-    assert worker_storing(url, tmp_path / "s").close(20) == ""
+    worker_storing(url, tmp_path / "s").close(20)
     fs, root = fsspec.core.url_to_fs(url)
     assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
 
@@ -298,13 +299,14 @@ def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
     put(tmp_path / "s", 1)
     begin = time.monotonic()
-    assert "slow down" in worker_storing(url, tmp_path / "s").close(1.2)
+    with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
+        worker_storing(url, tmp_path / "s").close(1.2)
     assert time.monotonic() - begin < 15
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
 
 
-@pytest.mark.parametrize("how", ["the block ends", "an error", "close"])
+@pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
 def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
@@ -313,14 +315,17 @@ def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
     words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"
     ends = {
         "the block ends": pytest.raises(TemporaryError, match=words),
+        "sys.exit()": pytest.raises(TemporaryError, match=words),
         "an error": pytest.raises(LookupError, match="the script's own"),
         "close": contextlib.nullcontext(),
     }
     with ends[how], Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
         checkpointer.restore()
         checkpointer.save(0, force=True)
+        if how == "sys.exit()":
+            sys.exit()
         if how == "an error":
             raise LookupError("the script's own")
         if how == "close":
             checkpointer.close()
-    assert how == "the block ends" or re.search(words, caplog.records[-1].getMessage())
+    assert how in ("the block ends", "sys.exit()") or re.search(words, caplog.records[-1].getMessage())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 from collections.abc import Callable
@@ -240,9 +241,12 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
         while pending:
             now += 0.01
             pending += sends(dispatcher.failed(pending.pop().attempt, Failure(FailureKind.ERROR, "boom"), now))
-        again = dispatcher.next_event(now)
-        assert again is not None
+        again = dispatcher.teachers["a"].closed_until
         pauses.append(round(again - now, 3))
+        assert sends(dispatcher.tick(again - 0.01)) == []
+        event = dispatcher.next_event(again - 0.01)
+        assert event is not None
+        assert event <= again
         now = again
         pending = sends(dispatcher.tick(now))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
@@ -374,6 +378,8 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
             {"down": dispatcher.teacher_down, "remove": dispatcher.teacher_removed}.get(
                 kind, dispatcher.teacher_draining
             )(name)
+            event = dispatcher.next_event(now)
+            assert (event is not None and event <= now) or not copy.deepcopy(dispatcher).tick(now), "nobody would look"
         elif kind == "tick":
             take(dispatcher.tick(now))  # type: ignore[arg-type]
         elif kind == "wanted":
@@ -460,22 +466,74 @@ def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: 
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
 
 
-@pytest.mark.parametrize("gone", ["not connected", "removed", "draining"])
-def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str) -> None:
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+@pytest.mark.parametrize("gone", ["not connected", "removed", "draining", "silent"])
+def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_coming("late")
     (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, Failure(FailureKind.REJECTED, "no"), 0.1) == []
-    actions = []
+    assert dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(5.1), "a silent one is waited for no longer"
+    now = 5.1 if gone == "silent" else 3.0
     if gone == "not connected":
-        actions = dispatcher.teacher_not_coming("late", 5.0)
+        actions = dispatcher.teacher_not_coming("late", now)
     else:
-        (dispatcher.teacher_removed if gone == "removed" else dispatcher.teacher_draining)("late")
-        actions = dispatcher.tick(5.0)
-    (again,) = sends(actions)
-    assert again.teacher == "only"
-    (end,) = dispatcher.failed(again.attempt, Failure(FailureKind.REJECTED, "no"), 5.1)
+        if gone != "silent":
+            (dispatcher.teacher_removed if gone == "removed" else dispatcher.teacher_draining)("late")
+        assert dispatcher.next_event(now) == pytest.approx(now), "what waits has to be looked at"
+        actions = dispatcher.tick(now)
+    (then,) = actions
+    if kind is FailureKind.REJECTED:
+        assert isinstance(then, GiveUp)
+        assert [name for name, _ in then.failures] == ["only"], "it need not refuse it twice"
+    else:
+        assert isinstance(then, Send)
+        assert then.teacher == "only"
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_however_many_teachers_fail_at_it_first(kind: FailureKind) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_coming("good")
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    pending = sends(dispatcher.add(1, 0.0))
+    asked = []
+    while pending:
+        asked.append(pending[0].teacher)
+        actions = dispatcher.failed(pending[0].attempt, Failure(kind, "no"), 0.1)
+        pending = sends(actions)
+        assert actions == pending, "it is not given up"
+    assert sorted(asked) == ["a", "b", "c"]
+    assert [send.teacher for send in sends(dispatcher.teacher_up("good", 1.0))] == ["good"]
+
+
+def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, Failure(FailureKind.ERROR, "no"), 0.2) == []
+    assert dispatcher.next_event(0.2) == pytest.approx(0.7)
+    (third,) = sends(dispatcher.tick(0.7))
+    (end,) = dispatcher.failed(third.attempt, Failure(FailureKind.ERROR, "no"), 0.8)
     assert isinstance(end, GiveUp)
+
+
+@pytest.mark.parametrize("how", ["down", "removed", "draining"])
+def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.set_aside("b", "NaN", 0.0)
+    (send,) = sends(dispatcher.add(1, 0.0))
+    assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(30.0)
+    go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
+    go("b")
+    assert dispatcher.next_event(1.0) == 1.0
+    assert [again.teacher for again in sends(dispatcher.tick(1.0))] == ["a"]
 
 
 def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
@@ -34,6 +35,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "weight": "1"}, r"weight='1': must be a finite number above 0"),
     (DistillReader, {"ins": 3, "predicts": ["y"]}, r"ins=3: name at least one input"),
+    (DistillReader, {"ins": [3], "predicts": ["y"]}, r"ins=\[3\]: name at least one input"),
     (DistillReader, {"ins": ["x"], "predicts": 3}, r"predicts=3: expected a list of output names"),
     (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": 3}, r"teachers=3: expected a service's name"),
     (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": ["h:1", 3]}, r"teachers=\['h:1', 3\]: expected"),
@@ -46,6 +48,8 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (DistillLoss, {"alpha": "0.5"}, r"alpha='0\.5': the share of the soft loss must be from 0 to 1"),
     (DistillLoss, {"alpha": float("nan")}, r"alpha=nan: the share"),
+    (DistillLoss, {"alpha": np.array([0.1, 0.2])}, r"alpha=array\(\[0\.1, 0\.2\]\): the share"),
+    (DistillLoss, {"temperature": np.array([1.0, 2.0])}, r"temperature=array\(\[1\., 2\.\]\): must be a finite"),
 ]
 
 

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays
 
 from edl.distill.request import ModelSpec, Payload, TensorSpec, select_inputs
 from edl.errors import SourceError
-from edl.protocol.tensors import dtype_of, from_raw
+from edl.protocol.tensors import dtype_of, from_bfloat16, from_raw
 
 
 def converted(values: Any, dtype: str, datatype: str) -> Any:
@@ -38,6 +38,10 @@ def converted(values: Any, dtype: str, datatype: str) -> Any:
         ([70000], "int32", "FP16", "70000"),
         ([2**24, 2**24 + 1], "int64", "FP32", "16777217"),
         ([256, 257], "int64", "BF16", "257 as int64"),
+        ([-257], "int16", "BF16", "-257 as int16"),
+        ([2**53 + 1], "int64", "BF16", "9007199254740993"),
+        ([2**63 - 1], "int64", "BF16", "9223372036854775807"),
+        ([2**64 - 1], "uint64", "BF16", "18446744073709551615"),
         ([3.4e38], "float32", "BF16", r"3\.4e\+38 as float32"),
         ([1.0, 1e39], "float64", "BF16", r"1e\+39 as float64"),
         ([2**53 + 1], "uint64", "FP64", "9007199254740993"),
@@ -91,7 +95,7 @@ def test_what_has_no_value_as_bfloat16_is_refused() -> None:
 
 @given(
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
-    st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "FP32", "FP64"]),
+    st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "BF16", "FP32", "FP64"]),
 )
 def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datatype: str) -> None:
     try:
@@ -99,10 +103,12 @@ def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datat
     except SourceError:
         assert not all(fits(value, datatype) for value in values)
     else:
-        assert [int(one) for one in result] == values
+        assert [int(one) for one in (from_bfloat16(result) if datatype == "BF16" else result)] == values
 
 
 def fits(value: int, datatype: str) -> bool:
+    if datatype == "BF16":
+        return int(torch.tensor(value).bfloat16().item()) == value
     kind = dtype_of(datatype)
     if kind.kind in "iu":
         return bool(np.iinfo(kind).min <= value <= np.iinfo(kind).max)

@@ -118,12 +118,14 @@ def judge(
     if killed:
         return Verdict(restart=killed[0].reason)
     if errors:
-        text = errors[0].text or errors[0].what
-        # Without a traceback it may have been the loss of a node that the script ended itself for.
-        if missing and not errors[0].text:
-            return None  # then the next world goes on without that node, and with new workers
-        limit_s = echo_s if errors[0].text else contact_s
-        return Verdict(fatal=f"rank {errors[0].rank}: {errors[0].what}\n{text}") if waited_s >= limit_s else None
+        error = next((one for one in errors if one.text), errors[0])
+        # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
+        # later, and where it is seen, the next world goes on without the node.
+        if not error.text and missing:
+            return None
+        limit_s = echo_s if error.text else contact_s
+        fatal = f"rank {error.rank}: {error.what}\n{error.text or error.what}"
+        return Verdict(fatal=fatal) if waited_s >= limit_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
         what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"

@@ -7,14 +7,15 @@ from collections.abc import Collection
 __all__ = ["Regrouping"]
 
 _NO_TURN_S = 0.5
+"""An agent looks ten times a second, if nothing keeps it from that."""
 
 
 class Regrouping:
     """Of one node. Every method that takes the time `now` takes seconds of one clock.
 
     Args:
-        limit_s: how long a worker may take. Time in which this process had no turn itself does not count: then the
-            machine stood still, and the workers may have had none either.
+        limit_s: how long a worker may take. Time in which nobody asked who is late does not count: if the machine stood
+            still for the agent, it did for the workers, and an agent that waits for the store could do nothing anyway.
     """
 
     def __init__(self, limit_s: float) -> None:

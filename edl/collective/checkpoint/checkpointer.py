@@ -223,26 +223,27 @@ class Checkpointer:
 
         Where no agent stores what was to be stored, this does, and warns if it cannot.
         """
-        unstored = self._let_go()
-        if unstored:
-            _log.warning("%s", unstored)
+        try:
+            self._let_go()
+        except TemporaryError as exc:
+            _log.warning("%s", exc)
 
-    def _let_go(self) -> str:
-        """Give everything back. Returns why the last state is not in storage, empty if it is or need not be."""
+    def _let_go(self) -> None:
+        """Give everything back.
+
+        Raises:
+            TemporaryError: what was to be stored is not.
+        """
         if self._closed:
-            return ""
+            return
         self._closed = True
-        unstored = []
         with ExitStack() as stack:  # each step is taken, whatever becomes of those before it
             if self._keeping is not None:
                 stack.callback(self._keeping.close)
             stack.callback(self._slots.close)
             if self._background is not None:
-                background = self._background
-                stack.callback(lambda: unstored.append(background.close(CLOSE_S)))
+                stack.callback(self._background.close, CLOSE_S)
             stack.callback(self._writer.close)
-        why = next(filter(None, unstored), "")
-        return f"the last state is not at {self._storage}, what was stored before is as it was: {why}" if why else ""
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -250,18 +251,18 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not well:
+            self.close()
+            return
         try:
-            if error is None and not self._closed and self._place is not None and self._lacks_the_last():
+            if not self._closed and self._place is not None and self._lacks_the_last():
                 with self._board.phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
         except BaseException:
             self.close()
             raise
-        unstored = self._let_go()
-        if unstored and error is None:  # a script that ends well has its result in storage, as under an agent
-            raise TemporaryError(unstored)
-        if unstored:
-            _log.warning("%s", unstored)
+        self._let_go()  # a script that ends well has its result in storage, as it has with an agent
 
     def _lacks_the_last(self) -> bool:
         """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""

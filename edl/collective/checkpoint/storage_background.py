@@ -9,7 +9,7 @@ import time
 from edl.collective.checkpoint.slots import SlotPair
 from edl.collective.checkpoint.storage import Persister
 from edl.collective.checkpoint.storage_run import run_name
-from edl.errors import EDLError
+from edl.errors import EDLError, TemporaryError
 
 __all__ = ["Background"]
 
@@ -32,13 +32,14 @@ class Background:
     """
 
     def __init__(self, url: str, slots: SlotPair, keep: int) -> None:
+        self._url = url
         self._run_name = ""
         self._persister = Persister(url, run=lambda: self._run_name, keep=keep)
         self._prefix = slots.prefix
         self._wake = threading.Event()
         self._stopping = False
         self._try_until = 0.0
-        self._complaint = ""
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="edl-storage", daemon=True)
         self._thread.start()
 
@@ -52,19 +53,24 @@ class Background:
         """A state was marked."""
         self._wake.set()
 
-    def close(self, timeout_s: float) -> str:
-        """Store what is marked and not stored yet, and stop. Returns why that was in vain, empty if it was not.
+    def close(self, timeout_s: float) -> None:
+        """Store what is marked and not stored yet, and stop.
 
         Args:
             timeout_s: how long it may take; what fails is tried again for half a minute of it.
+
+        Raises:
+            TemporaryError: that was in vain. What was stored before is as it was.
         """
         self._try_until = time.monotonic() + min(timeout_s, _RETRY_AT_THE_END_S)
         self._stopping = True
         self._wake.set()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            return self._complaint
-        return "; ".join(filter(None, [f"not done within {timeout_s:.0f} s", self._complaint]))
+        late, error = self._thread.is_alive(), self._error
+        if late or error is not None:
+            why = ", ".join(filter(None, [f"not done within {timeout_s:.0f} s" * late, str(error or "")]))
+            what = f"the last state is not at {self._url}, what was stored before is as it was: {why}"
+            raise TemporaryError(what) from error
 
     def _run(self) -> None:
         wait_s: float | None = None
@@ -82,14 +88,14 @@ class Background:
         try:
             self._persister.persist([self._prefix], marked=True)
         except EDLError as exc:
-            complaint = str(exc)
+            error: Exception = exc
         except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
             _log.debug("a checkpoint was not stored", exc_info=True)
-            complaint = f"a checkpoint was not stored, by a fault in EDL ({exc!r})"
+            error = RuntimeError(f"a checkpoint was not stored, by a fault in EDL ({exc!r})")
         else:
-            self._complaint = ""
+            self._error = None
             return True
-        if complaint != self._complaint:
-            self._complaint = complaint
-            _log.warning("%s; it is tried again", complaint)
+        if str(error) != str(self._error or ""):
+            _log.warning("%s; it is tried again", error)
+        self._error = error
         return False

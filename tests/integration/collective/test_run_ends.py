@@ -239,6 +239,7 @@ def test_the_last_of_several_agents_here_is_gone_on_from(tmp_path: Path) -> None
         begun = time.monotonic()
         last = job.start()
         again = job.wait_for_world(1, after=begun)[0]
+        # A step may be in the log and not in memory yet when the kill comes. The first one's state is twenty behind.
         assert again.step >= reached.step, last.output
         job.end()
         assert last.wait() == 0

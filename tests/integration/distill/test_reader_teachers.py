@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options
+from edl.distill.actions import Policy
 from edl.distill.client import _OPTIONS
-from edl.errors import NoTeacherError
+from edl.errors import BadOutputError, NoTeacherError
+from edl.protocol import names
+from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import WIDTH, check, reader_of, samples
@@ -197,6 +205,59 @@ def test_what_the_first_teacher_to_be_connected_cannot_do_waits_for_the_others(s
     with reader_of(good, bad).set_sample_generator(samples(100)) as reader:
         until(lambda: failed_in_an_epoch(reader, bad), 30)
     resume.join()
+
+
+FAILS_ONCE = """
+from edl.testing.models import Model, echo
+
+def fails_once(**options):
+    failed = []
+    good = echo()
+    def answer(inputs):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("once")
+        return good(inputs)
+    return Model(answer, good.inputs, good.outputs, **options)
+"""
+
+
+def test_a_teacher_that_leaves_before_it_is_connected_is_waited_for_no_longer(
+    start: Start, registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long an attempt to connect may take, and what another one fails at may wait for it."""
+    monkeypatch.setattr("edl.distill.link._CONNECT_TIMEOUT_S", 1000.0)
+    (tmp_path / "models.py").write_text(FAILS_ONCE)
+    start(f"{tmp_path}/models.py:fails_once", service="s", discovery=registry_url)
+    options = Options(teacher_timeout_s=2, policy=Policy(coming_s=1000.0, request_timeout_s=2.0))
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=options).set_sample_generator(samples(20))
+    with contextlib.ExitStack() as stack:
+        mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # takes connections, and never answers
+        registry = stack.enter_context(open_registry(registry_url))
+        stack.enter_context(reader.set_dynamic_teacher(registry_url, "s"))
+        registration = registry.register(Instance("s", "mute", *mute.getsockname()[:2]), 10.0)
+        leaves = threading.Timer(1.0, registration.close)
+        leaves.start()
+        check(list(reader()), 20)
+        leaves.join()
+
+
+def test_a_server_that_speaks_something_else_is_set_aside_and_not_waited_for(start: Start) -> None:
+    """What the others fail at does not wait for one that will never be a teacher."""
+    answers = {"ServerReady": grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff" * 9)}
+    stranger = grpc.server(ThreadPoolExecutor(1))
+    stranger.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, answers),))
+    endpoint = f"127.0.0.1:{stranger.add_insecure_port('127.0.0.1:0')}"
+    stranger.start()
+    options = Options(teacher_timeout_s=20, policy=Policy(coming_s=1000.0))
+    reader = DistillReader(["x", None], ["y"], teachers=[start("raises").endpoint, endpoint], options=options)
+    with reader.set_sample_generator(samples(4)):
+        with pytest.raises(BadOutputError, match="boom"):
+            list(reader())
+        known = reader.stats().teachers[endpoint]
+    assert known.state == "set aside"
+    assert known.why == f"{endpoint}: its answer to ServerReady is no message of KServe v2"
+    stranger.stop(0).wait()
 
 
 def test_a_teacher_that_answers_in_another_shape_than_those_before_it_is_set_aside(

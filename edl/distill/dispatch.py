@@ -359,8 +359,8 @@ class Dispatcher:
     def _all_failed(self, task: _Task) -> bool:
         """Whether a task failed wherever it could be sent, now or when there is room."""
         teachers = self.teachers.items()
-        others = (name for name, state in teachers if state.live and not state.draining and state.takes(task.rows))
-        return bool(task.failures) and all(task.failed_at(name) for name in others)
+        there = [name for name, state in teachers if state.live and not state.draining and state.takes(task.rows)]
+        return bool(there) and all(task.failed_at(name) for name in there)
 
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False

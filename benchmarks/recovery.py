@@ -8,8 +8,8 @@ torchrun run three workers on one node, torchft three replica groups.
 
 - `sooner`: torchrun's seconds by those of `edl run`; `vs_torchft`: torchft's (1 s) by those of `stay`, both in process.
 - `steps_lost`: steps done again, in intervals between snapshots; `steps_lost_in_process`: in steps.
-- `join`: the longest pause of two nodes' ranks when a third node joins, torchrun's by that of `edl run`, which is
-  `join_s` in seconds, the step itself included; `join_in_process`: by that of `stay`.
+- `join`: the longest pause of two nodes' ranks when a third node joins, more than a usual step: torchrun's by that of
+  `edl run`, which is `join_s` in seconds; `join_in_process`: by that of `stay`.
 - `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
   (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`;
   `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.

@@ -108,6 +108,7 @@ class Dispatcher:
         if not state.live:
             state.window.reset()
             state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
+            state.overloads = 0
         state.live, state.draining, state.max_rows = True, False, max_rows
         self._changed = True
         return self._assign(now)
@@ -147,7 +148,7 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
-            state.failures = state.opened = 0
+            state.failures = state.opened = state.overloads = 0
             state.half_open, state.why = False, ""
             state.moved_at = now
             state.window.answered(now - ended.sent_at, ended.in_flight, now)
@@ -271,6 +272,7 @@ class Dispatcher:
     def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
             state.window.overloaded()
+            state.overloads += 1
             state.closed_until = max(state.closed_until, now + max(failure.retry_after_s, 0.01))
             state.why = failure.message
             return

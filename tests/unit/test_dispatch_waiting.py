@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
@@ -117,8 +117,12 @@ times = st.lists(seconds, min_size=1, max_size=12)
 GOOD = Course(None, 0.05, RESCUE_S, 0.0, None, "")
 
 
+BUSY = Course(FailureKind.OVERLOADED, 3.0, 0.0, 0.0, None, "")
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(courses, max_size=5), times)
+@example([BUSY, BUSY], [0.0])  # one of them is always open again when the other says that it has no room
 def test_every_task_ends_when_there_is_a_good_teacher_at_last(found: list[Course], tasks_at: list[float]) -> None:
     world = World([*found, GOOD], tasks_at)
     world.run()

@@ -74,11 +74,8 @@ def positive_float(text: str) -> float:
 
 
 def is_above_zero(value: object) -> bool:
-    """Whether an argument is a number above zero, be it infinite; text and what else has no order beside 0 is not."""
-    try:
-        return bool(value > 0)  # type: ignore[operator]
-    except (TypeError, ValueError, RuntimeError):  # the last two of arrays and tensors
-        return False
+    """Whether an argument is a number above zero, be it infinite; text, arrays and tensors are none."""
+    return isinstance(value, numbers.Real) and float(value) > 0
 
 
 def is_count(value: object) -> bool:
@@ -88,10 +85,7 @@ def is_count(value: object) -> bool:
 
 def is_share(value: object) -> bool:
     """Whether an argument is a number from 0 to 1."""
-    try:
-        return bool(0 <= value <= 1)  # type: ignore[operator]
-    except (TypeError, ValueError, RuntimeError):
-        return False
+    return isinstance(value, numbers.Real) and 0 <= float(value) <= 1
 
 
 def default_discovery_url() -> str:

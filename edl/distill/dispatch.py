@@ -43,9 +43,11 @@ class _Task:
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     lost: int = 0
     first_failed_at: float = 0.0
-    last_failed_at: float = 0.0
-    rounds: int = 0
-    """How often it was sent again after all teachers had failed at it."""
+    again_at: float = 0.0
+    """From when on it may be sent where it failed, if it failed everywhere: an error may pass."""
+    no_room_at: list[str] = field(default_factory=list)
+    """The teachers that had no room for it, which then are the last to be asked: else it could go to and fro among some
+    of them for ever, while another has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -108,7 +110,6 @@ class Dispatcher:
         if not state.live:
             state.window.reset()
             state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
-            state.overloads = 0
         state.live, state.draining, state.max_rows = True, False, max_rows
         self._changed = True
         return self._assign(now)
@@ -148,7 +149,7 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
-            state.failures = state.opened = state.overloads = 0
+            state.failures = state.opened = 0
             state.half_open, state.why = False, ""
             state.moved_at = now
             state.window.answered(now - ended.sent_at, ended.in_flight, now)
@@ -176,9 +177,14 @@ class Dispatcher:
             task.lost += failure.kind is FailureKind.LOST
             if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED) or task.lost > self.policy.task_losses:
                 task.first_failed_at = task.first_failed_at if task.failures else now
-                task.last_failed_at = now
                 task.failures.append((ended.teacher, failure))
-            if self._hopeless(task, now):
+                again = len(task.failures) - len({name for name, _ in task.failures})
+                task.again_at = now + min(self.policy.open_min_s * 2**again, self.policy.open_max_s)
+            elif failure.kind is FailureKind.OVERLOADED:
+                task.no_room_at.append(ended.teacher)
+            # A failure that says nothing about the task does not make it hopeless.
+            counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
+            if task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
                 actions.append(self._give_up(ended.task))
             elif not task.attempts:
                 self.resent += 1
@@ -224,7 +230,7 @@ class Dispatcher:
         if not usable or any(not state.max_rows for state in usable):
             return 0
         most = max(state.max_rows for state in usable)
-        waiting = (self._tasks[task] for task in self._waiting if task in self._tasks)
+        waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
         return max((task.rows for task in waiting if not task.attempts and task.rows > most), default=0)
 
     @property
@@ -272,7 +278,6 @@ class Dispatcher:
     def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
             state.window.overloaded()
-            state.overloads += 1
             state.closed_until = max(state.closed_until, now + max(failure.retry_after_s, 0.01))
             state.why = failure.message
             return
@@ -302,8 +307,7 @@ class Dispatcher:
         return task.first_failed_at + self.policy.coming_s if self._coming else -math.inf
 
     def _hopeless(self, task: _Task, now: float) -> bool:
-        if task.lost > self.policy.task_losses:
-            return True
+        """Whether it makes no sense to send a task that failed anywhere else, or once more."""
         if now < self._awaited_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
@@ -311,8 +315,7 @@ class Dispatcher:
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
             return False
-        usable = {name for name, state in self.teachers.items() if state.usable(now) and state.takes(task.rows)}
-        return len(rejected) >= 2 or usable <= rejected
+        return len(rejected) >= 2 or rejected.issuperset(self._there_soon(task, now))
 
     def _assign(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -329,17 +332,19 @@ class Dispatcher:
             if task is None or task.attempts:
                 continue
             choice = self._choose(free, task, now)
-            if choice is None and self._all_failed(task):
-                again_at = max(self._awaited_until(task), self._again_at(task))
-                if now < again_at:
-                    self._parked.append(number)
-                    self._parked_until = min(self._parked_until, again_at)
-                    continue
-                if self._hopeless(task, now):  # since a teacher that was waited for did not come
+            if choice is None and task.failures:
+                there = self._there_soon(task, now)
+                tried = all(task.failed_at(name) for name in there)
+                if tried and self._hopeless(task, now):  # since a teacher that was waited for did not come
                     actions.append(self._give_up(number))
                     continue
-                choice = self._choose(free, task, now, again=True)
-                task.rounds += choice is not None
+                if there and tried:
+                    again_at = max(self._awaited_until(task), task.again_at)
+                    if now < again_at:
+                        self._parked.append(number)
+                        self._parked_until = min(self._parked_until, again_at)
+                        continue
+                    choice = self._choose(free, task, now, again=True)
             if choice is None:
                 put_back.append(number)
                 continue
@@ -354,23 +359,31 @@ class Dispatcher:
             actions.extend(self._hedge(free, now))
         return actions
 
-    def _again_at(self, task: _Task) -> float:
-        """From when on a teacher that failed at a task may be asked once more, where all have: an error may pass."""
-        return task.last_failed_at + self.policy.open_min_s * (1 << task.rounds)
-
-    def _all_failed(self, task: _Task) -> bool:
-        """Whether a task failed wherever it could be sent, now or when there is room."""
+    def _there(self, task: _Task) -> list[str]:
+        """The teachers that a task could be sent to, now or later."""
         teachers = self.teachers.items()
-        there = [name for name, state in teachers if state.live and not state.draining and state.takes(task.rows)]
-        return bool(there) and all(task.failed_at(name) for name in there)
+        return [name for name, state in teachers if state.live and not state.draining and state.takes(task.rows)]
+
+    def _there_soon(self, task: _Task, now: float) -> list[str]:
+        """Of these, those that may be asked within the time for which one that is being connected to is waited for."""
+        soon = now + self.policy.coming_s
+        return [name for name in self._there(task) if self.teachers[name].closed_until <= soon]
 
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
     ) -> str | None:
-        """The teacher to send a task to, of those that are free; one that failed at it only `again`."""
+        """The teacher to send a task to, of those that are free; one that failed at it only `again`, and then none that
+        refused it while there are others."""
         fit = [(name, state) for name, state in free if state.takes(task.rows) and (again or not task.failed_at(name))]
+        if again:
+            refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
+            if not refused.issuperset(self._there(task)):
+                fit = [(name, state) for name, state in fit if name not in refused]
         if not fit:
             return None
+        if task.no_room_at:
+            least = min(task.no_room_at.count(name) for name, _ in fit)
+            fit = [(name, state) for name, state in fit if task.no_room_at.count(name) == least]
         return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]
 
     def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:

@@ -173,7 +173,7 @@ class Link:
                 self.state = "set aside" if exc.failure.kind is FailureKind.REJECTED else "connecting"
             except Exception as exc:
                 # Whatever it was, others wait to hear that this teacher does not come.
-                logger.exception("connecting to teacher %s failed in a way not foreseen", self.instance.id)
+                logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
                 refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
                 self.state = "set aside"
             finally:

@@ -8,8 +8,6 @@ from edl.distill.window import Window
 
 __all__ = ["TeacherState"]
 
-_NO_ROOM_S = 0.1
-
 
 @dataclass
 class TeacherState:
@@ -21,7 +19,6 @@ class TeacherState:
         closed_until: no requests before this time; `why` says why.
         max_rows: it takes in one request, 0 if any number.
         moved_at: when it last answered, or began with something to do.
-        overloads: how often it had no room since its last good answer.
     """
 
     window: Window
@@ -35,7 +32,6 @@ class TeacherState:
     failures: int = 0
     opened: int = 0
     half_open: bool = False
-    overloads: int = 0
 
     def usable(self, now: float) -> bool:
         return self.live and not self.draining and now >= self.closed_until
@@ -48,16 +44,14 @@ class TeacherState:
         return self.usable(now) and len(self.in_flight) < allowed
 
     def expected_s(self, now: float) -> float:
-        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured, but the less
-        the more often it had no room: a request must not go to and fro among such while another could take it.
+        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.
 
         One that has been silent for longer than its answers usually take is held up, for as long again as far as
         anyone can tell: what is sent there meanwhile would have to be hedged, too.
         """
         if self.window.median_s is None:
-            return _NO_ROOM_S * self.overloads
+            return 0.0
         expected = max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
-        expected += _NO_ROOM_S * self.overloads
         silent_s = now - self.moved_at if self.in_flight else 0.0
         usual_s = self.window.usual_s or self.window.median_s
         return expected + silent_s if silent_s > 1.1 * usual_s else expected

@@ -306,6 +306,24 @@ def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
 
 
+def test_a_state_in_the_middle_of_a_step_is_not_saved_by_sys_exit(url: str) -> None:
+    """As when the handler of a signal calls it."""
+
+    def script() -> None:
+        with Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(0, force=True)
+            checkpointer.state.step = 1
+            sys.exit(0)
+
+    with pytest.raises(SystemExit):
+        script()
+    again = Checkpointer(State(step=-1), storage=url)
+    assert again.restore() == 0
+    assert again.state.step == 0
+    again.close()
+
+
 @pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
 def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str

@@ -523,15 +523,89 @@ def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
     assert isinstance(end, GiveUp)
 
 
-@pytest.mark.parametrize("how", ["down", "removed", "draining"])
-def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str) -> None:
+def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     dispatcher.set_aside("b", "NaN", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
     assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
-    assert dispatcher.next_event(0.1) == pytest.approx(30.0)
+    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
+    assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
+
+
+def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
+    now, kind = 0.0, FailureKind.ERROR
+    while now < 70:
+        (send,) = pending
+        assert dispatcher.failed(send.attempt, Failure(kind, "no", 0.05), now) == []
+        kind = FailureKind.OVERLOADED
+        event = dispatcher.next_event(now)
+        assert event is not None
+        assert event <= now + 0.5
+        now = event
+        pending = sends(dispatcher.tick(now))
+    assert isinstance(dispatcher.answered(pending[0].attempt, now)[0], Answer)
+
+
+def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    for name, latency_s in (("a", 0.01), ("b", 0.1)):
+        dispatcher.teacher_up(name, 0.0)
+        (send,) = sends(dispatcher.add(len(dispatcher.teachers), 0.0))
+        assert send.teacher == name
+        dispatcher.answered(send.attempt, latency_s)
+    (first,) = sends(dispatcher.add(3, 1.0))
+    assert first.teacher == "a"
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.OVERLOADED, "full", 0.1), 1.01))
+    assert second.teacher == "b"
+    dispatcher.answered(second.attempt, 1.11)
+    assert [send.teacher for send in sends(dispatcher.add(4, 2.0))] == ["a"]
+
+
+def test_one_that_comes_and_has_no_room_yet_is_asked_again() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_coming("good")
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    pending = sends(dispatcher.add(1, 0.0))
+    for _ in range(3):
+        pending = sends(dispatcher.failed(pending[0].attempt, Failure(FailureKind.ERROR, "no"), 0.1))
+    (send,) = sends(dispatcher.teacher_up("good", 1.0))
+    assert dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
+
+
+def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, Failure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
+    assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
+
+
+def test_what_one_refused_is_sent_again_where_there_was_an_error() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add(1, 0.0))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, Failure(FailureKind.ERROR, "boom"), 0.2) == []
+    assert [send.teacher for send in sends(dispatcher.tick(0.7))] == [second.teacher]
+
+
+@pytest.mark.parametrize("how", ["down", "removed", "draining"])
+def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.teachers["b"].closed_until = 3.0
+    (send,) = sends(dispatcher.add(1, 0.0))
+    assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(3.0)
     go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
     go("b")
     assert dispatcher.next_event(1.0) == 1.0

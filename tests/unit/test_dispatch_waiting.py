@@ -20,9 +20,10 @@ END_S = 300.0
 
 @dataclass(frozen=True)
 class Course:
-    """What becomes of one teacher: how it answers, when it is first connected to, is up, and goes; None for never."""
+    """What becomes of one teacher: how it answers, one way after the other; when it is first connected to, is up and
+    goes, None for never."""
 
-    answers: FailureKind | None
+    answers: tuple[FailureKind | None, ...]
     service_s: float
     coming_at: float
     up_after_s: float | None
@@ -42,6 +43,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
         self._order = itertools.count()
         self._on_way: dict[int, Send] = {}
+        self._answers = {name: itertools.cycle(course.answers) for name, course in self._courses.items()}
         for name, course in self._courses.items():
             self._plan(name, course)
         for task, at in enumerate(tasks_at):
@@ -86,7 +88,8 @@ class World:
             if isinstance(action, Send):
                 course = self._courses[action.teacher]
                 self._on_way[action.attempt] = action
-                failure = None if course.answers is None else Failure(course.answers, "no", 0.3)
+                kind = next(self._answers[action.teacher])
+                failure = None if kind is None else Failure(kind, "no", 0.3)
                 self.at(
                     self.now + course.service_s,
                     lambda attempt=action.attempt, failure=failure: self._reply(attempt, failure),  # type: ignore[misc]
@@ -106,7 +109,7 @@ class World:
 seconds = st.floats(0, 20).map(lambda value: round(value, 2))
 courses = st.builds(
     Course,
-    answers=st.sampled_from([None, *(kind for kind in FailureKind if kind is not FailureKind.LOST)]),
+    answers=st.lists(st.sampled_from([None, *FailureKind]), min_size=1, max_size=5).map(tuple),
     service_s=st.sampled_from([0.01, 0.2, 3.0]),
     coming_at=seconds,
     up_after_s=st.none() | seconds,
@@ -114,10 +117,10 @@ courses = st.builds(
     goes=st.sampled_from(["drains", "breaks", "leaves"]),
 )
 times = st.lists(seconds, min_size=1, max_size=12)
-GOOD = Course(None, 0.05, RESCUE_S, 0.0, None, "")
+GOOD = Course((None,), 0.05, RESCUE_S, 0.0, None, "")
 
 
-BUSY = Course(FailureKind.OVERLOADED, 3.0, 0.0, 0.0, None, "")
+BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 
 
 @settings(max_examples=300, deadline=None)
@@ -132,7 +135,7 @@ def test_every_task_ends_when_there_is_a_good_teacher_at_last(found: list[Course
 @settings(max_examples=300, deadline=None)
 @given(courses, times)
 def test_one_bad_teacher_costs_no_task_where_a_good_one_is_there_or_comes(bad: Course, tasks_at: list[float]) -> None:
-    good = Course(None, 0.05, 0.0, 4.9, None, "")
+    good = Course((None,), 0.05, 0.0, 4.9, None, "")
     world = World([bad, good], tasks_at)
     world.run()
     assert {task for task, end in world.ended.items() if isinstance(end, Answer)} == set(range(len(tasks_at)))

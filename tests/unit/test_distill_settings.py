@@ -48,6 +48,7 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     ),
     (DistillLoss, {"alpha": "0.5"}, r"alpha='0\.5': the share of the soft loss must be from 0 to 1"),
     (DistillLoss, {"alpha": float("nan")}, r"alpha=nan: the share"),
+    (DistillLoss, {"alpha": np.array([0.1])}, r"alpha=array\(\[0\.1\]\): the share"),
     (DistillLoss, {"alpha": np.array([0.1, 0.2])}, r"alpha=array\(\[0\.1, 0\.2\]\): the share"),
     (DistillLoss, {"temperature": np.array([1.0, 2.0])}, r"temperature=array\(\[1\., 2\.\]\): must be a finite"),
 ]

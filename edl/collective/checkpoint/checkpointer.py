@@ -256,7 +256,8 @@ class Checkpointer:
             self.close()
             return
         try:
-            if not self._closed and self._place is not None and self._lacks_the_last():
+            # Whoever leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
+            if error is None and not self._closed and self._place is not None and self._lacks_the_last():
                 with self._board.phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
         except BaseException:

@@ -229,14 +229,19 @@ def test_a_teacher_that_leaves_before_it_is_connected_is_waited_for_no_longer(
     monkeypatch.setattr("edl.distill.link._CONNECT_TIMEOUT_S", 1000.0)
     (tmp_path / "models.py").write_text(FAILS_ONCE)
     start(f"{tmp_path}/models.py:fails_once", service="s", discovery=registry_url)
-    options = Options(teacher_timeout_s=2, policy=Policy(coming_s=1000.0, request_timeout_s=2.0))
+    options = Options(teacher_timeout_s=2.4, policy=Policy(coming_s=1000.0, request_timeout_s=2.4))
     reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=options).set_sample_generator(samples(20))
     with contextlib.ExitStack() as stack:
         mute = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # takes connections, and never answers
         registry = stack.enter_context(open_registry(registry_url))
         stack.enter_context(reader.set_dynamic_teacher(registry_url, "s"))
         registration = registry.register(Instance("s", "mute", *mute.getsockname()[:2]), 10.0)
-        leaves = threading.Timer(1.0, registration.close)
+
+        def leave() -> None:
+            until(lambda: any(teacher.failures for teacher in reader.stats().teachers.values()), 20)
+            registration.close()
+
+        leaves = threading.Thread(target=leave)
         leaves.start()
         check(list(reader()), 20)
         leaves.join()

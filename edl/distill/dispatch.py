@@ -334,11 +334,10 @@ class Dispatcher:
             choice = self._choose(free, task, now)
             if choice is None and task.failures:
                 there = self._there_soon(task, now)
-                tried = all(task.failed_at(name) for name in there)
-                if tried and self._hopeless(task, now):  # since a teacher that was waited for did not come
-                    actions.append(self._give_up(number))
-                    continue
-                if there and tried:
+                if there and all(task.failed_at(name) for name in there):
+                    if self._hopeless(task, now):  # since a teacher that was waited for did not come
+                        actions.append(self._give_up(number))
+                        continue
                     again_at = max(self._awaited_until(task), task.again_at)
                     if now < again_at:
                         self._parked.append(number)

@@ -534,6 +534,19 @@ def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
 
 
+def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    for name in ("a", "b"):
+        dispatcher.teacher_up(name, 0.0, 8)
+    dispatcher.teacher_up("small", 0.0, 1)
+    (first,) = sends(dispatcher.add(1, 0.0, 8))
+    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
+    for send in (first, second):
+        dispatcher.teacher_removed(send.teacher)
+    assert dispatcher.failed(second.attempt, Failure(FailureKind.LOST, "gone"), 0.2) == []
+    assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
+
+
 def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))

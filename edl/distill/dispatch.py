@@ -45,9 +45,9 @@ class _Task:
     first_failed_at: float = 0.0
     again_at: float = 0.0
     """From when on it may be sent where it failed, if it failed everywhere: an error may pass."""
-    no_room_at: list[str] = field(default_factory=list)
-    """The teachers that had no room for it, which then are the last to be asked: else it could go to and fro among some
-    of them for ever, while another has room."""
+    no_room_at: dict[str, int] = field(default_factory=dict)
+    """The teachers that had no room for it, and how often, which then are the last to be asked: else it could go to and
+    fro among some of them for ever, while another has room."""
 
     def failed_at(self, teacher: str) -> bool:
         return any(name == teacher for name, _ in self.failures)
@@ -181,12 +181,14 @@ class Dispatcher:
                 again = len(task.failures) - len({name for name, _ in task.failures})
                 task.again_at = now + min(self.policy.open_min_s * 2**again, self.policy.open_max_s)
             elif failure.kind is FailureKind.OVERLOADED:
-                task.no_room_at.append(ended.teacher)
+                task.no_room_at[ended.teacher] = task.no_room_at.get(ended.teacher, 0) + 1
             # A failure that says nothing about the task does not make it hopeless.
             counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
-            if task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
+            if task.attempts:
+                pass  # another teacher has it as well, and may answer
+            elif task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
                 actions.append(self._give_up(ended.task))
-            elif not task.attempts:
+            else:
                 self.resent += 1
                 heapq.heappush(self._waiting, ended.task)
         return actions + self._assign(now)
@@ -315,7 +317,8 @@ class Dispatcher:
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
             return False
-        return len(rejected) >= 2 or rejected.issuperset(self._there_soon(task, now))
+        there = self._there_soon(task, now)
+        return len(rejected) >= 2 or (bool(there) and rejected.issuperset(there))
 
     def _assign(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -364,25 +367,30 @@ class Dispatcher:
         return [name for name, state in teachers if state.live and not state.draining and state.takes(task.rows)]
 
     def _there_soon(self, task: _Task, now: float) -> list[str]:
-        """Of these, those that may be asked within the time for which one that is being connected to is waited for."""
+        """Of these, those that may be asked within the time for which one that is being connected to is waited for.
+
+        And after that time none that never had room for it: it is asked whenever it is free, but not waited for.
+        """
         soon = now + self.policy.coming_s
-        return [name for name in self._there(task) if self.teachers[name].closed_until <= soon]
+        there = [name for name in self._there(task) if self.teachers[name].closed_until <= soon]
+        if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
+            return there
+        return [name for name in there if task.failed_at(name) or name not in task.no_room_at]
 
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
     ) -> str | None:
-        """The teacher to send a task to, of those that are free; one that failed at it only `again`, and then none that
-        refused it while there are others."""
+        """The teacher to send a task to, of those that are free; one that failed at it only `again`, and none that
+        refused it."""
         fit = [(name, state) for name, state in free if state.takes(task.rows) and (again or not task.failed_at(name))]
         if again:
             refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
-            if not refused.issuperset(self._there(task)):
-                fit = [(name, state) for name, state in fit if name not in refused]
+            fit = [(name, state) for name, state in fit if name not in refused]
         if not fit:
             return None
         if task.no_room_at:
-            least = min(task.no_room_at.count(name) for name, _ in fit)
-            fit = [(name, state) for name, state in fit if task.no_room_at.count(name) == least]
+            least = min(task.no_room_at.get(name, 0) for name, _ in fit)
+            fit = [(name, state) for name, state in fit if task.no_room_at.get(name, 0) == least]
         return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]
 
     def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:

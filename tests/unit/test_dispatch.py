@@ -547,6 +547,47 @@ def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
     assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
 
 
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_one_that_never_has_room_is_not_waited_for_without_an_end(kind: FailureKind) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("full", 0.0)
+    (send,) = sends(dispatcher.add(1, 0.0))
+    assert send.teacher == "a"
+    now, actions = 0.1, dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
+    while not actions or (isinstance(actions[0], Send) and actions[0].teacher == "full"):
+        assert now < 10
+        if actions:
+            (send,) = sends(actions)
+            actions = dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01)
+        else:
+            event = dispatcher.next_event(now)
+            assert event is not None
+            now = event
+            actions = dispatcher.tick(now)
+    (end,) = actions
+    if kind is FailureKind.REJECTED:
+        assert isinstance(end, GiveUp)
+    else:
+        assert isinstance(end, Send)
+        assert end.teacher == "a"
+    assert now > 5, "it had its time"
+
+
+def test_a_task_is_not_given_up_while_another_teacher_has_it_too() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    for task in range(50):
+        (send,) = sends(dispatcher.add(task, float(task)))
+        dispatcher.answered(send.attempt, task + 0.01)
+    (first,) = sends(dispatcher.add(50, 50.0))
+    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.wanted(50, 52.0))
+    assert extra.extra
+    dispatcher.teacher_draining("b")
+    assert dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 52.1) == []
+    assert isinstance(dispatcher.answered(extra.attempt, 52.2)[0], Answer)
+
+
 def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))

@@ -47,6 +47,7 @@ class Checkpointer:
     when asked to.
 
     As a context manager it also saves the last step, if the block ends well: nobody wants to lose the finished model.
+    Not so if it ends by `sys.exit`, which a signal's handler may call in the middle of a step.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def positive_float(text: str) -> float:
 
 def is_above_zero(value: object) -> bool:
     """Whether an argument is a number above zero, be it infinite; text, arrays and tensors are none."""
-    return isinstance(value, numbers.Real) and float(value) > 0
+    return isinstance(value, numbers.Real) and bool(value > 0)  # type: ignore[operator]
 
 
 def is_count(value: object) -> bool:
@@ -85,7 +85,7 @@ def is_count(value: object) -> bool:
 
 def is_share(value: object) -> bool:
     """Whether an argument is a number from 0 to 1."""
-    return isinstance(value, numbers.Real) and 0 <= float(value) <= 1
+    return isinstance(value, numbers.Real) and bool(0 <= value <= 1)  # type: ignore[operator]
 
 
 def default_discovery_url() -> str:

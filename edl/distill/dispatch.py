@@ -361,18 +361,17 @@ class Dispatcher:
             actions.extend(self._hedge(free, now))
         return actions
 
-    def _there(self, task: _Task) -> list[str]:
-        """The teachers that a task could be sent to, now or later."""
-        teachers = self.teachers.items()
-        return [name for name, state in teachers if state.live and not state.draining and state.takes(task.rows)]
-
     def _there_soon(self, task: _Task, now: float) -> list[str]:
-        """Of these, those that may be asked within the time for which one that is being connected to is waited for.
+        """The teachers that a task that failed may be sent to within the time that is waited for one to be connected.
 
         And after that time none that never had room for it: it is asked whenever it is free, but not waited for.
         """
         soon = now + self.policy.coming_s
-        there = [name for name in self._there(task) if self.teachers[name].closed_until <= soon]
+        there = [
+            name
+            for name, state in self.teachers.items()
+            if state.live and not state.draining and state.takes(task.rows) and state.closed_until <= soon
+        ]
         if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
             return there
         return [name for name in there if task.failed_at(name) or name not in task.no_room_at]

@@ -131,3 +131,8 @@ class Simulation:
 def stragglers(share: float, factor: float, seed: int) -> Callable[[], float]:
     rng = random.Random(seed)
     return lambda: factor if rng.random() < share else 1.0
+
+
+def sends(actions: list[object]) -> list[Send]:
+    """Of some actions, those that send."""
+    return [action for action in actions if isinstance(action, Send)]

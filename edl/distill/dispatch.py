@@ -182,15 +182,14 @@ class Dispatcher:
                 task.again_at = now + min(self.policy.open_min_s * 2**again, self.policy.open_max_s)
             elif failure.kind is FailureKind.OVERLOADED:
                 task.no_room_at[ended.teacher] = task.no_room_at.get(ended.teacher, 0) + 1
-            # A failure that says nothing about the task does not make it hopeless.
-            counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
-            if task.attempts:
-                pass  # another teacher has it as well, and may answer
-            elif task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
-                actions.append(self._give_up(ended.task))
-            else:
-                self.resent += 1
-                heapq.heappush(self._waiting, ended.task)
+            if not task.attempts:  # else another teacher has it as well, and may answer
+                # A failure that says nothing about the task does not make it hopeless.
+                counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
+                if task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
+                    actions.append(self._give_up(ended.task))
+                else:
+                    self.resent += 1
+                    heapq.heappush(self._waiting, ended.task)
         return actions + self._assign(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -299,10 +298,7 @@ class Dispatcher:
             state.closed_until, state.why = now + pause, failure.message
 
     def _give_up(self, number: int) -> GiveUp:
-        task = self._tasks.pop(number)
-        for attempt in sorted(task.attempts):
-            self._end(attempt)
-        return GiveUp(number, tuple(task.failures))
+        return GiveUp(number, tuple(self._tasks.pop(number).failures))
 
     def _awaited_until(self, task: _Task) -> float:
         """Until when a task that failed waits for teachers that are being connected to."""

@@ -20,13 +20,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from edl.collective.checkpoint import storage_read
 from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.slots import Label, SlotPair, find_marked
 from edl.collective.checkpoint.state import State
-from edl.collective.checkpoint.storage import Persister
-from edl.collective.checkpoint.storage_manifest import Summed
+from edl.collective.checkpoint.storage import Outcome, Persister
+from edl.collective.checkpoint.storage_manifest import Name, Summed, newest_first
+from edl.collective.checkpoint.transfer import slot_bytes
 from edl.errors import SettingsError, TemporaryError
 from tests.unit.collective_saved import put
 
@@ -240,7 +244,7 @@ def test_an_unfinished_checkpoint_is_not_the_newest_step(tmp_path: Path, url: st
     storing(url).persist([tmp_path / "s"])
     put(tmp_path / "half", job(1), 9, world=2)
     storing(url).persist([tmp_path / "half"])
-    assert storage_read.newest_step(url) == 5
+    assert storage_read.newest(url) == (1, 5)
 
 
 def test_a_piece_that_was_put_into_another_runs_folder_does_not_complete_it(tmp_path: Path) -> None:
@@ -388,7 +392,7 @@ def test_a_forced_save_is_stored_whatever_the_interval(tmp_path: Path) -> None:
         checkpointer.save(0)
         checkpointer.save(1, force=True)
         deadline = time.monotonic() + 20.0
-        while storage_read.newest_step(place, None) != 1:
+        while storage_read.newest(place, None)[1] != 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -402,3 +406,170 @@ def test_without_an_agent_the_worker_stores_by_itself(tmp_path: Path, url: str) 
     with Checkpointer(job(5), storage=url) as checkpointer:
         assert checkpointer.restore() == 4
         assert checkpointer.state.epoch == 3
+
+
+# --- What a run has given up. ---
+
+
+def parsed(*texts: str) -> list[Name]:
+    return [name for text in texts if (name := Name.parse(text)) is not None]
+
+
+@pytest.mark.parametrize(
+    ("stored", "order"),
+    [
+        (["5.g-1", "9.g-1", "7.g-2"], ["7.g-2", "5.g-1", "9.g-1"]),
+        (["9.g-1", "9.g-2"], ["9.g-2", "9.g-1"]),
+        (["9.g-1", "12.g-2"], ["12.g-2", "9.g-1"]),
+        (["9.g-1", "5.g-0", "3.g-3"], ["3.g-3", "9.g-1", "5.g-0"]),
+        (["9.g-3", "5.g-0"], ["9.g-3", "5.g-0"]),
+    ],
+)
+def test_given_up_checkpoints_come_last(stored: list[str], order: list[str]) -> None:
+    """A later generation that stored step 7 had not gone on from step 9 of an earlier one."""
+    found = newest_first(parsed(*(f"step-{text}.r-{FIRST}" for text in stored)))
+    assert [str(name) for name in found] == [f"step-{text}.r-{FIRST}" for text in order]
+
+
+def test_generations_of_two_runs_are_not_compared() -> None:
+    mixed = parsed(f"step-9.g-1.r-{FIRST}", f"step-7.g-2.r-{SECOND}", "step-8.g-0", "step-6.g-5")
+    assert [name.step for name in newest_first(mixed)] == [9, 8, 7, 6]
+
+
+def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
+    url = tmp_path / "c"
+    for step in (10, 11, 12):
+        put(tmp_path / f"a{step}", job(1), step, generation=1)
+        storing(url, keep=3).persist([tmp_path / f"a{step}"])
+    for step in (5, 6):
+        put(tmp_path / f"b{step}", job(2), step, generation=2)
+        storing(url, keep=3).persist([tmp_path / f"b{step}"])
+    left = sorted(path.name.partition(".r-")[0] for path in url.iterdir())
+    assert "step-6.g-2" in left
+    assert "step-5.g-2" in left
+    assert len(left) == 3
+    restored = storage_read.restore(job(9), str(url))
+    assert restored is not None
+    assert restored.step == 6, "what was given up does not come back"
+
+
+# --- Workers that go on while a state is stored. ---
+
+
+class SlowFolder(LocalFileSystem):
+    """A storage where the first write of each rank's tensors waits until it is told to go on."""
+
+    protocol = "slowly"
+    cachable = False
+    waiting = threading.Semaphore(0)
+    go_on = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(LocalFileSystem._strip_protocol(str(path).removeprefix("slowly://")))
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "w" in mode and path.endswith(".distcp"):
+            type(self).waiting.release()
+            assert type(self).go_on.wait(30.0)
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[str]:
+    SlowFolder.waiting, SlowFolder.go_on = threading.Semaphore(0), threading.Event()
+    fsspec.register_implementation("slowly", SlowFolder, clobber=True)
+    yield f"slowly://{tmp_path / 'c'}"
+    SlowFolder.go_on.set()
+
+
+def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) -> None:
+    captured = state.capture()
+    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    data = slot_bytes(memory, captured.data_nbytes)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    slots.commit(Label(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
+
+
+def test_workers_go_on_while_ranks_are_stored(tmp_path: Path, slow: str) -> None:
+    """Both ranks' states are kept as they were marked, however often their slots are written meanwhile."""
+    prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
+    slots = [SlotPair(prefix) for prefix in prefixes]
+    for step in range(3):
+        for rank in range(2):
+            save(slots[rank], job(step), step, rank, persist=step == 0)
+    outcomes: list[Outcome | None] = []
+    persister = storing(slow)
+    storer = threading.Thread(target=lambda: outcomes.append(persister.persist(prefixes, marked=True)))
+    storer.start()
+    assert SlowFolder.waiting.acquire(timeout=30)
+    assert SlowFolder.waiting.acquire(timeout=30), "both ranks are written at the same time"
+    for step in range(3, 7):
+        for rank in range(2):
+            save(slots[rank], job(step), step, rank, persist=step == 4)
+    SlowFolder.go_on.set()
+    storer.join(30)
+    assert outcomes == [Outcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
+    assert persister.persist(prefixes, marked=True) == Outcome(4, 1, 2, True), "then the newest that was marked since"
+    for step in (0, 4):
+        name = next((tmp_path / "c").glob(f"step-{step}.*"))
+        restored = storage_read.restore(target := job(99), str(name.parent)) if step == 4 else None
+        assert restored is None or (restored.step, target.epoch) == (4, job(4).epoch)
+    left = {path.name for path in tmp_path.glob("s0*")}
+    assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
+
+
+def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    for step in range(5):
+        save(slots, job(step), step, 0, persist=step == 1)
+    assert [found.label.step for found in slots.find()] == [4, 3]
+    assert [found.label.step for found in find_marked(tmp_path / "s")] == [1]
+    save(slots, job(5), 5, 0, persist=True)
+    assert [found.label.step for found in find_marked(tmp_path / "s")] == [5], "the newest counts"
+
+
+def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=False)
+    (found,) = slots.find()
+    for step in (2, 3):
+        save(slots, job(step), step, 0, persist=False)
+    assert found.pin(tmp_path / "pinned") is None
+    assert not (tmp_path / "pinned").exists()
+
+
+def test_private_slots_take_their_marks_along(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s", private=True)
+    save(slots, job(1), 1, 0, persist=True)
+    assert (tmp_path / "s.marked").exists()
+    slots.close()
+    assert not list(tmp_path.glob("s.*"))
+
+
+def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
+    """A state is marked only when the one before is stored, so that all nodes store the same ones."""
+    with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=0.001) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1)
+        assert SlowFolder.waiting.acquire(timeout=30), "the first one is being stored"
+        for step in range(2, 6):
+            time.sleep(0.002)
+            checkpointer.save(step)
+        prefix = checkpointer._slots.prefix
+        first = [found.label.step for found in find_marked(prefix)]
+        assert first == [1], "nothing else was marked meanwhile"
+        SlowFolder.go_on.set()
+        wait_for_mark(prefix)
+        checkpointer.save(6)
+        time.sleep(0.002)
+        checkpointer.save(7)
+    assert storage_read.newest(str(tmp_path / "c"))[1] == 7
+
+
+def wait_for_mark(prefix: Path) -> None:
+    deadline = time.monotonic() + 30
+    while find_marked(prefix):
+        assert time.monotonic() < deadline, "it is never stored"
+        time.sleep(0.01)

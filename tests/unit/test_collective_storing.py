@@ -347,3 +347,18 @@ def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
         if how == "close":
             checkpointer.close()
     assert how in ("the block ends", "sys.exit()") or re.search(words, caplog.records[-1].getMessage())
+
+
+def test_a_storage_that_cannot_keep_pace(tmp_path: Path, url: str) -> None:
+    """It is said once when it begins, and when it is over."""
+    lines: list[str] = []
+    slow = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lines.append, interval_s=1e-9)
+    slow.begin()
+    for step in (1, 2):
+        put(tmp_path / "s", step)
+        wait_for(lambda step=step: any(f"after step {step} at" in line for line in lines))  # type: ignore[misc]
+    slow._interval_s = 1e9
+    put(tmp_path / "s", 3)
+    wait_for(lambda: "the storage keeps pace again" in lines)
+    slow.close(10.0)
+    assert sum("longer than --checkpoint-interval" in line for line in lines) == 1, lines

@@ -1,4 +1,4 @@
-"""What is imported ahead of time, and workers forked from a zygote that has imported nothing: starts are fast here."""
+"""Workers forked from a zygote that has imported nothing: starts are fast here."""
 
 from __future__ import annotations
 
@@ -16,121 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.prewarm import import_ahead, imports_of
 from edl.collective.agent.workers import Exited, Workers, ZygoteLost
 from edl.collective.agent.zygote import Fork, Warm
 from edl.errors import EDLError
-
-# --- Imports. ---
-
-
-def test_imports_at_the_top_level_are_found_wherever_they_stand() -> None:
-    source = """
-        import a.b, c
-        from d.e import f
-        from . import not_this
-        from .g import nor_this
-        if True:
-            import h
-        else:
-            import i
-        try:
-            import j
-        except ImportError:
-            import not_k
-        else:
-            import l
-        finally:
-            import m
-        with x:
-            import n
-        if TYPE_CHECKING:
-            import not_o
-        else:
-            import p
-        if typing.TYPE_CHECKING:
-            import not_q
-        def main():
-            import not_r
-        if __name__ == "__main__":
-            import s
-    """
-    found = dict(imports_of(textwrap.dedent(source)))
-    assert found == {
-        "a.b": True, "c": True, "d.e": True, "h": False, "i": False, "j": False, "l": False, "m": True, "n": True,
-        "p": False, "s": True,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("source", ["def", "\0"])
-def test_no_program_is_told(source: str) -> None:
-    with pytest.raises((SyntaxError, ValueError)):
-        list(imports_of(source))
-
-
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder whose modules can be imported, and are forgotten afterwards."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def write(folder: Path, **files: str) -> Path:
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    return folder / "program.py"
-
-
-def test_modules_that_a_fork_would_break_are_found(modules: Path) -> None:
-    program = write(
-        modules,
-        program="import e_fine, e_thread, e_socket, e_rank, e_rank_needed, e_broken\ntry:\n import e_missing\nexcept:0",
-        e_fine="import os\nHOME = os.environ.get('HOME'); COPY = dict(os.environ); os.environ['E_SET'] = '1'",
-        e_thread="import threading, time\nstop = threading.Event()\nthreading.Thread(target=stop.wait).start()",
-        e_socket="import socket\nopened = socket.socket()",
-        e_rank="import os\nRANK = os.getenv('LOCAL_RANK', '0')",
-        e_rank_needed="import os\nRANK = os.environ['RANK']",
-        e_broken="raise ValueError('odd')",
-    )
-    try:
-        done = import_ahead(program, modules, without=())
-    finally:
-        sys.modules["e_thread"].stop.set()
-        sys.modules["e_socket"].opened.close()
-    assert done.unfit == {
-        "e_thread": "starts a thread",
-        "e_socket": "opens a connection",
-        "e_rank": "reads LOCAL_RANK",
-        "e_rank_needed": "reads RANK",
-    }
-    assert done.failed == ["importing e_broken ahead of time failed (ValueError: odd)"]
-    assert "e_fine" in sys.modules
-    assert os.environ.pop("E_SET") == "1"
-    assert type(os.environ).__name__ == "_Environ"
-
-
-def test_an_import_that_fails_where_it_may_never_be_made_is_not_complained_of(modules: Path) -> None:
-    program = write(
-        modules,
-        program="import sys\nif sys.argv[1:]:\n import g_missing\n import g_broken\ntry:\n import g_odd\nexcept:0",
-        g_broken="raise RuntimeError('no GPU')",
-        g_odd="raise ValueError('odd')",
-    )
-    assert import_ahead(program, modules, without=()).failed == []
-
-
-def test_what_an_unfit_module_imports_is_imported_in_its_place(modules: Path) -> None:
-    program = write(modules, program="import f_own", f_own="import f_below, f_own\nraise SystemError", f_below="")
-    done = import_ahead(program, modules, without=("f_own",))
-    assert (done.unfit, done.failed) == ({}, [])
-    assert "f_below" in sys.modules
-    assert "f_own" not in sys.modules
-
-
-# --- Workers. ---
 
 
 class Heard:

@@ -72,7 +72,8 @@ class Conduct:
             self._say("the store answers again")
         world = records.world
         self._sightings.note(world, records.nodes, time.monotonic())
-        self._part.ending.alone = frozenset(records.nodes) <= {self._part.id}
+        others = (node for name, node in records.nodes.items() if name != self._part.id)
+        self._part.ending.alone = all(node.leaving for node in others)
         if world.ended:
             return self._end(world)
         position = world.position(self._part.id) if world.state is State.RUNNING else None
@@ -87,6 +88,8 @@ class Conduct:
             self._begin(world, position)
         if self._crew.running:
             self._crew.ask_pause(world.pause_at)
+        if self._signals.asked and self._crew.running and not self._crew.reports_steps:
+            self._crew.terminate(self._signals.number)  # there is no pause to wait for
         self._tell(world)
         return self._decide(records)
 
@@ -132,6 +135,8 @@ class Conduct:
 
     def _wait(self, records: Records) -> int | None:
         """This node is not a member now. Returns the exit code if it is not to wait for that."""
+        if self._crew.running and self._signals.asked and not self._crew.terminate(self._signals.number):
+            return None
         if self._crew.running:
             self._crew.halt()
             if records.world.state is State.FORMING and not self._signals.asked:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from edl.collective.agent import failures, pausing
@@ -70,6 +71,9 @@ class Crew:
         self._regrouping = Regrouping(_REGROUP_S)
         self._restarts = Restarts(told.max_restarts)
         self._began_at = 0.0
+        self._forks_begin = True
+        self._since = 0
+        self._terminated_at: float | None = None
         self.generation = -1
         """Of the workers that run here or ran last."""
         self.running = False
@@ -90,13 +94,16 @@ class Crew:
     def begin(self, world: World, position: int) -> None:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
         member = world.nodes[position]
+        if not self._forks_begin and self._workers.prewarmed:
+            self._renew_workers()
         staying = self._staying()
         self._note_regrouped()
         self._forget()
         if self.generation < 0:
+            self._since = world.generation
             self._beat()  # without a first sign of life nobody would miss the next ones
         self.generation, self.first_rank = world.generation, member.first_rank
-        jobs, logs = forks(self._told, world, member, self._host)
+        jobs, logs = forks(self._told, world, member, self._host, self._since)
         self._errors = errors_of(logs)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
         self._regrouping.begin(staying, time.monotonic())
@@ -104,9 +111,7 @@ class Crew:
             self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
         except EDLError as exc:  # the zygote has died, and with it all that it had forked
             self._say(f"{exc}: another one imports what the script does first, which takes some seconds")
-            self._workers.close()
-            self._workers = Workers(self._told.warm, self._report)
-            self._workers.warm_up(heed=self._heed)
+            self._renew_workers()
             self._workers.start(world.generation, jobs)
         self._output.stop()
         self.running = True
@@ -120,6 +125,23 @@ class Crew:
             self._workers.stop()
             self._output.stop()
         self._forget()
+
+    def terminate(self, number: int) -> bool:
+        """Pass a signal on to the workers, the first time; from then on only their end is waited for.
+
+        Returns:
+            Whether they have ended, or have had `Launch.grace_s` for it; then `halt` is due.
+        """
+        now = time.monotonic()
+        if self._terminated_at is None:
+            self._terminated_at = now
+            self._workers.send_signal(number)
+        return not self._workers.running or now - self._terminated_at >= self._told.grace_s
+
+    @property
+    def terminating(self) -> bool:
+        """Whether the workers were asked to end, so that nothing follows from how they do."""
+        return self._terminated_at is not None
 
     def go_on(self, asked_at: float, until: float) -> None:
         """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
@@ -147,10 +169,11 @@ class Crew:
 
     def look(self) -> None:
         """Find workers that neither work nor end."""
-        if not self.running:
+        if not self.running or self.terminating:
             return
         self._look_for_stopped()
         self._look_for_regrouped()
+        self._look_for_begun()
         self._look_for_hanging()
 
     def stacks(self) -> str:
@@ -169,12 +192,12 @@ class Crew:
     @property
     def failing(self) -> bool:
         """Whether a worker failed in this generation."""
-        return bool(self._failures)
+        return bool(self._failures) and not self.terminating
 
     @property
     def finished(self) -> bool:
         """Whether all workers of this generation ended well."""
-        return self.running and len(self._ended_well) == self._told.workers
+        return self.running and not self.terminating and len(self._ended_well) == self._told.workers
 
     @property
     def paused(self) -> bool:
@@ -187,6 +210,11 @@ class Crew:
         """Ask all workers to pause after `step`; None takes it back."""
         for board in self._boards.values():
             board.ask_pause(step)
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether any worker has said which step it has finished."""
+        return any(reading.step >= 0 and reading.generation == self.generation for reading in self.readings().values())
 
     def pause_step(self) -> int | None:
         """A step that no worker has finished and that all can still be told of; None if they report no steps."""
@@ -204,7 +232,7 @@ class Crew:
             others_ended: ranks of other nodes that ended well, which may be why contact was lost.
             missing: a node of this generation is gone, which may be why as well.
         """
-        if not self._failures or not self.running:
+        if not self._failures or not self.running or self.terminating:
             return None
         waited_s = time.monotonic() - self._failed_at
         ended = {*others_ended, *(self.first_rank + rank for rank in self._ended_well)}
@@ -225,6 +253,13 @@ class Crew:
         self._failures.clear()
         self._ended_well.clear()
         self._stopped_since.clear()
+
+    def _renew_workers(self) -> None:
+        """Have another process to fork workers from; one that imports nothing where forks did not begin."""
+        self._workers.close()
+        warm = self._told.warm if self._forks_begin else replace(self._told.warm, prewarm=False)
+        self._workers = Workers(warm, self._report)
+        self._workers.warm_up(heed=self._heed)
 
     def _beat(self) -> None:
         for board in self._boards.values():
@@ -255,6 +290,23 @@ class Crew:
                 rank = self.first_rank + local_rank
                 what = f"worker {local_rank} (rank {rank}) was stopped"
                 self._fail(Failure(rank, -signal.SIGSTOP, "", what))
+
+    def _look_for_begun(self) -> None:
+        """Replace forks that never get to the first line of the script by processes that import everything themselves.
+
+        A fork has none of its parent's other threads. If one of them held a lock at that moment, the fork waits for it.
+        """
+        limit_s = self._told.hang.begin_s
+        if self._failures or self._told.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
+            return
+        for local_rank in self._workers.running:
+            if self._boards[local_rank].read().generation != self.generation:
+                rank = self.first_rank + local_rank
+                what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
+                self._say(f"{what}: workers are no longer forked from a process that has imported anything")
+                self._forks_begin = False
+                self._fail(Failure(rank, -signal.SIGKILL, "", what))
+                return
 
     def _look_for_hanging(self) -> None:
         """Workers that are alive and make no step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -16,6 +16,9 @@ from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Fork, Warm
 from edl.collective.job import Member, World
 from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]
 
@@ -40,12 +43,14 @@ class Launch:
         addr: where other nodes' workers reach this node.
         ttl_s: after this long without a sign of life the others go on without this node.
         join_timeout_s: how long to wait for enough nodes.
+        grace_s: how long workers may take to end after the signal that asked this node to leave, before SIGKILL.
         max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
         hang: how long workers may go without a step before they are started anew.
         check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
+        tls: for connections between agents, None for none.
         resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
         framework: what the workers train with, `torch` or `paddle`.
     """
@@ -58,6 +63,7 @@ class Launch:
     store: str = ""
     ttl_s: float = 1.5
     join_timeout_s: float = 600.0
+    grace_s: float = 30.0
     max_restarts: int = 0
     checkpoint: str = ""
     checkpoint_interval_s: float = 300.0
@@ -66,6 +72,7 @@ class Launch:
     check: CheckSettings | None = None
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
+    tls: PeerTLS | None = None
     framework: str = "torch"
     resumable: bool = True
 
@@ -109,8 +116,14 @@ def environment(launch: Launch, world: World, member: Member, local_rank: int) -
     }
 
 
-def forks(launch: Launch, world: World, member: Member, host: HostFolder) -> tuple[dict[int, Fork], Any]:
-    """The workers of a generation on this node, and the `LogsDest` that tells where their output goes."""
+def forks(
+    launch: Launch, world: World, member: Member, host: HostFolder, since: int = 0
+) -> tuple[dict[int, Fork], Any]:
+    """The workers of a generation on this node, and the `LogsDest` that tells where their output goes.
+
+    Args:
+        since: the first generation that this agent takes part in.
+    """
     environs = {rank: environment(launch, world, member, rank) for rank in range(launch.workers)}
     logs = launch.logs.reify(environs)
     result = {}
@@ -119,6 +132,8 @@ def forks(launch: Launch, world: World, member: Member, host: HostFolder) -> tup
         environ["EDL_CONTROL"] = str(host.control(local_rank))
         environ["EDL_SLOTS"] = host.slots(local_rank)
         environ["EDL_REPLICAS"] = str(host.replicas)
+        environ["EDL_RUN"] = host.run
+        environ["EDL_SINCE_GENERATION"] = str(since)
         if launch.checkpoint:
             environ["EDL_CHECKPOINT"] = launch.checkpoint
             environ["EDL_CHECKPOINT_INTERVAL_S"] = str(launch.checkpoint_interval_s)

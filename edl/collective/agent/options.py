@@ -63,6 +63,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
         "show their stacks and are started anew (default: 300)",
     },
+    "--grace-period": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 30.0,
+        "help": "a node that is asked to leave passes the signal on to its workers, once they have saved where they "
+        "save at all, and kills those that have not ended after this long (default: 30, as torchrun)",
+    },
     "--node-check": {
         "action": "store_true",
         "help": "before joining, compute and reduce with other waiting nodes, in pairs and twice, so that a faulty one "
@@ -74,15 +81,34 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 60.0,
         "help": "for each of the two rounds of the node check (default: 60)",
     },
+    "--tls-ca": {
+        "metavar": "FILE",
+        "help": "with --tls-cert and --tls-key: agents speak mutual TLS among one another, and believe certificates "
+        "of these CAs (docs/security.md; default: EDL_TLS_CA)",
+    },
+    "--tls-cert": {"metavar": "FILE", "help": "this agent's certificate, PEM (default: EDL_TLS_CERT)"},
+    "--tls-key": {"metavar": "FILE", "help": "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"},
+    "--tls-server-name": {
+        "metavar": "NAME",
+        "help": "the name that the other agents' certificates must hold (default: EDL_TLS_SERVER_NAME, else each "
+        "one's --local-addr)",
+    },
     "--framework": {
         "choices": ["torch", "paddle"],
         "default": "torch",
         "help": "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch "
         "sets (default: torch)",
     },
+    "--preload": {
+        "metavar": "MODULE[,MODULE]",
+        "default": "",
+        "help": "modules of the script that are imported once, before workers are forked from that process; torch and "
+        "numpy are anyway, where the script imports them before it does anything else. Name only modules that do "
+        "the same in each worker: what one draws at random when it is imported is the same on all ranks",
+    },
     "--no-prewarm": {
         "action": "store_true",
-        "help": "do not import torch or Paddle, and what the script imports, before workers are forked",
+        "help": "import nothing ahead of time, neither torch (or Paddle) nor what --preload names",
     },
 }
 

@@ -56,7 +56,7 @@ class Ending:
     Attributes:
         code: the exit code, None while there is none.
         joined: the others have seen this node.
-        alone: no other node was there last.
+        alone: no other node was there last that was to stay.
         stored: nothing was left that had to be taken to storage.
     """
 
@@ -130,11 +130,14 @@ def take_part(
         )
         slots = [host.slots(rank) for rank in range(told.workers)]
         fence = partial(_may_store, membership, signals)
-        storing = Storing(told.checkpoint, slots, JobRun(store, told.job), fence, say)
+        storing = Storing(
+            told.checkpoint, slots, JobRun(store, told.job), fence, say, interval_s=told.checkpoint_interval_s
+        )
         stack.callback(lambda: _store_last(storing, signals, say, ending, resumable=told.resumable))
-        replicas = Replication(name, host.replicas, [Path(each) for each in slots], JobSecret(store, told.job), say)
+        secret = JobSecret(store, told.job)
+        replicas = Replication(name, host.replicas, [Path(each) for each in slots], secret, say, tls=told.tls)
         stack.callback(replicas.close)
-        tethers = Tethers(name, lambda node: events.put(Gone(node)))
+        tethers = Tethers(name, lambda node: events.put(Gone(node)), told.tls)
         stack.callback(tethers.close)  # not before the workers are gone: others go on at once
         membership.update(replica_port=replicas.port, tether_port=tethers.port)
         crew = Crew(told, host, events.put, say, signals.heed)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -35,11 +35,15 @@ from edl.collective.agent.zygote import Warm
 from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import open_store
 from edl.errors import SettingsError
-from edl.settings import default_discovery_url, read
+from edl.settings import Credentials, default_discovery_url, read
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS
 
 __all__ = ["main"]
 
 _STORE_TIMEOUT_S = 2.0
+_BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 
 
@@ -101,14 +105,27 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         max_restarts=options.max_restarts,
         checkpoint=options.checkpoint or read("EDL_CHECKPOINT", str) or "",
         checkpoint_interval_s=options.checkpoint_interval,
+        grace_s=options.grace_period,
         role=options.role,
-        hang=HangLimits(floor_s=options.hang_after),
+        hang=HangLimits(floor_s=options.hang_after, begin_s=min(_BEGIN_S, options.hang_after)),
         check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
         resumable=options.rdzv_id != "none" and not options.standalone,
         environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
+        tls=_tls(options),
     )
+
+
+def _tls(options: argparse.Namespace) -> PeerTLS | None:
+    """What the options say of TLS between agents, or else the environment, if it says all."""
+    given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
+    credentials = Credentials.of(**given, server_name=options.tls_server_name)
+    if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
+        from edl.protocol.peers import PeerTLS  # others need not wait for its imports
+
+        return PeerTLS(credentials)
+    return None  # a CA alone is for the script's own teachers
 
 
 def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
@@ -135,6 +152,9 @@ def _job(options: argparse.Namespace, max_nodes: int) -> str:
 def _warm(options: argparse.Namespace) -> Warm:
     target, arguments = options.training_script, tuple(options.training_script_args)
     # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
+    preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())
+    if wrong := [name for name in preload if not all(part.isidentifier() for part in name.split("."))]:
+        raise SettingsError(f"--preload {wrong[0]}: wanted are names of modules, such as transformers,torchvision")
     prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
     if options.no_python and options.module:
         raise SettingsError("--no-python and --module exclude each other")
@@ -143,10 +163,10 @@ def _warm(options: argparse.Namespace) -> Warm:
     if options.no_python:
         return Warm("program", target, arguments)
     if options.module:
-        return Warm("module", target, arguments, prewarm, options.framework)
+        return Warm("module", target, arguments, prewarm, options.framework, preload)
     if not Path(target).is_file():
         raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
-    return Warm("script", target, arguments, prewarm, options.framework)
+    return Warm("script", target, arguments, prewarm, options.framework, preload)
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:

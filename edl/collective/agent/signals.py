@@ -41,6 +41,11 @@ class Signals:
         return len(self._numbers) > 1
 
     @property
+    def number(self) -> int:
+        """The signal that came first, which the workers get as well."""
+        return self._numbers[0]
+
+    @property
     def exit_code(self) -> int:
         """Of a process that left for the last signal, as a shell says it."""
         return 128 + self._numbers[-1]

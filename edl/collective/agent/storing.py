@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -68,6 +69,7 @@ class Storing:
         run: names the job's run.
         fence: whether this node may still complete a checkpoint.
         say: called with a line for each checkpoint that was completed and each that failed.
+        interval_s: between two states that are marked; where storing takes longer, that is said.
 
     Raises:
         SettingsError: nothing here can reach such a URL.
@@ -80,8 +82,12 @@ class Storing:
         run: Callable[[], str],
         fence: Callable[[], bool],
         say: Callable[[str], None],
+        *,
+        interval_s: float = math.inf,
     ) -> None:
         self._url = url
+        self._interval_s = interval_s
+        self._slow = False
         self._say = say
         self._slots = [Path(prefix) for prefix in slots]
         self._wake = threading.Event()
@@ -178,9 +184,22 @@ class Storing:
                 return
             wait_s = _LOOK_EVERY_S if stored or stopping else min(2 * wait_s, _RETRY_MOST_S)
 
+    def _compare_pace(self, took_s: float) -> None:
+        """Say when storing begins to take longer than the time between two states, and when that is over."""
+        if self._slow == (took_s > self._interval_s):
+            return
+        self._slow = not self._slow
+        if self._slow:
+            self._say(
+                f"storing a state takes {took_s:.0f} s, longer than --checkpoint-interval {self._interval_s:g}: of the "
+                "states that come meanwhile the newest is stored next, the others are left out"
+            )
+        else:
+            self._say("the storage keeps pace again")
+
     def _store(self, persister: Persister, urgent: bool) -> bool:
         """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
-        self._attempt_at = persister.taken
+        self._attempt_at, began = persister.taken, time.monotonic()
         try:
             outcome = persister.persist(self._slots, marked=not urgent)
         except EDLError as exc:
@@ -192,6 +211,8 @@ class Storing:
             self._complaint = ""
             if outcome is not None and outcome.committed:
                 self._say(f"stored the state after step {outcome.step} at {self._url}")
+            if outcome is not None:
+                self._compare_pace(time.monotonic() - began)
             self._most = 0
             return True
         self._most = max(self._most, persister.taken - self._attempt_at)

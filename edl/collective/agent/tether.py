@@ -14,13 +14,17 @@ import errno
 import logging
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from edl.collective.job import World
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Address", "Tethers", "neighbours"]
 
@@ -71,10 +75,12 @@ class Tethers:
     Args:
         name: of this node.
         gone: called with the id of a node whose agent's process is gone for certain; from the thread.
+        tls: for the connections, None for none: then whoever asks is told the name, and believed to have one.
     """
 
-    def __init__(self, name: str, gone: Callable[[str], object]) -> None:
+    def __init__(self, name: str, gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
         self._name = name.encode()
+        self._tls = tls
         self._gone = gone
         self._listener = socket.create_server(("", 0), backlog=128)
         self._listener.setblocking(False)
@@ -147,12 +153,27 @@ class Tethers:
         try:
             connection.setblocking(False)
             _keep_alive(connection)
-            connection.send(self._name)
+            if self._tls is not None:
+                connection = self._tls.accepted(connection)
         except OSError:
             connection.close()
             return
         self._held += 1
-        self._selector.register(connection, selectors.EVENT_READ, self._drop)
+        self._selector.register(connection, selectors.EVENT_READ, self._greet)
+        self._greet(connection)
+
+    def _greet(self, connection: socket.socket) -> None:
+        """Say this node's name, once the handshake is over where there is one."""
+        try:
+            waits_for = _shake(connection)
+            if waits_for:
+                self._selector.modify(connection, waits_for, self._greet)
+                return
+            connection.send(self._name)
+        except OSError:
+            self._drop(connection)
+            return
+        self._selector.modify(connection, selectors.EVENT_READ, self._drop)
 
     def _drop(self, connection: socket.socket) -> None:
         """Whoever was tied to this agent has gone, or says something, which nobody should."""
@@ -198,9 +219,12 @@ class Tethers:
 
     def _settled(self, one: _Tether, code: int) -> None:
         """An attempt to connect has ended."""
-        one.until = None
         if code == 0 and one.socket is not None:
             self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
+            if self._tls is None:
+                one.until = None
+            else:
+                self._begin_tls(one, self._tls)
             return
         self._cut(one)
         one.refusals = one.refusals + 1 if code == errno.ECONNREFUSED and one.proven else 0
@@ -210,11 +234,42 @@ class Tethers:
         else:
             one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.refusals else _UNREACHED_AGAIN_S)
 
+    def _begin_tls(self, one: _Tether, tls: PeerTLS) -> None:
+        """`one.until` still holds: a host that is silent here is as good as one that is not there."""
+        assert one.socket is not None
+        self._selector.unregister(one.socket)
+        try:
+            one.socket = tls.connected(one.socket, one.address[0])
+        except (OSError, ValueError):  # it has gone already, or its name is none
+            self._cut(one)
+            one.again_at = time.monotonic() + _UNREACHED_AGAIN_S
+            return
+        self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._go_on_tls(one))
+        self._go_on_tls(one)
+
+    def _go_on_tls(self, one: _Tether) -> None:
+        assert one.socket is not None
+        try:
+            waits_for = _shake(one.socket)
+        except OSError as exc:
+            # Not the agent, or not to be believed. A lease tells of its death, as between hosts that cannot connect.
+            _log.info("no connection to the agent of %s at %s:%d: %s", one.node, *one.address, exc)
+            self._cut(one)
+            one.again_at = time.monotonic() + _UNREACHED_AGAIN_S
+            return
+        if waits_for:
+            self._selector.modify(one.socket, waits_for, lambda _: self._go_on_tls(one))
+        else:
+            one.until = None
+            self._selector.modify(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
+
     def _heard(self, one: _Tether) -> None:
         """The agent said its name, or the connection has ended: which proves nothing. Does anybody listen there?"""
         assert one.socket is not None
         try:
             said = one.socket.recv(4096)
+        except ssl.SSLWantReadError:
+            return  # TLS's own, such as the tickets of 1.3
         except OSError:
             said = b""
         if said:
@@ -231,6 +286,22 @@ class Tethers:
             one.socket.close()
             one.socket = None
         one.until = None
+
+
+def _shake(connection: socket.socket) -> int:
+    """Go on with the handshake of TLS, if there is one; the event that it waits for, 0 if it is over.
+
+    Raises:
+        OSError: it came to nothing.
+    """
+    if isinstance(connection, ssl.SSLSocket):
+        try:
+            connection.do_handshake()
+        except ssl.SSLWantReadError:
+            return selectors.EVENT_READ
+        except ssl.SSLWantWriteError:
+            return selectors.EVENT_WRITE
+    return 0
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -34,6 +34,8 @@ class HangLimits:
         first_step_s: for the first steps of a world, which compile, open files and connect.
         start_s: from the fork to the first step or load, for a script that has reported steps before.
         load_s: for reading a checkpoint.
+        begin_s: from the fork to the first line of the script; a fork that takes longer waits for something that its
+            parent's other threads had, and another process takes its place.
         save_s: for copying the state. Ranks that wait to agree on that with another one, which perhaps evaluates or
             makes a long step, may do so for longer than that one may take.
     """
@@ -43,6 +45,7 @@ class HangLimits:
     first_step_s: float = 900.0
     start_s: float = 900.0
     load_s: float = 1800.0
+    begin_s: float = 30.0
     save_s: float = 900.0
 
 

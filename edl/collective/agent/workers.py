@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edl.collective.agent.prewarm import Imported
+from edl.collective.agent.preload import Preloaded
 from edl.collective.agent.zygote import Fork, Warm
 from edl.errors import EDLError
 
@@ -75,11 +75,16 @@ class Workers:
         self._asked: collections.deque[tuple[int, int]] = collections.deque()
         self._running: dict[int, tuple[int, int]] = {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready: Imported | None = None
+        self._ready: Preloaded | None = None
         self._gone = True
         self._closing = False
         self.complaint = ""
         """What could not be imported ahead of time, in words."""
+
+    @property
+    def prewarmed(self) -> bool:
+        """Whether workers are forked from a process that has imported something."""
+        return self._warm.prewarm
 
     @property
     def running(self) -> dict[int, int]:
@@ -122,12 +127,12 @@ class Workers:
                 return signal.Signals(-code).name
         return "its output above says why" if code is None else f"exit code {code}; its output above says why"
 
-    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Imported:
+    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Preloaded:
         with self._lock:
             while self._ready is None and not self._gone:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise EDLError(f"importing what {self._warm.target} imports took more than {timeout_s:g} s")
+                    raise EDLError(f"importing torch and what --preload names took more than {timeout_s:g} s")
                 heed()
                 self._lock.wait(min(left, _HEED_S))
             if self._ready is None:
@@ -172,6 +177,13 @@ class Workers:
             }
         self.start(generation, forks)
         self._reap(lambda before, rank: before != generation, timeout_s)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to each worker, and not to its children, as torchrun does."""
+        with self._lock:
+            for pid in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
@@ -251,7 +263,7 @@ class Workers:
 
     def _take(self, message: dict[str, Any]) -> Exited | None:
         if "ready" in message:
-            self._ready = Imported(dict(message["unfit"]), list(message["failed"]))
+            self._ready = Preloaded(dict(message["unfit"]), list(message["failed"]))
         elif "pid" in message:
             self._running[message["pid"]] = self._asked.popleft()
         elif "exited" in message:

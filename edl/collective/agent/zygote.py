@@ -1,4 +1,4 @@
-"""The process that workers are forked from: it has imported torch and what the script imports, and done nothing else.
+"""The process that workers are forked from: it has imported torch and what the user names, and done nothing else.
 
 Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
 milliseconds. The agent starts `python -m edl.collective.agent.zygote FD PID`, PID being its own, and both talk JSON
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import json
 import os
 import random
@@ -30,7 +29,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from edl.collective.agent.prewarm import Imported, import_ahead
+from edl.collective.agent.preload import Preloaded, fork_hazard, preload
+from edl.collective.agent.program_imports import ProgramImports, scan_imports, sources_of
 from edl.collective.agent.streams import redirect
 
 __all__ = ["Fork", "Warm", "main"]
@@ -46,9 +46,11 @@ class Warm:
     Attributes:
         kind: `script` (a Python file), `module` (as `python -m` runs) or `program` (any other, run by exec).
         target: the file, module or program.
-        prewarm: whether to import beforehand what the script imports.
+        prewarm: whether to import anything ahead of time: the framework and numpy, where the program imports them
+            before it does anything else (see `edl.collective.agent.program_imports`), and `preload`.
         framework: what the workers train with, `torch` or `paddle`.
-        without: modules that workers must import by themselves (see `edl.collective.agent.prewarm`).
+        preload: modules to import ahead of time as well.
+        without: modules that workers must import by themselves (see `edl.collective.agent.preload`).
     """
 
     kind: str
@@ -56,6 +58,7 @@ class Warm:
     arguments: tuple[str, ...] = ()
     prewarm: bool = True
     framework: str = "torch"
+    preload: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
@@ -154,38 +157,72 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _warm_up(warm: Warm) -> Imported:
-    """Import what the workers will."""
+def _warm_up(warm: Warm) -> Preloaded:
+    """Import what may be imported ahead of time."""
     if warm.kind == "program":
-        return Imported()
+        return Preloaded()
     folder = Path(warm.target).resolve().parent if warm.kind == "script" else Path.cwd()
     sys.path[0] = str(folder)
+    sys.argv = [warm.target, *warm.arguments]  # as a module finds them that a worker imports
     if not warm.prewarm:
-        return Imported()
+        return Preloaded()
+    scan = _scan(warm, folder)
+    named = [(module, "") for module in warm.preload]
+    done = Preloaded()
+    with _nvml_check():
+        if scan.framework or warm.framework in warm.preload:
+            _import_framework(warm.framework)
+            done = preload([*scan.modules, *named], warm.without)
+        else:
+            done = preload(named, warm.without)
+        if not done.unfit and (hazard := fork_hazard()):
+            done.unfit[warm.framework] = hazard
+    if scan.obstacle and warm.framework not in warm.preload:
+        what = f"{scan.obstacle} runs before {warm.framework} is imported"
+        done.failed.append(f"{what} (--preload {warm.framework} has it imported ahead of time all the same)")
+    return done
+
+
+def _scan(warm: Warm, folder: Path) -> ProgramImports:
+    """What the program imports before it does anything else. A module is looked for without importing its packages."""
+    roots = ("torch" if warm.framework == "torch" else "paddle", "numpy", "edl")
+    folders = [folder, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
+    if warm.kind == "script":
+        return scan_imports([Path(warm.target)], folders, roots)
+    files = sources_of(warm.target, [*folders, *map(Path, filter(None, sys.path))])
+    if files and files[-1].name == "__init__.py":
+        files.append(files[-1].with_name("__main__.py"))  # which `python -m PACKAGE` runs
+    return scan_imports(files, folders, roots)
+
+
+def _import_framework(framework: str) -> None:
     import torch
     import torch.distributed
 
-    if warm.framework == "paddle":
+    if framework == "paddle":
         import edl.collective.paddle.training  # noqa: F401 - with all of Paddle
     else:
         import torch.nn.parallel
 
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
-    program = _program(warm)
-    return import_ahead(program, folder, warm.without) if program is not None else Imported()
 
 
-def _program(warm: Warm) -> Path | None:
-    """The Python file that workers run."""
-    if warm.kind == "script":
-        return Path(warm.target)
+@contextlib.contextmanager
+def _nvml_check() -> Iterator[None]:
+    """Have `torch.cuda.is_available` ask NVML, which leaves forks alone, in place of CUDA's driver.
+
+    https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_available.html
+    """
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
     try:
-        spec = importlib.util.find_spec(warm.target)
-        if spec is not None and spec.submodule_search_locations:
-            spec = importlib.util.find_spec(f"{warm.target}.__main__")
-    except (ImportError, ValueError):
-        return None  # the worker will say it
-    return Path(spec.origin) if spec is not None and spec.origin else None
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _become(warm: Warm, fork: Fork) -> None:
@@ -198,9 +235,7 @@ def _become(warm: Warm, fork: Fork) -> None:
     redirect(os.environ)
     if warm.kind == "program":
         os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
-    random.seed()  # a fork begins with its parent's random numbers, all forks with the same
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    _seed_generators()
     if fork.stacks:
         from edl.collective.agent.stacks import arm_stack_dump
 
@@ -214,8 +249,24 @@ def _become(warm: Warm, fork: Fork) -> None:
         _run(warm)
     except SystemExit:
         raise
+    except KeyboardInterrupt:  # Ctrl-C: end by the signal, as Python does, and without a traceback
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     except BaseException as exc:  # noqa: BLE001 - as the interpreter does: say it, and end with 1
         _fail(exc)
+
+
+def _seed_generators() -> None:
+    """Seed global generators as a new process has them: a fork begins with its parent's numbers, all forks alike."""
+    random.seed()
+    modules = sys.modules
+    if "numpy" in modules:
+        modules["numpy"].random.seed()
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()
+    if "paddle" in modules:
+        modules["paddle"].framework.core.default_cpu_generator().seed()
 
 
 def _run(warm: Warm) -> None:

@@ -120,6 +120,7 @@ class Checkpointer:
         here = self._board
         self._writer = Writer(overlap=overlap, waiting=lambda: here.phase(Phase.SAVE))
         self._run = new_run()
+        self._slots.unmark()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._background = Background(self._storage, self._slots, keep)
@@ -143,7 +144,12 @@ class Checkpointer:
         reached = self._board.read().step
         with self._board.phase(Phase.LOAD):
             restored = checkpoint_memory.restore(
-                self.state, self._slots, self._group, keeping=self._keeping, stored=self._stored
+                self.state,
+                self._slots,
+                self._group,
+                keeping=self._keeping,
+                stored=self._stored,
+                since=read("EDL_SINCE_GENERATION", int) or 0,
             )
             if restored is None and self._storage is not None:
                 restored = storage_read.restore(self.state, self._storage, self._group)
@@ -274,9 +280,11 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer is closed")
 
-    def _stored(self) -> int:
-        """The newest step on storage. Collective."""
-        return storage_read.newest_step(self._storage, self._group) if self._storage is not None else NOTHING
+    def _stored(self) -> tuple[int, int]:
+        """Generation and step of the newest state of this run on storage. Collective."""
+        if self._storage is None:
+            return NOTHING, NOTHING
+        return storage_read.newest(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
         self, step: int, persist: bool, slots: SlotPair, place: tuple[int, int], *, usual: bool, wait: bool
@@ -313,13 +321,16 @@ class Checkpointer:
         steps = self._pace.wanted(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
+        # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
+        busy = self._slots.marked
         if world_of(self._group) > 1:
-            values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6)]
+            values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy)]
             with self._board.phase(Phase.AGREE):
-                steps, stored, kept_not, self._run, longest_us = transfer.agree_on_most(values, self._group)
+                steps, stored, kept_not, self._run, longest_us, waiting = transfer.agree_on_most(values, self._group)
                 # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
                 self._board.count_as(Phase.SAVE, longest_us / 1e6 - save_s)
-            store, keep = bool(stored), not kept_not
+            store, keep, busy = bool(stored), not kept_not, bool(waiting)
+        store = store and not busy
         self._pace.agreed(step, steps)
         self._store_next, self._keep_next = store, keep
         if self._background is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -57,25 +57,33 @@ def restore(
     group: transfer.Group = None,
     *,
     keeping: Keeping | None = None,
-    stored: Callable[[], int] | None = None,
+    stored: Callable[[], tuple[int, int]] | None = None,
+    since: int = 0,
 ) -> Restored | None:
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
     Args:
         keeping: what is kept for replicas, and the replicas of lost nodes' states.
-        stored: says which step is on storage. Asked on all ranks, and only where some part is left in a replica alone:
-            nothing else in memory is ever older than what was stored.
+        stored: says which generation and step is on storage. Asked on all ranks, and only where what is in memory may
+            be older: where some part is left in a replica alone, or where no agent that is here has taken part since
+            that state was saved. Others may have gone on from it then, stored what they did, and be gone.
+        since: the generation in which this rank's agent began to take part.
 
     Returns:
         What was restored, or None if there is nothing in memory, or something newer on storage.
     """
     held = _look(slots, keeping)
-    choice = choose(*_offers(held, group))
+    own, replicas, first = _offers(held, since, group)
+    choice = choose(own, replicas)
     if choice is None:
         return None
-    if choice.from_replicas:
-        if stored is not None and stored() > choice.step:
+    inherited = first > choice.generation
+    if stored is not None and (choice.from_replicas or inherited):
+        there = stored()
+        if there > (choice.generation, choice.step):
+            _log.info("storage has step %d, memory an older state, after step %d", there[1], choice.step)
             return None
+    if choice.from_replicas:
         _log.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
     if choice.sources:
         _hand_over(choice, held, slots, group)
@@ -102,12 +110,12 @@ def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
     return _Held(own, replicas)
 
 
-def _offers(held: _Held, group: transfer.Group) -> tuple[list[list[Label]], list[list[Label]]]:
-    """What each rank has in slots of its own, and of which it finds replicas."""
-    mine = [[_row(found.label) for found in kind] for kind in (held.own, held.replicas)]
+def _offers(held: _Held, since: int, group: transfer.Group) -> tuple[list[list[Label]], list[list[Label]], int]:
+    """What each rank has in slots of its own, of which it finds replicas, and since when any agent has taken part."""
+    mine: list[Any] = [*([_row(found.label) for found in kind] for kind in (held.own, held.replicas)), since]
     said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
-    own, replicas = ([[Label(*row) for row in each[kind]] for each in said] for kind in (0, 1))
-    return own, replicas
+    own, replicas = ([[Label(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
+    return own, replicas, min(offer[2] for offer in said)
 
 
 def _row(label: Label) -> list[int | bool]:
@@ -172,7 +180,7 @@ def _mapped(found: Found) -> torch.Tensor:
     return torch.frombuffer(found.map(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
 
 
-def _bytes_of(data: bytearray) -> torch.Tensor:
+def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

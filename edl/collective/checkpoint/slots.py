@@ -5,7 +5,11 @@ the slot that does not hold the newest complete state::
 
     odd sequence number -> tensors -> metadata -> label and checksums -> even sequence number
 
-so that a worker killed at any instant leaves one slot complete. The stores of a killed process are all in memory, in
+so that a worker killed at any instant leaves one slot complete. A slot whose file has a second name (a hard link) is
+not written to: who gave it that name is reading it, or will. Its first name goes to a new file then. The worker itself
+marks so what it wants on storage, or that would be overwritten before anybody came to look.
+
+The stores of a killed process are all in memory, in
 the order in which it made them; that is why the sequence number says whether the tensors are complete, and why their
 bytes need no checksum here, which at a gigabyte a second would cost far more than the copy. The header and the
 metadata have one each. Tensors get theirs when they leave memory (`edl.collective.checkpoint.storage`).
@@ -37,11 +41,34 @@ from edl.collective.checkpoint.slots_header import (
     sequence_of,
     set_sequence,
 )
-from edl.collective.checkpoint.slots_read import Copy, Found, find, last_sequence, look, nbytes_of, paths_of
+from edl.collective.checkpoint.slots_read import (
+    Copy,
+    Found,
+    find,
+    find_marked,
+    last_sequence,
+    look,
+    marked_path,
+    nbytes_of,
+    paths_of,
+    storing_path,
+)
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
 
-__all__ = ["HEADER_NBYTES", "Copy", "Found", "Label", "SlotPair", "find", "make_room", "nbytes_of"]
+__all__ = [
+    "HEADER_NBYTES",
+    "Copy",
+    "Found",
+    "Label",
+    "SlotPair",
+    "find",
+    "find_marked",
+    "make_room",
+    "marked_path",
+    "nbytes_of",
+    "storing_path",
+]
 
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for
 _SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from step to step
@@ -109,6 +136,7 @@ class SlotPair:
             raise ClosedError(f"the slots {self.prefix} are closed")
         newest = self._newest()
         number = 1 if newest is not None and newest.path == self._paths[0] else 0
+        self._leave_pinned(number)
         room = meta_offset(data_nbytes) + meta_nbytes
         memory = self._room(number, room)
         if hurry:
@@ -125,12 +153,23 @@ class SlotPair:
         """The tensors are in place: add the metadata, and make the slot the newest complete one."""
         if self._writing is None:
             raise ClosedError("commit() without begin()")
-        memory = self._maps[self._writing]
+        memory, path = self._maps[self._writing], self._paths[self._writing]
         assert memory is not None
         self._writing = None
         begin = meta_offset(data_nbytes)
         memory[begin : begin + len(meta)] = meta
         complete(memory, Header(label, sequence_of(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
+        if label.persist:
+            self._mark(path)
+
+    @property
+    def marked(self) -> bool:
+        """Whether a state that was marked for storage is not stored yet."""
+        return marked_path(self.prefix).exists()
+
+    def unmark(self) -> None:
+        """Let go of what was marked for storage: the ranks of a world that is over need not have marked the same."""
+        marked_path(self.prefix).unlink(missing_ok=True)
 
     def retract(self) -> None:
         """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
@@ -151,6 +190,25 @@ class SlotPair:
         self._maps = [None, None]
         if self._remove is not None:
             self._remove()
+
+    def _mark(self, path: Path) -> None:
+        """Give a slot the name by which it is found that wants to be stored; what had that name is not waited for."""
+        marked = marked_path(self.prefix)
+        new = marked.with_name(marked.name + ".new")
+        new.unlink(missing_ok=True)
+        os.link(path, new)
+        new.replace(marked)
+
+    def _leave_pinned(self, number: int) -> None:
+        """Have a new file for a slot whose file has a second name."""
+        path = self._paths[number]
+        try:
+            pinned = path.stat().st_nlink > 1
+        except FileNotFoundError:
+            return
+        if pinned:
+            path.unlink(missing_ok=True)
+            self._maps[number] = None
 
     def _newest(self) -> Found | None:
         return max((one for one in map(look, self._paths) if one), key=lambda one: one.sequence, default=None)

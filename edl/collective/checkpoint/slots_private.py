@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from edl.collective.checkpoint.slots_read import paths_of
+from edl.collective.checkpoint.slots_read import files_of
 
 __all__ = ["new_prefix", "own"]
 
@@ -36,7 +36,7 @@ def own(owner: object, prefix: Path) -> Callable[[], object]:
 
     Processes that are forked meanwhile hold the lock as well, for as long as they live.
     """
-    return weakref.finalize(owner, _remove, paths_of(prefix), *_locked(prefix), os.getpid())
+    return weakref.finalize(owner, _remove, files_of(prefix), *_locked(prefix), os.getpid())
 
 
 def _locked(prefix: Path) -> tuple[Path, int]:
@@ -50,7 +50,7 @@ def _locked(prefix: Path) -> tuple[Path, int]:
         os.close(file)  # somebody swept between these two lines
 
 
-def _remove(paths: tuple[Path, Path], lock: Path, file: int, owner: int) -> None:
+def _remove(paths: tuple[Path, ...], lock: Path, file: int, owner: int) -> None:
     if os.getpid() == owner:  # not in a fork
         for path in (*paths, lock):
             path.unlink(missing_ok=True)
@@ -64,7 +64,7 @@ def _sweep() -> None:
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for path in (*paths_of(lock.with_suffix("")), lock):
+                for path in (*files_of(lock.with_suffix("")), lock):
                     path.unlink(missing_ok=True)
             finally:
                 os.close(file)

@@ -9,7 +9,7 @@ import io
 import mmap
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edl.collective.checkpoint.slots_header import (
@@ -21,7 +21,19 @@ from edl.collective.checkpoint.slots_header import (
     decode,
 )
 
-__all__ = ["Copy", "Found", "find", "last_sequence", "look", "nbytes_of", "paths_of"]
+__all__ = [
+    "Copy",
+    "Found",
+    "files_of",
+    "find",
+    "find_marked",
+    "last_sequence",
+    "look",
+    "marked_path",
+    "nbytes_of",
+    "paths_of",
+    "storing_path",
+]
 
 
 @dataclass(frozen=True)
@@ -62,19 +74,62 @@ class Found(Header):
             return None
         return Copy(self.label, meta, data) if got == self.data_nbytes and look(self.path) == self else None
 
+    def pin(self, name: Path) -> Copy | None:
+        """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
+
+        The memory is held until that name is removed and the mapping is gone.
+
+        Returns:
+            The contents as they were when the slot was found, without a copy; None where it was overwritten since.
+        """
+        new = name.with_name(name.name + ".new")
+        new.unlink(missing_ok=True)
+        try:
+            os.link(self.path, new)
+        except FileNotFoundError:
+            return None
+        new.replace(name)
+        now, meta = look(name), self.meta()
+        if now is None or vars(now) | {"path": self.path} != vars(self) or meta is None:
+            name.unlink(missing_ok=True)
+            return None
+        memory = memoryview(replace(self, path=name).map())
+        return Copy(self.label, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
+
 
 @dataclass(frozen=True)
 class Copy:
-    """A slot's contents in memory of the reader's own."""
+    """A slot's contents in memory that nobody else writes to."""
 
     label: Label
     meta: bytes
-    data: bytearray
+    data: bytearray | memoryview
 
 
 def paths_of(prefix: Path) -> tuple[Path, Path]:
     """The files of one worker's slots."""
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
+
+
+def marked_path(prefix: Path) -> Path:
+    """The second name of the slot that the worker wants on storage."""
+    return prefix.with_name(prefix.name + ".marked")
+
+
+def storing_path(prefix: Path) -> Path:
+    """The second name of the slot that is just being stored."""
+    return prefix.with_name(prefix.name + ".storing")
+
+
+def files_of(prefix: Path) -> tuple[Path, ...]:
+    """All names that the files of one worker's slots may have."""
+    return (*paths_of(prefix), marked_path(prefix), storing_path(prefix))
+
+
+def find_marked(prefix: Path) -> list[Found]:
+    """The state that one worker wants on storage, if there is one; it stays as it is until it is stored."""
+    found = look(marked_path(prefix))
+    return [found] if found is not None else []
 
 
 def find(prefix: Path) -> list[Found]:

@@ -9,12 +9,14 @@ the folder's name and by each piece: step, generation and run (`edl.collective.c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edl.collective.checkpoint.slots import Copy, Found, find
+from edl.collective.checkpoint.slots import Copy, Found, find, find_marked, marked_path, storing_path
 from edl.collective.checkpoint.storage_files import Folder
 from edl.collective.checkpoint.storage_manifest import MANIFEST, METADATA, Manifest, Name, Piece, Summed
 from edl.errors import ProtocolError, SettingsError, TemporaryError
@@ -27,6 +29,9 @@ __all__ = ["Outcome", "Persister"]
 _log = logging.getLogger(__name__)
 
 State = tuple[int, int, int]
+_WRITERS = 4
+"""Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
+one, where each more makes the first to be complete later."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,12 @@ class Persister:
         generation, step, world = state
         name = self._folder.working(step, run, generation)
         try:
-            if not self._store(name, found):
-                _log.info("the state after step %d was overwritten before it was stored: the next one will be", step)
+            if not self._store(name, dict(zip(slots, found, strict=True))):
+                _log.warning("the state after step %d was overwritten before it was stored: the next one will be", step)
                 return None
             committed = self._complete(name, world)
             self._done = state
+            _unmark(slots, state)
             if committed:
                 self._prune(name.final)
         except OSError as exc:
@@ -127,37 +133,76 @@ class Persister:
         """The newest state in all slots, and where it is."""
         held: list[dict[State, Found]] = []
         for prefix in slots:
-            labels = {(one.label.generation, one.label.step, one.label.world): one for one in reversed(find(prefix))}
-            held.append(labels)
+            here = find_marked(prefix) if marked else find(prefix)
+            held.append({_state_of(found): found for found in reversed(here)})
         common = set.intersection(*map(set, held)) if held else set()
         wanted = [
             state
             for state in common
             if (step is None or state[1] == step)
             and (generation is None or state[0] == generation)
-            and (not marked or all(labels[state].label.persist for labels in held))
             and (self._done is None or state > self._done)
         ]
         return (max(wanted), [labels[max(wanted)] for labels in held]) if wanted else None
 
-    def _store(self, name: Name, found: list[Found]) -> bool:
-        """Write what is not there yet. Returns whether all of it is there: a slot may be overwritten meanwhile."""
+    def _store(self, name: Name, found: Mapping[Path, Found]) -> bool:
+        """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
+
+        All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
+        """
         try:
             if self._folder.is_published(name):
                 return True  # by this agent's predecessor, or by the other nodes with its part
             self._folder.begin(name)
             there = self._folder.files(name)
-            for one in found:
-                if Piece.name(one.label.rank) in there and self._has(name, one):
-                    continue
-                copy = one.copy()
+            wanted = {
+                prefix: slot
+                for prefix, slot in found.items()
+                if Piece.name(slot.label.rank) not in there or not self._has(name, slot)
+            }
+            pinned: list[Copy] = []
+            for prefix, slot in wanted.items():
+                copy = slot.pin(storing_path(prefix))
                 if copy is None:
                     return False
-                self._write(name, copy)
+                pinned.append(copy)
+            self._write_together(name, pinned)
         except FileNotFoundError:
             if not self._folder.is_published(name):
                 raise
+        finally:
+            for prefix in found:
+                storing_path(prefix).unlink(missing_ok=True)
         return True
+
+    def _write_together(self, name: Name, copies: Sequence[Copy]) -> None:
+        """Write several ranks' parts at a time. Raises the first error when all have ended.
+
+        The threads are daemons, as the one that calls is under an agent: a storage that hangs must not keep a process
+        from its end, as an executor's threads would.
+        """
+        waiting, errors = deque(copies), deque[BaseException]()
+
+        def write() -> None:
+            while not errors:
+                try:
+                    copy = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    self._write(name, copy)
+                except BaseException as exc:  # noqa: BLE001 - raised again below, in the thread that asked
+                    errors.append(exc)
+
+        several = min(len(copies), _WRITERS) - 1
+        threads = [threading.Thread(target=write, name="edl-store", daemon=True) for _ in range(several)]
+        for thread in threads:
+            thread.start()
+        write()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
 
     def _has(self, name: Name, found: Found) -> bool:
         """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
@@ -228,9 +273,9 @@ class Persister:
     def _prune(self, newest: Name) -> None:
         """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
         complete = []
-        for name in self._folder.names():
-            if name > newest:
-                continue  # not what was just stored: leave it
+        names = self._folder.names()
+        older = names[names.index(newest) :] if newest in names else []  # what is newer than that is left alone
+        for name in older:
             if not name.temporary and self._is_complete(name):
                 complete.append(name)
             elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
@@ -243,3 +288,15 @@ class Persister:
             return self._folder.manifest(name) is not None
         except ProtocolError:
             return False
+
+
+def _state_of(found: Found) -> State:
+    return found.label.generation, found.label.step, found.label.world
+
+
+def _unmark(slots: Sequence[Path], stored: State) -> None:
+    """Let go of marked states up to the one that is stored."""
+    for prefix in slots:
+        for found in find_marked(prefix):
+            if _state_of(found) <= stored:
+                marked_path(prefix).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from edl.collective.checkpoint.storage_manifest import MANIFEST, Manifest, Name, Summed
+from edl.collective.checkpoint.storage_manifest import MANIFEST, Manifest, Name, Summed, newest_first
 from edl.errors import EDLError, ProtocolError, SettingsError
 
 __all__ = ["Folder", "SummingWriter"]
@@ -114,9 +114,9 @@ class Folder:
             self._fs.rm(path)
 
     def names(self) -> list[Name]:
-        """All checkpoints, complete or not, newest first."""
+        """All checkpoints, complete or not, newest first; last those that their run has given up."""
         found = [Name.parse(one) for one in self._listed(self._root)]
-        return sorted((name for name in found if name is not None), reverse=True)
+        return newest_first(name for name in found if name is not None)
 
     def working(self, step: int, run: str, generation: int) -> Name:
         """Where to write a checkpoint before it is complete."""

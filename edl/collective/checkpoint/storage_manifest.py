@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = ["MANIFEST", "METADATA", "Manifest", "Name", "Piece", "Summed"]
+__all__ = ["MANIFEST", "METADATA", "Manifest", "Name", "Piece", "Summed", "newest_first"]
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -62,6 +63,26 @@ class Name:
     def final(self) -> Name:
         """The name when it is complete."""
         return replace(self, temporary=False)
+
+
+def newest_first(names: Iterable[Name]) -> list[Name]:
+    """Sort checkpoints, and put those behind all others that their own run has given up.
+
+    A later generation of a run that has stored the same step or an earlier one went on from before that: what the
+    earlier generation did from there on is not part of the training any more, though it had got further.
+    """
+    ordered = sorted(names, reverse=True)
+    reached: dict[str, list[Name]] = {}
+    for name in ordered:
+        reached.setdefault(name.run, []).append(name)
+    abandoned = {
+        name
+        for run, of_run in reached.items()
+        if run  # without one, generations of several runs cannot be compared
+        for name in of_run
+        if any(later.generation > name.generation and later.step <= name.step for later in of_run)
+    }
+    return [name for name in ordered if name not in abandoned] + [name for name in ordered if name in abandoned]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from edl.collective.checkpoint.storage_manifest import Manifest, Name, Piece
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError, TemporaryError
 
-__all__ = ["newest_step", "restore"]
+__all__ = ["newest", "restore"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,14 +42,21 @@ def restore(state: State, url: str, group: transfer.Group = None) -> Restored | 
     return None
 
 
-def newest_step(url: str, group: transfer.Group = None) -> int:
-    """The step of the newest checkpoint under `url`, which may yet turn out to be damaged; -1 for none. Collective.
+def newest(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
+    """Generation and step of the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
+
+    Args:
+        run: of this run only, if given.
+
+    Returns:
+        (-1, -1) if there is none.
 
     Raises:
         TemporaryError: the storage cannot be read.
     """
     try:
-        return next((name.step for name in _shared(Folder(url), group)), -1)
+        names = (name for name in _shared(Folder(url), group) if name.run == run or not run)
+        return next(((name.generation, name.step) for name in names), (-1, -1))
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 

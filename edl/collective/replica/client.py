@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.keeping import NOTHING, stamp_of
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, find
-from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, PRESENT, Announcement, Link, translated
+from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link, translated
 from edl.errors import PermanentError, TemporaryError
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Refused", "send_states"]
 
@@ -27,6 +31,7 @@ def send_states(
     states: Sequence[Found],
     *,
     stopping: Callable[[], bool] = lambda: False,
+    tls: PeerTLS | None = None,
     operation_s: float = _OPERATION_S,
 ) -> None:
     """Send the states of a node's workers. When this returns, the receiver has them all.
@@ -36,6 +41,7 @@ def send_states(
         node: this node's name.
         states: of each worker, by local rank.
         stopping: asked between any two megabytes; true to give up.
+        tls: for the connection, None to send what whoever reads the network can read.
         operation_s: how long each operation on the connection may take.
 
     Raises:
@@ -45,8 +51,14 @@ def send_states(
         Refused: it has no room.
     """
     where = f"the agent at {address[0]}:{address[1]}"
-    with translated(where), socket.create_connection(address, timeout=operation_s) as connection:
+    with translated(where), ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(address, timeout=operation_s))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            wrapped = stack.enter_context(tls.connected(connection, address[0]))
+            tls.handshake(wrapped, HANDSHAKE_S)
+            stack.enter_context(tls.explained())  # TLS 1.3: the other side refuses a certificate later
+            connection = wrapped
         link = Link(connection, secret, sending=True, timeout_s=operation_s)
         for local_rank, state in enumerate(states):
             _send(link, node, local_rank, state, stopping)

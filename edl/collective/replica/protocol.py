@@ -14,7 +14,8 @@
 A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. The key of those is made of the secret
 and both sides' random bytes, and each HMAC counts in how many were sent before it, so that nothing can be changed,
 repeated or left out. All HMACs are HMAC-SHA256. Nothing is believed, and no memory taken, before the other side has
-shown that it knows the secret. What is sent can be read by whoever reads the network.
+shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is one of
+TLS (`edl.protocol.peers`), within which all of this is said.
 
 Every operation on the socket has a deadline.
 """
@@ -34,7 +35,7 @@ from typing import Final
 
 from edl.errors import ProtocolError, TemporaryError
 
-__all__ = ["CHUNK_NBYTES", "GO_ON", "PRESENT", "Announcement", "Link", "translated"]
+__all__ = ["CHUNK_NBYTES", "GO_ON", "HANDSHAKE_S", "PRESENT", "Announcement", "Link", "translated"]
 
 CHUNK_NBYTES: Final = 1 << 20
 GO_ON: Final = b""
@@ -43,7 +44,7 @@ _NONCE_NBYTES: Final = 32
 _MAC_NBYTES: Final = 32
 _FRAME_MOST_NBYTES: Final = 1 << 16
 _META_MOST_NBYTES: Final = 1 << 30
-_HANDSHAKE_S: Final = 5.0
+HANDSHAKE_S: Final = 5.0
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
@@ -118,7 +119,7 @@ class Link:
         """
         self._connection = connection
         self._sent = self._received = 0
-        deadline = time.monotonic() + _HANDSHAKE_S
+        deadline = time.monotonic() + HANDSHAKE_S
         mine = secrets.token_bytes(_NONCE_NBYTES)
         if sending:
             theirs = self._take(_NONCE_NBYTES, deadline)
@@ -126,7 +127,7 @@ class Link:
             connection.sendall(mine + _mac(secret, b"sender", both))
             proof = self._take(_MAC_NBYTES, deadline)
         else:
-            connection.settimeout(_HANDSHAKE_S)
+            connection.settimeout(HANDSHAKE_S)
             connection.sendall(mine)
             both = mine + self._take(_NONCE_NBYTES, deadline)
             proof = self._take(_MAC_NBYTES, deadline)

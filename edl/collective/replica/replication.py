@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.keeping import NOTHING, ReplicaFolder, kept_prefix, newest_common, stamp_of
 from edl.collective.checkpoint.slots import Found, find
@@ -22,6 +22,9 @@ from edl.collective.replica.course import Act, Course, ReplicaPace
 from edl.collective.replica.server import ReplicaServer
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["JobSecret", "Replication", "peer_of"]
 
@@ -73,6 +76,7 @@ class Replication:
         slots: `EDL_SLOTS` of each worker of this node.
         secret: gives the job's secret.
         say: called with each line that a person should see.
+        tls: for connections between agents, None for none.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Replication:
         secret: Callable[[], bytes],
         say: Callable[[str], None],
         pace: ReplicaPace | None = None,
+        tls: PeerTLS | None = None,
     ) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._node = node
@@ -97,7 +102,8 @@ class Replication:
         self._peer: Member | None = None
         self._world = 0
         self._handing = self._handed = self._silent = self._closing = False
-        self._server = ReplicaServer(self._folder, secret, say)
+        self._tls = tls
+        self._server = ReplicaServer(self._folder, secret, say, tls=tls)
         self._thread = threading.Thread(target=self._run, name="edl-replication", daemon=True)
         self._thread.start()
 
@@ -190,7 +196,7 @@ class Replication:
 
         try:
             address = (peer.addr, peer.replica_port)
-            send_states(address, self._secret(), self._node, states, stopping=stopping)
+            send_states(address, self._secret(), self._node, states, stopping=stopping, tls=self._tls)
         except EDLError as exc:
             if not stopping():
                 self._complain(f"node {peer.id} did not take a replica of this node's state ({exc})")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.keeping import ReplicaFolder, stamp_of
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
-from edl.collective.replica.protocol import GO_ON, PRESENT, Announcement, Link
+from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link
 from edl.errors import EDLError
+
+if TYPE_CHECKING:
+    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["ReplicaServer"]
 
@@ -27,6 +31,7 @@ class ReplicaServer:
         folder: where the states go.
         secret: gives the job's secret; called from a thread of this object, may raise DiscoveryError.
         say: called with each line that a person should see.
+        tls: for connections, None for none.
         operation_s: how long the other side may leave this one waiting.
         share_of_free: of the free memory, what one more worker's state may take; the rest is for the workers here.
 
@@ -40,12 +45,14 @@ class ReplicaServer:
         secret: Callable[[], bytes],
         say: Callable[[str], None],
         *,
+        tls: PeerTLS | None = None,
         operation_s: float = _OPERATION_S,
         share_of_free: float = _SHARE_OF_FREE,
     ) -> None:
         self._folder = folder
         self._secret = secret
         self._say = say
+        self._tls = tls
         self._operation_s = operation_s
         self._share_of_free = share_of_free
         self._listening = _listen()
@@ -63,7 +70,8 @@ class ReplicaServer:
             for one in (self._listening, self._serving):
                 if one is not None:
                     with contextlib.suppress(OSError):  # not connected any more
-                        one.shutdown(socket.SHUT_RDWR)
+                        # Not that of TLS, which first forgets its keys: the thread would go on without them.
+                        socket.socket.shutdown(one, socket.SHUT_RDWR)
         self._thread.join()
         self._listening.close()
 
@@ -75,12 +83,20 @@ class ReplicaServer:
                 if self._closing:
                     return
                 continue
+            try:
+                if self._tls is not None:
+                    connection = self._tls.accepted(connection)
+            except OSError:  # it has hung up, as a check of health does, or no file descriptor is left
+                connection.close()
+                continue
             with connection:
                 with self._lock:
                     if self._closing:
                         return
                     self._serving = connection
                 try:
+                    if self._tls is not None and isinstance(connection, ssl.SSLSocket):
+                        self._tls.handshake(connection, HANDSHAKE_S)
                     self._serve(connection)
                 except (OSError, EDLError) as exc:
                     if not self._closing:

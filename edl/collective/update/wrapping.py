@@ -41,6 +41,14 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
             "parts of the model are sharded, but not by fully_shard of the whole, which averages what is in none of "
             "them: call fully_shard(model), too, after its parts"
         )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and not _is_sharded_over(parameter, _ranks(group)):
+            raise SettingsError(
+                f"{name} is sharded over {parameter.device_mesh}, {list(parameter.placements)}; ElasticTrainer "
+                "averages gradients over all ranks of its group, each with data of its own: shard over a mesh "
+                "of just these (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism are "
+                "not supported"
+            )
     for one in own:
         if not isinstance(one, DistributedDataParallel):
             continue
@@ -100,6 +108,18 @@ def without_averaging(module: nn.Module) -> Iterator[None]:
                 one.set_requires_gradient_sync(True)
             return
     yield
+
+
+def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
+    """Whether a parameter is as `fully_shard` makes it over these ranks: sharded over all, or over replicas (HSDP).
+
+    `fully_shard` of what is parallel in another way adds its dimension in front: (Shard, ...), and never (Replicate,
+    Shard), which is HSDP's.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
+        return False
+    return mesh.ndim == 1 or (mesh.ndim == 2 and placements[0].is_replicate() and placements[1].is_shard())
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

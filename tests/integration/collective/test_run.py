@@ -212,7 +212,7 @@ if __name__ == "__main__":
 def test_an_import_that_leaves_a_child_which_ends(job: Job, tmp_path: Path, seconds: str) -> None:
     (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD.format(seconds=seconds))
     (tmp_path / "waits.py").write_text(WAITS_FOR_IT)
-    code, said = job.run(command=["waits.py"])
+    code, said = job.run("--preload", "leaves_a_child", command=["waits.py"])
     assert code == 0, said
     assert "its parent has taken leave of it" in said
 

@@ -68,7 +68,7 @@ def ends_soon(job: Job, number: int) -> None:
 def test_while_the_scripts_imports_are_imported(job: Job, tmp_path: Path, number: int) -> None:
     (tmp_path / "endless.py").write_text(SLOW_IMPORT)
     (tmp_path / "script.py").write_text("import endless\n")
-    job.start(command=["script.py"])
+    job.start("--preload", "endless", command=["script.py"])
     wait_until((tmp_path / "importing").exists, "the import has begun")
     ends_soon(job, number)
 

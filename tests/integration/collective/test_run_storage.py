@@ -122,3 +122,33 @@ def test_a_state_of_a_job_before_this_one_gets_into_no_checkpoint(tmp_path: Path
         assert second.wait() == 0
         stored = {int(path.name.partition("-")[2].partition(".")[0]) for path in url.iterdir()}
         assert stored == {max(one.step for one in job.steps() if one.time > begun)}
+
+
+def test_older_memory_gives_way_to_storage(tmp_path: Path) -> None:
+    """An agent dies, the others go on and store, and are lost with their hosts: beside what the first one left."""
+    folder, url = tmp_path / "job", tmp_path / "checkpoints"
+    options = ("--nnodes", "1:2", "--checkpoint", str(url), "--checkpoint-interval", "0.5")
+    with Job(folder, options=options, command=[str(STATE_SCRIPT), str(folder)]) as job:
+        first, second = job.start(), job.start()
+        job.wait_for_world(2)
+        lost = job.member(first)
+        second.kill()
+        second.wait()
+        old = max(step.step for step in job.steps() if step.world == 2)
+        wait_until(lambda: newest_stored(url) > old + 20, "the one that goes on stores")
+        first.signal_all(signal.SIGKILL)
+        first.wait()
+        for path in job.shared_memory.glob("*/node"):
+            if path.read_text() == lost:
+                shutil.rmtree(path.parent)  # its host is gone
+        stored, begun = newest_stored(url), time.monotonic()
+        third = job.start()
+        again = job.wait_for_world(1, after=begun)[0]
+        assert "left its workers' state in memory here" in third.output, third.output
+        assert again.step == stored + 1, f"memory ended near step {old}, storage has step {stored}"
+
+
+def newest_stored(url: Path) -> int:
+    """The last step with a manifest."""
+    found = [path.parent.name for path in url.glob("step-*/manifest.json")]
+    return max((int(name.partition("-")[2].partition(".")[0]) for name in found if ".tmp" not in name), default=-1)

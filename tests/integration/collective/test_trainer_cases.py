@@ -56,6 +56,8 @@ def test_with_half_floats_it_is_as_far_as_they_go_and_the_same_on_all_ranks(
     ("kind", "message"),
     [
         ("part", r"a part of the model is wrapped in DistributedDataParallel.*wrap the whole"),
+        ("sub-mesh", r"is sharded over .*HSDP over all of them"),
+        ("sub-mesh, tensor parallel", r"is sharded over .*Tensor, pipeline and context"),
         ("part, compiled", r"a part of the model is wrapped in DistributedDataParallel"),
         ("static graph", r"static_graph"),
         ("sharded in part", r"call fully_shard\(model\), too"),

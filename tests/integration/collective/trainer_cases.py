@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from edl.collective.update.adjust import AdaScale
@@ -173,6 +173,14 @@ def refused(group: dist.ProcessGroup, rank: int, world: int, kind: str) -> None:
         options["policy"] = AdaScale()
     elif kind == "sharded in part":
         fully_shard(model.first, mesh=DeviceMesh.from_group(group, "cpu"))
+    elif kind.startswith("sub-mesh"):
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        ranks = torch.tensor([dist.get_process_group_ranks(group)])
+        mesh = DeviceMesh.from_group([alone, group], "cpu", mesh=ranks, mesh_dim_names=("dp", "tp"))
+        if kind == "sub-mesh, tensor parallel":
+            weight = distribute_tensor(model.first.weight.data, mesh["tp"], [Shard(0)])
+            model.first.weight = nn.Parameter(weight)
+        fully_shard(model, mesh=mesh["dp"])
     elif kind == "other ranks":
         model = DistributedDataParallel(model, process_group=group)
         del options["group"]

@@ -3,17 +3,19 @@
 #   make test PYTHON=python3.12 VENV=/tmp/venv      another interpreter, another folder
 #   make test PYTEST_ARGS="-k reader -x"            some of the tests
 #   make demo DEMO_ARGS="--quick"                   options of `edl demo`
+#   make soak SOAK_ARGS="--minutes 5 --seed 7"      options of the soak test
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench tools bench-tools protocol wheel clean
+.PHONY: help demo test lint bench soak tools bench-tools protocol wheel clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,6 +34,9 @@ lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
 
 bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+soak: $(VENV)/.dev tools ## let everything fail at random for half an hour, and write docs/reliability.md
+	$(BIN)/python -m tests.soak --report docs/reliability.md $(SOAK_ARGS)
 
 tools: ## fetch the real Consul and Triton that some tests and benchmarks run against, into .tools
 	@bash tools/consul.sh

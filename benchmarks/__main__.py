@@ -23,7 +23,7 @@ from benchmarks._child import ROOT, processes
 from benchmarks._harness import Spread, table
 
 NAMES = (
-    *("reader", "degradation", "heterogeneous", "kill", "balance"),
+    *("reader", "counts", "degradation", "heterogeneous", "kill", "balance", "fairness"),
     *("checkpoint", "recovery", "churn", "accuracy_parity"),
 )
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")

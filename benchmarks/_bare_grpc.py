@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from benchmarks._child import WARM_UP_S, Window, answer, processes
 from benchmarks._load import CLASSES, ROTATION, ROWS, request_nbytes
 
 _METHOD = "/bare/Infer"
+_LOOK_S = 0.1
 _LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -39,10 +41,17 @@ async def serve() -> None:
     await server.stop(0)
 
 
-async def measure(endpoint: str, dtype: str, in_flight: int, seconds: float) -> dict[str, float]:
-    """Rows a second, and what both processes used for it."""
+async def measure(
+    endpoint: str, dtype: str, in_flight: int, seconds: float, counted: bool = False, pace_s: float = 0.0
+) -> dict[str, float]:
+    """Rows a second, and what both processes used for it.
+
+    Args:
+        counted: see `Window`.
+        pace_s: no request begins sooner than so long after the one before it of the same worker.
+    """
     requests = [bytes([number]) * request_nbytes(dtype) for number in range(ROTATION)]
-    window = Window(processes(os.getpid()))
+    window = Window(processes(os.getpid()), counted=counted)
     async with grpc.aio.insecure_channel(endpoint, options=_LIMITS) as channel:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
 
@@ -50,14 +59,20 @@ async def measure(endpoint: str, dtype: str, in_flight: int, seconds: float) -> 
             for number in itertools.count(first):
                 if window.closed:
                     return
+                begun = time.perf_counter()
                 response = await call(requests[number % ROTATION])
                 assert len(response) == ROWS * CLASSES * 4
                 window.requests += 1
+                if pace_s:
+                    await asyncio.sleep(begun + pace_s - time.perf_counter())
 
         workers = [asyncio.ensure_future(worker(number)) for number in range(in_flight)]
         await asyncio.sleep(WARM_UP_S)
         window.open()
+        before = window.requests
         await asyncio.sleep(seconds)
+        while window.requests == before:  # noqa: ASYNC110 - under callgrind a single one may take longer
+            await asyncio.sleep(_LOOK_S)
         window.close()
         await asyncio.gather(*workers)
     return window.figures(ROWS)
@@ -77,7 +92,7 @@ def main() -> None:
         endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
 
         def handle(request: dict[str, Any]) -> dict[str, float]:
-            return asyncio.run(measure(endpoint, request["dtype"], request["in_flight"], request["seconds"]))
+            return asyncio.run(measure(endpoint, **request))
 
         answer(handle)
 

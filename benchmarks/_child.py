@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks._counters import Counters
+
 __all__ = ["ROOT", "WARM_UP_S", "Child", "Usage", "Window", "answer", "processes", "usage"]
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -63,20 +65,32 @@ class Window:
     """A stretch of time in which requests are counted, and what `pids` used up in it.
 
     `requests` counts on; only what falls between `open` and `close` matters.
+
+    Args:
+        counted: also count what the first of them (the student) and the others (the teacher) do; see `_counters`.
     """
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], *, counted: bool = False) -> None:
         self._pids = pids
+        self._counted = counted
+        self._counters: list[Counters] = []
+        self._counts: dict[str, float] = {}
         self.requests = 0
         self.closed = False
 
     def open(self) -> None:
         """Begin, once the warm-up is over."""
+        if self._counted:
+            self._counters = [Counters(pid) for pid in self._pids]
         self._begin = (self.requests, usage(self._pids), time.perf_counter())
 
     def close(self) -> None:
         """End; the load stops when it sees `closed`."""
         self._end = (self.requests, usage(self._pids), time.perf_counter())
+        for index, counters in enumerate(self._counters):
+            for name, count in counters.close().items():
+                key = f"{'teacher' if index else 'student'}_{name}"
+                self._counts[key] = self._counts.get(key, 0.0) + count
         self.closed = True
 
     def figures(self, rows: int) -> dict[str, float]:
@@ -89,6 +103,7 @@ class Window:
             "rows_s": requests * rows / (self._end[2] - self._begin[2]),
             "cpu_us_row": used.cpu_s / requests / rows * 1e6,
             "faults_request": used.faults / requests,
+            **{name: count / requests for name, count in self._counts.items()},
         }
 
 

@@ -111,7 +111,7 @@ def measure(step: Callable[[], None], seconds: float) -> dict[str, float]:
         if not opened and now >= begin:
             window.open()
             opened = True
-        if now >= end:
+        elif now >= end:
             window.close()
             return window.figures(ROWS)
 

@@ -3,6 +3,10 @@
 A teacher of no cost gets batches of 32 images of 3x224x224, uint8 or float32, and answers 1,000 float32 a row. Every
 side has a process for the client and one or more for the server, on this machine, over loopback TCP or shared memory;
 each peer uses the number of requests in flight, and the client, that is best for it in this run.
+
+By gRPC an input is copied six times, and by the bare peer five times: `grpc.aio` takes `bytes`, so EDL copies a tensor
+into a message first. Of float32 that is 19 MB more in and out of memory, and most of what the two differ by (`counts`);
+and where the bare peer itself is less than twice as fast as PyTriton, so is EDL.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_
 from benchmarks._load import DTYPES, KEEP_MEMORY
 
 GOALS = [
-    Goal("vs_bare_grpc", 0.9),
-    Goal("vs_pytriton_shm", 5.0),
+    Goal("vs_bare_grpc", 0.95),
+    Goal("vs_pytriton_shm", 6.0),
     Goal("vs_pytriton_grpc", 2.0),
-    Goal("vs_bare_grpc_float32", 0.9),
-    Goal("vs_pytriton_shm_float32", 5.0),
+    Goal("vs_bare_grpc_float32", 0.95),
+    Goal("vs_pytriton_shm_float32", 6.0),
     Goal("vs_pytriton_grpc_float32", 2.0),
 ]
 _IN_FLIGHT = (1, 2, 4, 8)

@@ -7,31 +7,39 @@ thousands of page faults to get it again. Told to keep such blocks, a process re
 from __future__ import annotations
 
 import ctypes
-import functools
 import platform
 
 __all__ = ["keep_freed_memory"]
 
 # mallopt(3): parameters, and the largest threshold that glibc accepts on 64 bits (half a heap).
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
+_LEAST_THRESHOLD = 128 << 10
+"""glibc's own; with less, a message of ordinary size would cost system calls."""
+
+_kept = 0
 
 
-@functools.cache
 def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
-    """Let this process keep up to `keep_bytes` of freed memory for its next large buffers.
+    """Let this process keep up to `keep_bytes` of freed memory, in each arena, for its next large buffers.
 
-    Holds for the whole process, from now on. Does nothing where the C library is not glibc.
+    Holds for the whole process, from now on; the largest number that was asked for counts. Does nothing where the C
+    library is not glibc.
 
     Returns:
         Whether the C library took the settings.
     """
+    global _kept
     if platform.libc_ver()[0] != "glibc":
         return False
+    if keep_bytes <= _kept:
+        return True
+    _kept = keep_bytes
     libc = ctypes.CDLL(None)
     settings = (
-        (_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD),
-        (_M_TRIM_THRESHOLD, min(keep_bytes, 2**31 - 1)),
-        (_M_TOP_PAD, 64 << 20),
+        # A sixteenth and an eighth: the largest threshold, and 64 MiB, for half a GiB.
+        (_M_MMAP_THRESHOLD, min(max(keep_bytes // 16, _LEAST_THRESHOLD), _LARGEST_MMAP_THRESHOLD)),
+        (_M_TRIM_THRESHOLD, min(max(keep_bytes, _LEAST_THRESHOLD), 2**31 - 1)),
+        (_M_TOP_PAD, min(max(keep_bytes // 8, _LEAST_THRESHOLD), 64 << 20)),
     )
     return all(libc.mallopt(name, value) == 1 for name, value in settings)

@@ -18,7 +18,15 @@ from typing import TypeVar
 
 from edl.errors import SettingsError
 
-__all__ = ["DiscoverySettings", "TeacherSettings", "default_discovery_url", "is_above_zero", "is_count", "is_share"]
+__all__ = [
+    "Credentials",
+    "DiscoverySettings",
+    "TeacherSettings",
+    "default_discovery_url",
+    "is_above_zero",
+    "is_count",
+    "is_share",
+]
 
 T = TypeVar("T")
 
@@ -88,6 +96,19 @@ def is_share(value: object) -> bool:
     return isinstance(value, numbers.Real) and bool(0 <= value <= 1)  # type: ignore[operator]
 
 
+def boolean(text: str) -> bool:
+    """True for 1, true and yes; False for 0, false and no."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError("must be 1 or 0")
+    return words[text.lower()]
+
+
+def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a SQLite file may lie on a file system that machines share, since only one uses it. `EDL_SHARED_FILE`."""
+    return bool(read("EDL_SHARED_FILE", boolean, environ))
+
+
 def default_discovery_url() -> str:
     """One SQLite file for all of this user's processes on this machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -142,4 +163,84 @@ class TeacherSettings:
             service=read("EDL_SERVICE", str, environ),
             endpoints=tuple(part.strip() for part in endpoints.split(",") if part.strip()),
             max_teachers=read("EDL_MAX_TEACHERS", positive_int, environ),
+        )
+
+
+SYSTEM_CA = "system"
+"""In place of a file of CAs: those that the operating system trusts."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a process shows to others, and whom it believes: paths of files, never what is in them.
+
+    The same object serves both sides. A student speaks TLS if `ca` is set, and shows a certificate of its own (mutual
+    TLS) if `cert` and `key` are. A teacher speaks TLS if `cert` and `key` are set, and takes only students with a
+    certificate that is signed by `ca` if that is.
+
+    Attributes:
+        ca: PEM file of the CAs that sign the other side's certificates, one or several; or "system". `EDL_TLS_CA`.
+        cert: PEM file of this side's certificate, with the intermediate CAs behind it. `EDL_TLS_CERT`.
+        key: PEM file of its private key, not encrypted, readable by its owner and group only. `EDL_TLS_KEY`.
+        server_name: the name that a server's certificate must hold; None for the host in its address.
+            `EDL_TLS_SERVER_NAME`.
+        token_file: file of bearer tokens, one a line. A student sends the first, a teacher takes any of them.
+            `EDL_TOKEN_FILE`.
+        allow_insecure_tokens: send and take tokens without TLS beyond this host. `EDL_ALLOW_INSECURE_TOKENS`.
+
+    Raises:
+        SettingsError: certificate and key, or a name and a CA, do not come together.
+    """
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    server_name: str | None = None
+    token_file: str | None = None
+    allow_insecure_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("ca", "cert", "key", "server_name", "token_file"):
+            value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+            elif value is not None and (not isinstance(value, str) or not value):
+                raise SettingsError(f"{name} must be text that is not empty, or None")
+        if bool(self.cert) != bool(self.key):
+            there, missing = ("certificate", "key") if self.cert else ("key", "certificate")
+            raise SettingsError(
+                f"a TLS {there} without its {missing}: set both, --tls-cert and --tls-key "
+                "(EDL_TLS_CERT and EDL_TLS_KEY; cert= and key=)"
+            )
+
+    def __bool__(self) -> bool:
+        return self != Credentials()
+
+    @classmethod
+    def of(
+        cls,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+        server_name: str | None = None,
+        token_file: str | None = None,
+        allow_insecure_tokens: bool | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> Credentials:
+        """Arguments over the environment over the default."""
+        if read("EDL_TOKEN", bool, environ):
+            raise SettingsError(
+                "EDL_TOKEN is not read, since every child of this process would have the token in its environment: "
+                "write the token into a file and set EDL_TOKEN_FILE to its path"
+            )
+        if allow_insecure_tokens is None:
+            allow_insecure_tokens = read("EDL_ALLOW_INSECURE_TOKENS", boolean, environ) or False
+        return cls(
+            ca=ca or read("EDL_TLS_CA", str, environ),
+            cert=cert or read("EDL_TLS_CERT", str, environ),
+            key=key or read("EDL_TLS_KEY", str, environ),
+            server_name=server_name or read("EDL_TLS_SERVER_NAME", str, environ),
+            token_file=token_file or read("EDL_TOKEN_FILE", str, environ),
+            allow_insecure_tokens=allow_insecure_tokens,
         )

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it switches gRPC's fork handlers off
@@ -13,6 +14,10 @@ import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it sw
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and so would every program that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# An example's time says how busy the machine is.
+hypothesis.settings.register_profile("edl", deadline=None)
+hypothesis.settings.load_profile("edl")
 
 pytest_plugins = ["tests.plugins_consul", "tests.plugins_triton"]
 

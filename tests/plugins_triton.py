@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 import psutil
 import pytest
+import tritonclient.grpc
 
 from edl.protocol import kserve, names
 
@@ -86,6 +87,16 @@ class TritonServer:
                 raise AssertionError(f"Triton was not ready within {timeout_s} s:\n{self.log[-3000:]}")
             time.sleep(0.1)
         self._remember_tree()
+
+    def add_version(self, version: str, *, instead_of: str = "") -> None:
+        """Load another version of a model of `TritonFactory.start_repository`, and unload one."""
+        place = self.folder / "models" / self.model
+        known = next(path for path in place.iterdir() if path.is_dir())
+        shutil.copytree(known, place / version)
+        if instead_of:
+            shutil.rmtree(place / instead_of)
+        with tritonclient.grpc.InferenceServerClient(self.endpoint) as client:
+            client.load_model(self.model)
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """SIGTERM, wait, then SIGKILL for what is left. May be called twice."""
@@ -176,6 +187,50 @@ class TritonFactory:
         server = TritonServer(f"127.0.0.1:{port}", model, process, folder)
         self._started.append(server)
         server.wait_ready(timeout_s)
+        return server
+
+    def start_repository(self, model: str, version: str, source: str, config: str) -> TritonServer:
+        """A Triton that loads models from a folder when it is told to (`--model-control-mode=explicit`).
+
+        Args:
+            model, version: what to begin with; `TritonServer.add_version` adds others.
+            source: `model.py` of Triton's Python backend, the same for every version.
+            config: `config.pbtxt`.
+        """
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="edl-"))
+        packages = next((_ROOT / ".tools/triton/lib").glob("python3*/site-packages"))
+        installed = packages / "pytriton/tritonserver"
+        backend = folder / "backends/python"
+        shutil.copytree(installed / "backends/python", backend)
+        # PyTriton keeps the program that runs a model apart, for the Python that it is for.
+        shutil.copy(next(installed.glob(f"python_backend_stubs/{packages.parent.name[6:]}/*")), backend)
+        place = folder / "models" / model / version
+        place.mkdir(parents=True)
+        (place / "model.py").write_text(source)
+        (place.parent / "config.pbtxt").write_text(config)
+        port = _free_port()
+        script = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
+        library = subprocess.run([_PYTHON, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+        command = [str(installed / "bin/tritonserver"), f"--model-repository={folder}/models"]
+        command += [f"--backend-directory={folder}/backends", "--model-control-mode=explicit", f"--load-model={model}"]
+        command += ["--grpc-address=127.0.0.1", f"--grpc-port={port}", "--allow-http=false", "--allow-metrics=false"]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--exit-timeout-secs=3"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "TMPDIR": str(folder),
+                    "PATH": f"{_PYTHON.parent}:{os.environ['PATH']}",
+                    "PYTHONPATH": str(packages),
+                    "LD_LIBRARY_PATH": f"{packages}/nvidia_pytriton.libs:{library}",
+                },
+            )
+        server = TritonServer(f"127.0.0.1:{port}", model, process, folder)
+        self._started.append(server)
+        server.wait_ready()
         return server
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ __all__ = ["Change", "brief_meta", "changes", "instance_as_dict", "printable", "
 class Change:
     """One thing that happened to one teacher, or (`id` empty) to the registry itself."""
 
-    kind: Literal["joined", "left", "changed", "rejected", "stale", "fresh"]
+    kind: Literal["joined", "left", "lapsed", "changed", "rejected", "stale", "fresh"]
     service: str
     id: str = ""
     detail: str = ""
@@ -31,7 +31,8 @@ def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
     new = {instance.id: instance for instance in after.instances}
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            yield Change("left", service, name, old[name].endpoint)
+            lapsed = any(instance.id == name for instance in after.lapsed)
+            yield Change("lapsed" if lapsed else "left", service, name, old[name].endpoint)
         elif name not in old:
             yield Change("joined", service, name, _introduction(new[name]))
         elif difference := _difference(old[name], new[name]):
@@ -102,5 +103,6 @@ def snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
         "service": snapshot.service,
         "stale": snapshot.stale,
         "instances": [instance_as_dict(instance) for instance in snapshot.instances],
+        "lapsed": [instance_as_dict(instance) for instance in snapshot.lapsed],
         "rejected": [asdict(bad) for bad in snapshot.rejected],
     }

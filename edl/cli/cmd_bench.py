@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from edl.distill import DistillReader, ReaderStats, Teachers
+from edl.cli._credentials import add_credentials, credentials_of
+from edl.distill import Credentials, DistillReader, Options, ReaderStats, Teachers
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
 
@@ -64,13 +65,15 @@ def main(argv: Sequence[str]) -> int:
     reader.add_argument("--seconds", type=float, default=5.0, help="how long to measure (default: %(default)s)")
     reader.add_argument("--local", type=int, default=1, metavar="N", help="teachers to start without --teachers")
     reader.add_argument("--json", action="store_true", help="print JSON")
+    add_credentials(reader)
     options = parser.parse_args(argv)
     load = _load(options)
     with contextlib.ExitStack() as stack:
         own = [] if options.teachers else _start(stack, options.local, load)
         who = options.teachers or [teacher.endpoint for teacher in own]
         teachers = replace(Teachers.parse(who, discovery=options.discovery), model=options.model)
-        result = _measure(teachers, load, own)
+        credentials = credentials_of(options) if options.teachers else Credentials()  # those started here have none
+        result = _measure(teachers, load, own, credentials)
     if options.json:
         print(json.dumps(asdict(result)))
     else:
@@ -142,10 +145,11 @@ def _start(stack: contextlib.ExitStack, count: int, load: _Load) -> list[LocalTe
     ]
 
 
-def _measure(teachers: Teachers, load: _Load, own: list[LocalTeacher]) -> _Result:
+def _measure(teachers: Teachers, load: _Load, own: list[LocalTeacher], credentials: Credentials) -> _Result:
     sent_at: deque[float] = deque()
     latencies: list[float] = []
-    with DistillReader(ins=[load.input], predicts=[load.output], teachers=teachers) as reader:
+    options = Options(credentials=credentials)
+    with DistillReader(ins=[load.input], predicts=[load.output], teachers=teachers, options=options) as reader:
         reader.set_batch_generator(lambda: _inputs(load, sent_at))
         rows = 0
         warm_until = time.monotonic() + _WARM_UP_S

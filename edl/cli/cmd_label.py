@@ -16,6 +16,7 @@ from rich.progress import Progress as Bar
 from rich.progress import TimeRemainingColumn as Remaining
 from rich.text import Text
 
+from edl.cli._credentials import add_credentials, credentials_of
 from edl.distill.cache import SoftLabelCache
 from edl.distill.datasets import open_data
 from edl.distill.labeller import Options
@@ -55,10 +56,11 @@ def main(argv: Sequence[str]) -> int:
             top_k=options.top_k,
             temperature=options.temperature,
             dtype=options.dtype,
+            version=options.model_version,
         ),
         dataset=options.dataset,
         batch_rows=_at_least_one("--batch", options.batch),
-        options=Options(teacher_timeout_s=options.timeout),
+        options=Options(teacher_timeout_s=options.timeout, credentials=credentials_of(options)),
     )
     data = open_data(options.data, _names(options.inputs), options.ids, options.workers)
     new = not Path(options.output).exists()
@@ -93,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--teachers", metavar="HOST:PORT,…", help="these")
     add("--discovery", metavar="URL", help="sqlite:///path or consul://host:port, with --service")
     add("--model", default="", metavar="NAME", help="of several models that they serve, this one")
+    add("--model-version", default="", metavar="V", help="labels of this version of it only (default: the newest)")
     add("--timeout", type=float, default=60.0, metavar="S", help="give up when none is live for so long (default: 60)")
+    add_credentials(parser)
     add = parser.add_argument_group("labels").add_argument
     add("--top-k", type=int, metavar="K", help="only the K largest logits, with the mass of the rest")
     add("--temperature", type=float, default=1.0, metavar="T", help="of the student's loss; with --top-k (default: 1)")

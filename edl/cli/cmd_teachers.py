@@ -24,6 +24,7 @@ from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as
 from edl.discovery import open_registry
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
+from edl.quoting import clip
 from edl.settings import DiscoverySettings
 
 __all__ = ["main"]
@@ -31,9 +32,12 @@ __all__ = ["main"]
 # How often `--watch` without a service's name looks for new services. Within a service nothing is polled.
 _LOOK_FOR_SERVICES_S = 1.0
 
+_MOST_NOTES = 200  # of a teacher's tags and metadata; all of them are in the JSON
+
 _STYLES = {
     "joined": ("+", "green"),
     "left": ("-", "red"),
+    "lapsed": ("-", "red"),
     "changed": ("~", "yellow"),
     "rejected": ("!", "magenta"),
     "stale": ("?", "bold red"),
@@ -97,16 +101,25 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
         print(json.dumps({"discovery": url, "services": [snapshot_as_dict(snapshot) for snapshot in snapshots]}))
         return
     console = _console()
-    if any(snapshot.instances for snapshot in snapshots):
+    if any(snapshot.instances or snapshot.lapsed for snapshot in snapshots):
         console.print(_table(snapshots))
     else:
         whom = f"of service {service!r} " if service else ""
         console.print(Text(printable(f"No teacher {whom}is registered in {url}.{_others(registry, service)}")))
     for snapshot in snapshots:
+        if snapshot.lapsed:
+            console.print(Text(printable(_explained(snapshot)), "red"))
         for bad in snapshot.rejected:
             console.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
         if snapshot.stale:
             console.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+
+
+def _explained(snapshot: Snapshot) -> str:
+    return (
+        f"{snapshot.service}: lapsed registrations were not renewed in time: the process is dead or paused, or cannot"
+        " write to the registry. Students use such a teacher for as long as it answers."
+    )
 
 
 def _others(registry: Registry, service: str | None) -> str:
@@ -128,12 +141,15 @@ def _table(snapshots: Sequence[Snapshot]) -> Table:
     table.add_column("state")
     table.add_column("tags and metadata", overflow="fold")
     for snapshot in snapshots:
-        for instance in snapshot.instances:
+        shown = [(instance, instance.state) for instance in snapshot.instances]
+        for instance, state in shown + [(instance, "lapsed") for instance in snapshot.lapsed]:
             notes = " ".join(filter(None, [",".join(instance.tags), brief_meta(instance.meta)]))
             cells = (snapshot.service, instance.id, instance.endpoint, instance.model, f"{instance.capacity:g}")
-            style = "green" if instance.state == "ready" else "yellow"
+            style = {"ready": "green", "draining": "yellow"}.get(state, "red")
             table.add_row(
-                *(Text(printable(cell)) for cell in cells), Text(instance.state, style), Text(printable(notes))
+                *(Text(printable(cell)) for cell in cells),
+                Text(state, style),
+                Text(printable(clip(notes, _MOST_NOTES))),
             )
     return table
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 
 from edl.discovery.keys import check_key
 from edl.discovery.owned import Background, Owned
 from edl.discovery.store import Election, Lease, Store, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError
+from edl.notifier import Notifier
 
 __all__ = ["StoreElection", "election_key"]
 
@@ -34,14 +33,14 @@ class StoreElection(Owned, Election):
         self._ttl_s = ttl_s
         self._lease: Lease | None = None
         self._version: int | None = None  # of the key while this candidate holds it
-        self._changed = threading.Condition()
+        self._changed = Notifier()  # a signal handler may close this in the middle of `wait`
         self._watch: StoreWatch = self._own(store.watch(self._key))
         self._own(Background("edl-election", self._campaign, self._watch.close))
 
     @property
     def is_leader(self) -> bool:
         if not self._closed:
-            self._check()
+            self._check_process()
         lease = self._lease
         return self._version is not None and lease is not None and not lease.lost and not self._closed
 
@@ -52,16 +51,8 @@ class StoreElection(Owned, Election):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         self._check()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not self._closed:
-                if self.is_leader:
-                    return True
-                left_s = 3600.0 if deadline is None else deadline - time.monotonic()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-        return False
+        self._changed.wait_for(lambda: self._closed or self.is_leader, timeout_s)
+        return not self._closed and self.is_leader
 
     def _campaign(self) -> float | None:
         try:
@@ -94,9 +85,8 @@ class StoreElection(Owned, Election):
             self._drop_lease()
             raise
         if entry is not None:
-            with self._changed:
-                self._version = entry.version
-                self._changed.notify_all()
+            self._version = entry.version
+            self._changed.notify()
 
     def _drop_lease(self) -> None:
         self._version = None
@@ -104,9 +94,10 @@ class StoreElection(Owned, Election):
             self._lease.close()
             self._lease = None
 
+    def _halt(self) -> None:
+        self._changed.notify()
+
     def _release(self) -> None:
-        with self._changed:
-            self._version = None
-            self._changed.notify_all()
+        self._version = None
         if self._lease is not None:
             self._lease.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
 from edl.discovery.registry import Instance, Rejected, Snapshot
 
@@ -12,14 +13,24 @@ __all__ = ["Follower", "snapshot_of"]
 log = logging.getLogger("edl.discovery")
 
 
-def snapshot_of(service: str, found: Iterable[Instance | Rejected]) -> Snapshot:
-    """Sort what a registry holds into a snapshot. Of two with one id the later one counts: it registered last."""
+def snapshot_of(
+    service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
+) -> Snapshot:
+    """Sort what a registry holds into a snapshot. Of two with one id the later one counts: it registered last.
+
+    Args:
+        found: whose lease is kept.
+        lapsed: whose lease has run out. One that was draining has left, and nonsense that lapsed is nobody's business.
+    """
     newest = {entry.id: entry for entry in found}
     by_id = [newest[key] for key in sorted(newest)]
+    over = {entry.id: entry for entry in lapsed if entry.id not in newest}
+    over_by_id = [over[key] for key in sorted(over)]
     return Snapshot(
         service,
         tuple(entry for entry in by_id if isinstance(entry, Instance)),
         tuple(entry for entry in by_id if isinstance(entry, Rejected)),
+        lapsed=tuple(entry for entry in over_by_id if isinstance(entry, Instance) and entry.state == "ready"),
     )
 
 
@@ -65,7 +76,7 @@ class Follower:
             known = len(self._last.instances)
             what = f"keeping the last known {known}" if known else "nobody is known yet"
             log.warning("service %s: %s: %s", self._service, what, reason)
-        self._last = Snapshot(self._service, self._last.instances, self._last.rejected, stale=reason)
+        self._last = replace(self._last, stale=reason)
         return self._last
 
     def _with_missing(self, snapshot: Snapshot) -> Snapshot:
@@ -73,11 +84,13 @@ class Follower:
         missing = [entry for entry in self._last.instances if entry.id not in present]
         if not missing:
             return snapshot
+        kept = {entry.id for entry in missing}
         return Snapshot(
             self._service,
             tuple(sorted((*snapshot.instances, *missing), key=lambda entry: entry.id)),
             snapshot.rejected,
             stale=f"the registry was away and came back without {len(missing)} instances: waiting for their return",
+            lapsed=tuple(entry for entry in snapshot.lapsed if entry.id not in kept),
         )
 
     def _log_rejected(self, rejected: tuple[Rejected, ...]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from edl.discovery.balance import DEFAULT_FAN_OUT
 from edl.discovery.group_member import Member
-from edl.discovery.group_rules import Choice, Keys, choose, unpack_links
+from edl.discovery.group_rules import Choice, Keys, choose, choose_lapsed, unpack_links
 from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.registry import Registry, Snapshot, Watch
@@ -30,7 +30,7 @@ class BalanceGroup(Owned, Watch):
     the students elect one of them, which computes `balance` and writes everybody's links into the store. A student that
     has no links, or whose store does not answer, stays with the teachers it has and fills up to its limit with others;
     the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is given to nobody;
-    the students that have it see it drain.
+    the students that have it see it drain. Those whose registration lapsed fill up what is left of the limit.
 
     One background thread; the `Registry` and the `Store` stay the caller's to close.
 
@@ -118,7 +118,8 @@ class BalanceGroup(Owned, Watch):
             return None
         links, reason = self._known_links()
         ready = [teacher for teacher in self._seen.instances if teacher.state == "ready"]
-        last = frozenset(() if self._given is None else (teacher.id for teacher in self._given.instances))
+        before = () if self._given is None else (*self._given.instances, *self._given.lapsed)
+        last = frozenset(teacher.id for teacher in before)
         choice = choose(self._student, self._limit, ready, links, last)
         # A reason is no cause for haste while the links are about to be read: a student that was killed and is back
         # cannot take part until its former lease ends, but its links are there.
@@ -126,10 +127,15 @@ class BalanceGroup(Owned, Watch):
         if not choice.coordinated and self._given is None and awaited and time.monotonic() < self._patient_until:
             return None
         given = choice.ids | {teacher.id for teacher in self._seen.instances if teacher.state != "ready"} & last
+        tried = choose_lapsed(self._student, self._limit - len(choice.ids), self._seen.lapsed, links, last)
+        listed = {teacher.id for teacher in (*self._seen.instances, *self._seen.lapsed)}
+        revoked = last if self._given is None else last | self._given.revoked
         return replace(
             self._seen,
             instances=tuple(teacher for teacher in self._seen.instances if teacher.id in given),
             stale=self._seen.stale if choice.coordinated else self._explain(choice, reason),
+            lapsed=tuple(teacher for teacher in self._seen.lapsed if teacher.id in tried),
+            revoked=(revoked & listed) - given - tried,
         )
 
     def _known_links(self) -> tuple[frozenset[str] | None, str]:

@@ -11,6 +11,7 @@ from edl.discovery.owned import Background, Owned
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError
+from edl.quoting import shown
 
 __all__ = ["Member"]
 
@@ -178,5 +179,5 @@ class _Leader:
     def _report(self, refused: Mapping[str, str]) -> None:
         for key, reason in refused.items():
             if self._refused.get(key) != reason:
-                log.warning("%s is left out of the balance: %s", key, reason)
+                log.warning("%s is left out of the balance: %s", shown(key), shown(reason))
         self._refused = refused

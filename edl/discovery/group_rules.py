@@ -22,7 +22,18 @@ from edl.discovery.registry import Instance
 from edl.discovery.store import Entry
 from edl.errors import SettingsError
 
-__all__ = ["Choice", "Keys", "Plan", "choose", "pack_limit", "pack_links", "plan", "unpack_limit", "unpack_links"]
+__all__ = [
+    "Choice",
+    "Keys",
+    "Plan",
+    "choose",
+    "choose_lapsed",
+    "pack_limit",
+    "pack_links",
+    "plan",
+    "unpack_limit",
+    "unpack_links",
+]
 
 MAX_ID_BYTES = 100
 
@@ -152,8 +163,27 @@ def choose(
         return Choice(ids & links, coordinated=True)
     # Without an answer: keep what there is, and add what differs from student to student, so that they spread. By
     # rendezvous hashing a change of the teachers changes few choices.
+    return Choice(frozenset(_ranked(student, ids, last)[:limit]), coordinated=False)
+
+
+def choose_lapsed(
+    student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
+) -> frozenset[str]:
+    """Decide which teachers whose registration lapsed a student tries, where those that are ready leave room.
+
+    Args:
+        room: how many more the student may talk to.
+        links, last: as for `choose`.
+    """
+    ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
+    ranked.sort(key=lambda name: links is not None and name not in links)
+    return frozenset(ranked[: max(room, 0)])
+
+
+def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
+    """Those of `last` first, then in an order of this student's own."""
     ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
-    return Choice(frozenset(sorted(ids, key=ranks.__getitem__)[:limit]), coordinated=False)
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 # The leader

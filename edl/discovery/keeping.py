@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import logging
-import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 
 from edl.discovery.owned import Background, Owned
 from edl.discovery.records import validated
 from edl.discovery.registry import Instance, Registration
 from edl.discovery.store import Lease
 from edl.errors import DiscoveryError, SettingsError
+from edl.notifier import Notifier
 
 __all__ = ["Claim", "InstanceClaim", "KeptLease", "KeptRegistration"]
 
@@ -61,7 +63,7 @@ class KeptLease(Owned, Lease):
     @property
     def lost(self) -> bool:
         if not self._closed:
-            self._check()
+            self._check_process()
         # The clock is asked each time: in a process that was paused, the thread may not have noticed yet.
         if self._closed or time.monotonic() >= self._expires:
             self._forfeited = True
@@ -94,8 +96,22 @@ class KeptLease(Owned, Lease):
             log.warning("a lease could not be given up, it expires within %g s: %s", self._ttl_s, exc)
 
 
+@dataclass(eq=False)
+class _Update:
+    """An announcement that a caller of `update` waits for."""
+
+    instance: Instance
+    done: bool = False
+    failure: Exception | None = None
+
+
 class KeptRegistration(Owned, Registration):
-    """A registration over a claim; the first announcement is made here, so that a registry that is away is an error."""
+    """A registration over a claim; the first announcement is made here, so that a registry that is away is an error.
+
+    From then on the claim is for one thread alone, which renews it and announces what `update` is given: they must not
+    overtake one another, and with a lock, a signal handler that closes this in the middle of `update` would wait for
+    its own thread. When that thread has ended, the claim is withdrawn.
+    """
 
     def __init__(self, claim: InstanceClaim, instance: Instance, ttl_s: float) -> None:
         super().__init__()
@@ -103,10 +119,12 @@ class KeptRegistration(Owned, Registration):
         self._ttl_s = ttl_s
         self._instance = instance
         self._error = ""
-        self._turn = threading.Lock()  # announcing and renewing must not overtake one another
+        self._updates: deque[_Update] = deque()
+        self._updated = Notifier()
         self._announced = False
+        self._kept_until = 0.0  # monotonic: by then at the latest it lapses, as far as is known here
         self._announce()
-        self._own(Background("edl-registration", self._renew))
+        self._background = self._own(Background("edl-registration", self._step))
 
     @property
     def instance(self) -> Instance:
@@ -114,6 +132,9 @@ class KeptRegistration(Owned, Registration):
 
     @property
     def error(self) -> str:
+        # The clock is asked each time: a renewal may hang for longer than the lease, or the process have been paused.
+        if not self._error and not self._closed and time.monotonic() >= self._kept_until:
+            return f"its lease of {self._ttl_s:g} s is over: a renewal takes longer than that"
         return self._error
 
     def update(self, instance: Instance) -> None:
@@ -122,6 +143,7 @@ class KeptRegistration(Owned, Registration):
         Raises:
             SettingsError: another service or id, or values that no registry could hand out.
             DiscoveryError: the registry could not be reached.
+            ClosedError: this is closed, or was meanwhile.
         """
         self._check()
         instance = validated(instance)
@@ -130,24 +152,62 @@ class KeptRegistration(Owned, Registration):
                 f"a registration keeps its service and id: {self._instance.service}/{self._instance.id} cannot become"
                 f" {instance.service}/{instance.id}"
             )
-        with self._turn:
-            self._instance = instance
-            self._announced = False
-            self._announce()
+        update = _Update(instance)
+        self._updates.append(update)
+        self._background.wake()
+        self._updated.wait_for(lambda: update.done or self._closed)
+        if not update.done:
+            self._check()
+        if update.failure is not None:
+            try:
+                raise update.failure
+            finally:
+                del update  # this frame, which the error's traceback holds, would hold the error
 
     def _announce(self) -> None:
+        asked = time.monotonic()
         self._claim.announce(self._instance)
         self._announced = True
+        self._kept_until = asked + self._ttl_s
+
+    def _step(self) -> float:
+        if not self._updates:
+            return self._renew()
+        self._take_updates()
+        if self._announced:
+            return self._ttl_s / RENEWALS if not self._error else 0.0
+        return min(self._ttl_s / RENEWALS / 2, RETRY_S)
+
+    def _take_updates(self) -> None:
+        while self._updates:
+            update = self._updates.popleft()
+            self._instance = update.instance
+            self._announced = False
+            try:
+                self._announce()
+            except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
+                update.failure = exc
+            update.done = True
+            self._updated.notify()
 
     def _renew(self) -> float:
         try:
-            with self._turn:
-                if not (self._announced and self._claim.renew()):
-                    self._announced = False
-                    self._announce()
+            asked = time.monotonic()
+            if self._announced and self._claim.renew():
+                self._kept_until = asked + self._ttl_s
+            else:
+                self._announced = False
+                self._announce()
         except DiscoveryError as exc:
             if not self._error:
-                log.warning("%s/%s cannot be kept registered: %s", self._instance.service, self._instance.id, exc)
+                log.warning(
+                    "%s/%s cannot be kept registered: %s. Students that are connected stay; from %g s after the last"
+                    " renewal on, its registration counts as lapsed. Tried again until it works",
+                    self._instance.service,
+                    self._instance.id,
+                    exc,
+                    self._ttl_s,
+                )
             self._error = str(exc)
             return min(self._ttl_s / RENEWALS / 2, RETRY_S)
         if self._error:
@@ -155,10 +215,12 @@ class KeptRegistration(Owned, Registration):
             self._error = ""
         return self._ttl_s / RENEWALS
 
+    def _halt(self) -> None:
+        self._updated.notify()
+
     def _release(self) -> None:
         try:
-            with self._turn:
-                self._claim.withdraw()
+            self._claim.withdraw()
         except DiscoveryError as exc:
             log.warning(
                 "%s/%s could not be deregistered, it lapses within %g s: %s",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from edl.errors import ClosedError
+from edl.notifier import Notifier
 
 __all__ = ["Background", "Owned"]
+
+logger = logging.getLogger("edl.discovery")
 
 
 class _Closable(Protocol):
@@ -18,58 +23,66 @@ class _Closable(Protocol):
 
 C = TypeVar("C", bound=_Closable)
 
+_AFTER_ERROR_S = 1.0
+"""A pause after an error that was not foreseen: a thread that meets it at once again must not take a core."""
+
 
 class Owned:
     """Base of everything open. Closing closes the parts first; a forked child can neither use nor close it.
 
     Sockets, locks and database handles that went through a fork must not be touched: the parent still uses them.
+
+    No lock is held here: a signal handler may close this in the middle of any method, in the thread that is in it.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._closed = False
-        self._closing = threading.Lock()
+        self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
         self._parts: list[_Closable] = []
         self._owner: Owned | None = None
 
     def _check(self) -> None:
         """Raise ClosedError unless this is open, in the process that opened it."""
-        if self._pid != os.getpid():
-            raise ClosedError(f"{type(self).__name__} was opened before a fork: open it again in the child")
+        self._check_process()
         if self._closed:
             raise ClosedError(f"{type(self).__name__} is closed")
 
+    def _check_process(self) -> None:
+        """Raise ClosedError in a forked child."""
+        if self._pid != os.getpid():
+            raise ClosedError(f"{type(self).__name__} was opened before a fork: open it again in the child")
+
     def _own(self, part: C) -> C:
         """Close `part` when this closes."""
-        with self._closing:
-            if not self._closed:
-                self._parts.append(part)
-                if isinstance(part, Owned):
-                    part._owner = self
-                return part
-        part.close()
+        if isinstance(part, Owned):
+            part._owner = self
+        self._parts.append(part)
+        if not self._closed:
+            return part
+        part.close()  # maybe a second time: `close` may have come across it
         raise ClosedError(f"{type(self).__name__} is closed")
 
     def _disown(self, part: _Closable) -> None:
-        with self._closing:
-            if part in self._parts:
-                self._parts.remove(part)
+        with contextlib.suppress(ValueError):
+            self._parts.remove(part)
 
     def close(self) -> None:
-        """Release everything. May be called twice, and from any thread."""
-        if self._pid != os.getpid():
+        """Release everything. May be called twice, from any thread, and by signal handlers."""
+        if self._pid != os.getpid() or not self._first_close.acquire(blocking=False):
             return
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
-            parts, self._parts = self._parts, []
+        self._closed = True
         self._halt()
-        for part in reversed(parts):
+        while (part := self._pop_part()) is not None:
             part.close()
         self._release()
         if self._owner is not None:
             self._owner._disown(self)
+
+    def _pop_part(self) -> _Closable | None:
+        with contextlib.suppress(IndexError):
+            return self._parts.pop()
+        return None
 
     def _halt(self) -> None:
         """End what other threads wait for, before the parts are closed."""
@@ -92,27 +105,33 @@ class Background:
     ) -> None:
         self._step = step
         self._interrupt = interrupt
-        self._wake = threading.Event()
-        self._closing = False
+        self._changed = Notifier()  # a signal handler may wake or close this in the middle of another wake
+        self._woken = self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing:
-            wait_s = self._step()
+            try:
+                wait_s = self._step()
+            except Exception:
+                # Whatever it was, leases are to be renewed and changes to be heard of after it as before.
+                logger.exception("%s met an error that was not foreseen, and goes on", self._thread.name)
+                wait_s = _AFTER_ERROR_S
             if wait_s is None:
                 return
-            self._wake.wait(wait_s)
-            self._wake.clear()
+            self._changed.wait_for(lambda: self._woken or self._closing, wait_s)
+            self._woken = False
 
     def wake(self) -> None:
         """Call `step` now rather than when its wait is over."""
-        self._wake.set()
+        self._woken = True
+        self._changed.notify()
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Stop, and wait for the thread to end; what it does meanwhile has a deadline of its own."""
         self._closing = True
         self._interrupt()
-        self._wake.set()
+        self._changed.notify()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)

@@ -10,12 +10,16 @@ from typing import Any, Literal, get_args
 
 from edl.discovery.registry import Instance, Rejected
 from edl.errors import SettingsError
+from edl.quoting import shown
 
 __all__ = ["check_service", "check_ttl", "from_fields", "from_json", "parsed", "to_json", "validated"]
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 # Consul's limits on metadata, kept everywhere so that a program that runs on one registry runs on the other.
 MAX_META, MAX_META_BYTES = 60, 512
+MAX_TAGS = 64
+# What 60 names and 64 tags of 512 bytes come to, each byte escaped, with room to spare.
+MAX_RECORD = 1_000_000
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]
@@ -70,12 +74,14 @@ def to_json(instance: Instance) -> str:
 
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
     """What somebody registered, or why it cannot be used."""
+    if len(text) > MAX_RECORD:
+        return Rejected(shown(instance_id, MAX_META_BYTES), f"{len(text):,} characters, more than {MAX_RECORD:,}")
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        return Rejected(_shown(instance_id), f"not JSON: {exc}")
+        return Rejected(shown(instance_id, MAX_META_BYTES), f"not JSON: {exc}")
     if not isinstance(fields, dict):
-        return Rejected(_shown(instance_id), f"a JSON object is expected, not {type(fields).__name__}")
+        return Rejected(shown(instance_id, MAX_META_BYTES), f"a JSON object is expected, not {type(fields).__name__}")
     return parsed(service, instance_id, fields)
 
 
@@ -84,7 +90,7 @@ def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instanc
     try:
         return from_fields(service, instance_id, fields)
     except ValueError as exc:
-        return Rejected(_shown(instance_id), str(exc))
+        return Rejected(shown(instance_id, MAX_META_BYTES), str(exc))
 
 
 def from_fields(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance:
@@ -122,11 +128,6 @@ def _fields(instance: Instance) -> dict[str, Any]:
         "tags": instance.tags,
         "meta": dict(instance.meta) if isinstance(instance.meta, Mapping) else instance.meta,
     }
-
-
-def _shown(text: object) -> str:
-    """`text` as it may be shown in a terminal or a log."""
-    return text if isinstance(text, str) and text.isprintable() else ascii(text)
 
 
 def _text(name: str, value: object) -> str:
@@ -174,8 +175,8 @@ def _state(value: object) -> _State:
 
 
 def _tags(value: object) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"tags {value!r:.80} are not a list")
+    if not isinstance(value, (list, tuple)) or len(value) > MAX_TAGS:
+        raise ValueError(f"tags {value!r:.80} are not a list of at most {MAX_TAGS}")
     return tuple(_text("tag", tag) for tag in value)
 
 

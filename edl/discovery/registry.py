@@ -60,6 +60,12 @@ class Snapshot:
     """Everybody who offered a service at one moment, sorted by id.
 
     Attributes:
+        instances: those whose lease is kept.
+        lapsed: those whose lease ran out and who have not deregistered, as they registered last: the process is dead,
+            or paused, or lives and cannot reach the registry, or the registry cannot be written. The registry forgets
+            them in the end: see each implementation. Whether one is there, only asking it tells.
+        revoked: ids of those that a `BalanceGroup` gave to this student before, that are registered, and that it is to
+            let go.
         stale: empty while the registry answers; otherwise why it does not, and `instances` are the last known. Those
             that are missing in the first seconds after an outage are kept as well, with `stale` set: the registry may
             have lost its memory, and they are about to register again.
@@ -69,6 +75,8 @@ class Snapshot:
     instances: tuple[Instance, ...]
     rejected: tuple[Rejected, ...] = ()
     stale: str = ""
+    lapsed: tuple[Instance, ...] = ()
+    revoked: frozenset[str] = frozenset()
 
 
 class _Closing(abc.ABC):
@@ -99,7 +107,7 @@ class Registration(_Closing):
     @property
     @abc.abstractmethod
     def error(self) -> str:
-        """Why the last renewal failed; empty while all is well."""
+        """Why the last renewal failed, or that one takes longer than the lease; empty while all is well."""
 
     @abc.abstractmethod
     def update(self, instance: Instance) -> None:
@@ -149,7 +157,7 @@ class Registry(_Closing):
 
     @abc.abstractmethod
     def services(self) -> tuple[str, ...]:
-        """Names of the services with at least one live instance, sorted."""
+        """Names of the services with at least one instance, live or lapsed, sorted."""
 
     @abc.abstractmethod
     def watch(self, service: str) -> Watch:

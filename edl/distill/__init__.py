@@ -16,5 +16,6 @@ from edl.distill.labeller import Options
 from edl.distill.reader import DistillReader
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers
+from edl.settings import Credentials
 
-__all__ = ["DistillReader", "Options", "ReaderStats", "Teachers"]
+__all__ = ["Credentials", "DistillReader", "Options", "ReaderStats", "Teachers"]

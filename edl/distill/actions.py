@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from edl.quoting import shown
+
 __all__ = ["Action", "Answer", "Failure", "FailureKind", "GiveUp", "Policy", "Send"]
 
 
@@ -22,11 +24,17 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed request. `retry_after_s` is the teacher's own hint, 0 without one."""
+    """One failed request. `retry_after_s` is the teacher's own hint, 0 without one.
+
+    Whatever the teacher wrote, `message` is one line of printable text, and not long.
+    """
 
     kind: FailureKind
     message: str
     retry_after_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", shown(self.message))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,16 @@
 """Shared memory that a student writes its inputs to once, for teachers on the same host to read where they are.
 
 An `Arena` hands out slots of POSIX shared memory and takes them back. Slots are reused, so their pages are faulted in
-once. The names in /dev/shm carry the process id: what a killed process left behind is swept by the next one.
+once. Each region's file is locked for as long as this process, or a child that it forked, has it mapped: what a killed
+process left behind is swept by the next one, and what is locked belongs to somebody who lives, be it in another
+container, where process ids say nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import mmap
 import os
 import re
@@ -17,14 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
+from edl.protocol import names
 from edl.protocol.tensors import Array
 
 __all__ = ["Arena", "Region", "Slot"]
 
+logger = logging.getLogger("edl.distill")
+
 SHM_FOLDER = Path("/dev/shm")
 _SLOTS_PER_REGION = 8
 _PAGE = 4096
-_NAME = re.compile(r"edl-arena-(\d+)-[0-9a-f]+")
+_NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
 class Region:
@@ -33,14 +40,18 @@ class Region:
     def __init__(self, slot_nbytes: int, slots: int) -> None:
         self.slot_nbytes = slot_nbytes
         self.nbytes = slot_nbytes * slots
-        self.name = f"edl-arena-{os.getpid()}-{secrets.token_hex(6)}"
+        self.name = f"{names.LOCKED_MEMORY}{os.getpid()}-{secrets.token_hex(6)}"
         self.path = SHM_FOLDER / self.name
         file = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
+            # Of the open file, which the mapping keeps: the kernel lets go of it with the last process that has it.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_nlink == 0:
+                raise FileNotFoundError(f"{self.path} was swept before it was locked")
             os.posix_fallocate(file, 0, self.nbytes)  # a full /dev/shm is an error here, not a SIGBUS later
             self._map = mmap.mmap(file, self.nbytes)
-        except OSError:
-            self.path.unlink()
+        except BaseException:
+            self.path.unlink(missing_ok=True)
             raise
         finally:
             os.close(file)
@@ -81,6 +92,7 @@ class Arena:
         self._regions: list[Region] = []
         self._free: dict[int, list[Slot]] = {}  # by slot size
         self._closed = False
+        self._said = False
         _sweep()
 
     def take(self, nbytes: int) -> Slot | None:
@@ -116,7 +128,10 @@ class Arena:
             return False
         try:
             region = Region(size, slots)
-        except OSError:
+        except OSError as exc:
+            if not self._said:
+                self._said = True
+                logger.info("no shared memory for teachers on this host, what it lacks room for is sent: %s", exc)
             return False
         self._regions.append(region)
         self._free.setdefault(size, []).extend(Slot(region, index * size, size) for index in range(slots))
@@ -125,16 +140,18 @@ class Arena:
 
 def _sweep() -> None:
     """Remove what killed processes of this user left behind."""
-    if not SHM_FOLDER.is_dir():
-        return
-    for path in SHM_FOLDER.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match is None:
-            continue
-        try:
-            os.kill(int(match.group(1)), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        except PermissionError:
-            pass  # alive, and somebody else's
+    with contextlib.suppress(OSError):  # what cannot be swept now, the next reader sweeps
+        for path in SHM_FOLDER.iterdir():
+            if _NAME.fullmatch(path.name):
+                with contextlib.suppress(OSError):
+                    _remove_abandoned(path)
+
+
+def _remove_abandoned(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if os.fstat(file).st_uid == os.geteuid():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error while its owner lives
+            path.unlink()
+    finally:
+        os.close(file)

@@ -1,25 +1,20 @@
-"""The soft-label cache as a reader uses it: look up before asking, keep what was answered, off the training loop."""
+"""The soft-label cache as a reader uses it: under which key labels are looked up before teachers are asked."""
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.distill.cache import CacheKey, CacheView, Found, SoftLabelCache
 from edl.distill.request import Ask, ModelSpec, Outputs
-from edl.errors import EDLError, NoTeacherError, SettingsError
+from edl.errors import NoTeacherError, SettingsError
 
-__all__ = ["Caching", "Keeper", "Missing", "key_of", "look_up_offline", "offline_view"]
+__all__ = ["Caching", "Labels", "Missing", "look_up_offline", "offline_view", "open_view"]
+
 
 logger = logging.getLogger("edl.distill")
-
-_SETTLE_S = 60.0
-_WAITING = 256
-"""Answers that may wait to be kept. Beyond it they are not kept: training does not wait for a disk."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +29,54 @@ class Caching:
     dataset: str = ""
 
 
-def key_of(ask: Ask, spec: ModelSpec, dataset: str) -> CacheKey:
-    """What the labels of this model depend on, besides the sample."""
-    return CacheKey(
-        model=spec.name,
-        version=spec.version,
-        outputs=ask.outputs,
-        top_k=ask.top_k,
-        temperature=ask.temperature,
-        dtype=ask.dtype,
-        dataset=dataset,
-    )
+@dataclass(frozen=True)
+class Labels:
+    """Which labels one service's answers are, but for the model's version.
+
+    Attributes:
+        service: see `CacheKey`.
+        inputs: names of all that may be sent.
+    """
+
+    ask: Ask
+    dataset: str
+    service: str
+    inputs: tuple[str, ...] = ()
+
+    def key(self, spec: ModelSpec, version: str) -> CacheKey:
+        """What the labels of this version of the model depend on, besides the sample."""
+        return CacheKey(
+            model=spec.name,
+            version=version,
+            outputs=self.ask.outputs,
+            top_k=self.ask.top_k,
+            temperature=self.ask.temperature,
+            dtype=self.ask.dtype,
+            dataset=self.dataset,
+            service=self.service,
+            inputs=() if spec.inputs else self.inputs,
+        )
+
+
+def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
+    """The rows of a key. Where there are none yet, say which labels beside them are not used, and why.
+
+    Args:
+        own: the services of the ensemble, whose labels lie beside one another as they should.
+    """
+    there = cache.keys()
+    beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
+    if beside and key not in there:
+        logger.warning(
+            "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the same "
+            "version of another service may be another model",
+            cache.path or "in memory",
+            key.model,
+            key.version,
+            " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
+            key.service,
+        )
+    return cache.view(key)
 
 
 def offline_view(caching: Caching, ask: Ask) -> CacheView:
@@ -60,6 +92,7 @@ def offline_view(caching: Caching, ask: Ask) -> CacheView:
         for key in caching.cache.keys()  # noqa: SIM118 - not a mapping
         if set(ask.outputs) == set(key.outputs)
         and (not ask.model or key.model == ask.model)
+        and (not ask.version or key.version == ask.version)
         and (key.top_k, key.dataset) == (ask.top_k, caching.dataset)
         and (ask.top_k is None or key.temperature == ask.temperature)
         and ask.dtype in (None, key.dtype)
@@ -73,7 +106,7 @@ def offline_view(caching: Caching, ask: Ask) -> CacheView:
     there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
     wanted = (
         f"outputs {list(ask.outputs)}, top_k={ask.top_k}, temperature={ask.temperature:g}, "
-        f"dtype={dtype}, dataset={caching.dataset!r}"
+        f"dtype={dtype}, dataset={caching.dataset!r}" + (f", version={ask.version!r}" if ask.version else "")
     )
     raise SettingsError(
         f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "
@@ -94,53 +127,24 @@ def look_up_offline(view: CacheView, ids: Sequence[Any]) -> Outputs:
     return dict(found.outputs)
 
 
-class Keeper:
-    """Puts answers into the cache in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[CacheView, Sequence[Any], Outputs] | None] = queue.Queue(_WAITING)
-        self._dropped = False
-        self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
-        self._thread.start()
-
-    def keep(self, view: CacheView, ids: Sequence[Any], outputs: Outputs) -> None:
-        """Keep rows soon. Never waits: when the disk cannot follow, rows are left out, and asked for again later."""
-        try:
-            self._queue.put_nowait((view, ids, outputs))
-        except queue.Full:
-            if not self._dropped:
-                logger.warning("the soft-label cache cannot follow; some labels are not kept")
-            self._dropped = True
-
-    def settle(self) -> None:
-        """Wait until all that was given before is in the cache, for a minute at most."""
-        with self._queue.all_tasks_done:
-            self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, _SETTLE_S)
-
-    def close(self) -> None:
-        """Finish, and end the thread."""
-        self._queue.put(None)
-        self._thread.join(_SETTLE_S)
-
-    def _run(self) -> None:
-        while (entry := self._queue.get()) is not None:
-            view, ids, outputs = entry
-            try:
-                view.put(ids, outputs)
-            except (EDLError, OSError) as exc:
-                logger.warning("labels are not kept in the cache: %s", exc)
-            finally:
-                self._queue.task_done()
-        self._queue.task_done()
-
-
 @dataclass(frozen=True)
 class Missing:
-    """Rows of a chunk that the cache does not have, to be completed with their answer."""
+    """Rows of a chunk that the cache does not have, to be completed with their answer.
+
+    Attributes:
+        spec: of the model for whose version the rows were looked up; those of another one are kept apart.
+    """
 
     found: Found
     view: CacheView
     ids: Sequence[Any]
+    cache: SoftLabelCache
+    labels: Labels
+    spec: ModelSpec
+
+    def key(self, version: str) -> CacheKey:
+        """What an answer of this version is kept under."""
+        return self.labels.key(self.spec, version)
 
     def completed(self, answer: Outputs) -> Outputs:
         return dict(self.found.filled(answer)) if self.found.outputs else answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,11 @@ __all__ = ["Dispatcher"]
 _STARVING_S = 1.0
 _ENOUGH = 2  # requests: one to compute, and one for until the next is there
 _QUICK_S = 0.002
+_LEAST_FULL_S = 0.01
+"""The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
+_FULL_S, _LONGEST_FULL_S = 0.05, 2.0
+"""The pause of one that gives no usable hint: a few batches' time, doubled until it has room, up to what a person waits
+for without asking why."""
 _MOST_TOKENS = 4.0
 _EARNED = 0.9
 """Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
@@ -39,6 +45,7 @@ class _Attempt:
 @dataclass
 class _Task:
     rows: int = 0
+    nbytes: int = 0
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, Failure]] = field(default_factory=list)
     lost: int = 0
@@ -60,6 +67,8 @@ class Dispatcher:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}
         self.sent = self.resent = self.hedged = 0
+        self.left_alone: Counter[FailureKind] = Counter()
+        """How often a teacher was given nothing for a while, by what its last failure was."""
         self.full = True
         """Whether, at the last event, no teacher could be given more."""
         self.busy = True
@@ -77,9 +86,9 @@ class Dispatcher:
 
     # Events
 
-    def add(self, task: int, now: float, rows: int = 0) -> list[Action]:
-        """A new task of so many rows, numbered in the order of delivery."""
-        self._tasks[task] = _Task(rows)
+    def add(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
+        """A new task of so many rows and bytes, numbered in the order of delivery."""
+        self._tasks[task] = _Task(rows, nbytes)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
 
@@ -103,14 +112,14 @@ class Dispatcher:
         self._changed = True
         return self._assign(now)
 
-    def teacher_up(self, teacher: str, now: float, max_rows: int = 0) -> list[Action]:
-        """A teacher is connected, for the first time or again. It takes so many rows in a task; 0 if any number."""
+    def teacher_up(self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0) -> list[Action]:
+        """A teacher is connected, for the first time or again. It takes so much in a task; 0 if any number."""
         self._coming.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
             state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
-        state.live, state.draining, state.max_rows = True, False, max_rows
+        state.live, state.draining, state.max_rows, state.max_nbytes = True, False, max_rows, max_nbytes
         self._changed = True
         return self._assign(now)
 
@@ -135,10 +144,11 @@ class Dispatcher:
         if state is not None:
             state.live = False
 
-    def set_aside(self, teacher: str, why: str, now: float) -> None:
+    def set_aside(self, teacher: str, kind: FailureKind, why: str, now: float) -> None:
         """A teacher cannot be used for a while, for a reason that a person should see."""
         state = self.teachers.get(teacher)
         if state is not None:
+            self.left_alone[kind] += 1
             state.closed_until, state.why = now + self.policy.aside_s, why
 
     def answered(self, attempt: int, now: float) -> list[Action]:
@@ -149,7 +159,7 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
-            state.failures = state.opened = 0
+            state.failures = state.opened = state.unhinted = 0
             state.half_open, state.why = False, ""
             state.moved_at = now
             state.window.answered(now - ended.sent_at, ended.in_flight, now)
@@ -158,7 +168,7 @@ class Dispatcher:
             # Others on the same task are left to end: their teachers are busy with them, and this keeps it known.
             for name, failure in task.failures:
                 if failure.kind is FailureKind.REJECTED:
-                    self.set_aside(name, f"refused what {ended.teacher} accepted: {failure.message}", now)
+                    self.set_aside(name, failure.kind, f"refused what {ended.teacher} accepted: {failure.message}", now)
             actions.append(Answer(ended.task, ended.teacher))
         return actions + self._assign(now)
 
@@ -179,7 +189,7 @@ class Dispatcher:
                 task.first_failed_at = task.first_failed_at if task.failures else now
                 task.failures.append((ended.teacher, failure))
                 again = len(task.failures) - len({name for name, _ in task.failures})
-                task.again_at = now + min(self.policy.open_min_s * 2**again, self.policy.open_max_s)
+                task.again_at = now + _doubled(self.policy.open_min_s, again, self.policy.open_max_s)
             elif failure.kind is FailureKind.OVERLOADED:
                 task.no_room_at[ended.teacher] = task.no_room_at.get(ended.teacher, 0) + 1
             if not task.attempts:  # else another teacher has it as well, and may answer
@@ -228,16 +238,27 @@ class Dispatcher:
     def too_large(self, now: float) -> int:
         """Rows of the largest task that waits while there are teachers, but none that takes it; 0 if there is none."""
         usable = [state for state in list(self.teachers.values()) if state.usable(now)]
-        if not usable or any(not state.max_rows for state in usable):
+        if not usable or any(state.takes(math.inf, math.inf) for state in usable):
             return 0
-        most = max(state.max_rows for state in usable)
         waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
-        return max((task.rows for task in waiting if not task.attempts and task.rows > most), default=0)
+        return max(
+            (
+                task.rows
+                for task in waiting
+                if not task.attempts and not any(state.takes(task.rows, task.nbytes) for state in usable)
+            ),
+            default=0,
+        )
 
     @property
     def max_rows(self) -> int:
         """Rows that every known teacher takes in one task, those included that may be back; 0 if any number."""
         return min((state.max_rows for state in self.teachers.values() if state.max_rows), default=0)
+
+    @property
+    def max_nbytes(self) -> int:
+        """Bytes that every known teacher takes in one task, as `max_rows`."""
+        return min((state.max_nbytes for state in self.teachers.values() if state.max_nbytes), default=0)
 
     @property
     def waiting(self) -> int:
@@ -279,11 +300,19 @@ class Dispatcher:
     def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
             state.window.overloaded()
-            state.closed_until = max(state.closed_until, now + max(failure.retry_after_s, 0.01))
+            self.left_alone[failure.kind] += now >= state.closed_until
+            if failure.retry_after_s > 0:
+                pause_s = max(failure.retry_after_s, _LEAST_FULL_S)
+            elif now >= state.closed_until:
+                pause_s = _doubled(_FULL_S, state.unhinted, _LONGEST_FULL_S)
+                state.unhinted += 1
+            else:
+                pause_s = 0.0  # of those refused together, only the first counts
+            state.closed_until = max(state.closed_until, now + pause_s)
             state.why = failure.message
             return
         if failure.kind is FailureKind.BAD_OUTPUT:
-            self.set_aside(teacher, failure.message, now)
+            self.set_aside(teacher, failure.kind, failure.message, now)
             return
         if failure.kind is FailureKind.REJECTED:
             return  # judged when another teacher has seen the same request
@@ -291,10 +320,11 @@ class Dispatcher:
             return  # more of what was counted already: a connection breaks once, for all that is under way on it
         state.failures += 1
         if state.failures >= self.policy.failures_to_open or state.half_open:
-            pause = min(self.policy.open_min_s * 2**state.opened, self.policy.open_max_s)
+            pause = _doubled(self.policy.open_min_s, state.opened, self.policy.open_max_s)
             state.opened += 1
             state.failures = 0
             state.half_open = True
+            self.left_alone[failure.kind] += 1
             state.closed_until, state.why = now + pause, failure.message
 
     def _give_up(self, number: int) -> GiveUp:
@@ -366,7 +396,7 @@ class Dispatcher:
         there = [
             name
             for name, state in self.teachers.items()
-            if state.live and not state.draining and state.takes(task.rows) and state.closed_until <= soon
+            if state.live and not state.draining and state.takes(task.rows, task.nbytes) and state.closed_until <= soon
         ]
         if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
             return there
@@ -377,7 +407,11 @@ class Dispatcher:
     ) -> str | None:
         """The teacher to send a task to, of those that are free; one that failed at it only `again`, and none that
         refused it."""
-        fit = [(name, state) for name, state in free if state.takes(task.rows) and (again or not task.failed_at(name))]
+        fit = [
+            (name, state)
+            for name, state in free
+            if state.takes(task.rows, task.nbytes) and (again or not task.failed_at(name))
+        ]
         if again:
             refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
             fit = [(name, state) for name, state in fit if name not in refused]
@@ -467,7 +501,7 @@ class Dispatcher:
             state.window.median_s
             for name, state in self.teachers.items()
             if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
-            if state.takes(head.rows)
+            if state.takes(head.rows, head.nbytes)
         ]
         if not idle:
             return None
@@ -476,3 +510,8 @@ class Dispatcher:
         if median is None or median > gain_s:
             return attempt.sent_at
         return attempt.sent_at + median + gain_s
+
+
+def _doubled(first_s: float, times: int, longest_s: float) -> float:
+    # Beyond a thousand times, which a teacher that is away overnight reaches, a float is too small for the power.
+    return float(min(first_s * 2 ** min(times, 64), longest_s))

@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
@@ -23,14 +22,17 @@ from edl.distill.client import RequestFailed
 from edl.distill.dispatch import Dispatcher
 from edl.distill.inbox import MOST_GATHERED, Inbox
 from edl.distill.job import Job, error_of
+from edl.distill.limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.link import Link
 from edl.distill.links import Links
 from edl.distill.loop import LoopThread
 from edl.distill.outage import Outage
-from edl.distill.request import Ask, ModelSpec, Outputs
+from edl.distill.request import Ask, ModelSpec, Outputs, Reply
 from edl.distill.stats import ReaderStats
 from edl.distill.tally import Tally
 from edl.errors import EDLError, NoTeacherError
+from edl.notifier import Notifier
+from edl.protocol.credentials import CredentialFiles
 from edl.protocol.tensors import Array
 
 __all__ = ["Engine"]
@@ -47,20 +49,34 @@ class Engine:
     Args:
         name: for messages: the service, or the fixed endpoints.
         teacher_timeout_s: how long work may wait while no teacher is live.
+        files: certificates and tokens, None for neither.
+        mixed_versions: see `Agreement`.
+        limits: of messages.
     """
 
     def __init__(
-        self, name: str, ask: Ask, *, thread: LoopThread, arena: Arena | None, policy: Policy, teacher_timeout_s: float
+        self,
+        name: str,
+        ask: Ask,
+        *,
+        thread: LoopThread,
+        arena: Arena | None,
+        policy: Policy,
+        teacher_timeout_s: float,
+        files: CredentialFiles | None = None,
+        mixed_versions: Literal["warn", "refuse"] = "warn",
+        limits: MessageLimits = MESSAGE_LIMITS,
     ) -> None:
         self.name = name
         self.ask = ask
         self._thread, self._arena = thread, arena
         self._timeout_s = teacher_timeout_s
+        self._files, self._limits = files, limits
         self._dispatcher = Dispatcher(policy)
-        self._agreement = Agreement(name, ask)
-        self._links = Links(name, self._dispatcher, self._connect, self._dropped)
+        self._agreement = Agreement(name, ask, mixed_versions)
+        self._links = Links(name, self._dispatcher, self._connect, self._dropped, self._spawn)
         self._jobs: dict[int, Job] = {}
-        self._spec_known = threading.Event()
+        self._spec_known = Notifier()
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
@@ -75,8 +91,8 @@ class Engine:
         """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
         self.taken_up = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
-        self.max_rows = 0
-        """Rows that every teacher takes in one request, as of when the last one came or left; 0 if none has a limit."""
+        self.max_rows = self.max_nbytes = 0
+        """What every teacher takes in one request, as of when the last one came or left; 0 if none has a limit."""
 
     # Any thread
 
@@ -101,7 +117,7 @@ class Engine:
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
-        self._spec_known.wait(timeout_s)
+        self._spec_known.wait_for(lambda: self._agreement.spec is not None, timeout_s)
         return self._agreement.spec
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
@@ -123,6 +139,14 @@ class Engine:
         Args:
             too_large: rows of a request that is larger than what those take that are live; 0 if none is.
         """
+        if too_large and (not self.max_rows or too_large <= self.max_rows):
+            nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
+            return NoTeacherError(
+                f"no live teacher for {self.name} took a request of {too_large} rows with {nbytes:,} bytes within "
+                f"{self._timeout_s:g} s, and {self.max_nbytes:,} bytes are what all of them take: set batch_rows "
+                "(set_teacher_batch_size) to fewer rows, or leave it out; a teacher says what it takes (edl serve "
+                "--max-message), for others it is Options(max_request_bytes=...)"
+            )
         if too_large:
             return NoTeacherError(
                 f"no live teacher for {self.name} took a request of {too_large} rows within {self._timeout_s:g} s, and "
@@ -156,7 +180,7 @@ class Engine:
             self._outage.begin(self._now())
         self._jobs[job.number] = job
         self._tally.asked += job.payload.rows
-        self._apply(self._dispatcher.add(job.number, self._now(), job.payload.rows))
+        self._apply(self._dispatcher.add(job.number, self._now(), job.payload.rows, job.payload.nbytes))
 
     def wanted(self, number: int) -> None:
         """The training loop waits for this job."""
@@ -205,6 +229,8 @@ class Engine:
             instance,
             self.ask,
             shared_memory=self._arena is not None,
+            files=self._files,
+            limits=self._limits,
             accept=self._agreement.unsuitable,
             up=self._teacher_up,
             down=self._teacher_down,
@@ -212,9 +238,10 @@ class Engine:
         )
 
     def _dropped(self, link: Link) -> None:
+        self._tally.end(link.instance.id)
         self._agreement.left(link.instance.id)
         if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
-            self.max_rows = self._dispatcher.max_rows
+            self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
         self._spawn(link.close())
         self._set_timer()
 
@@ -224,10 +251,11 @@ class Engine:
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
         if self._agreement.spec is None:
             self._agreement.spec = link.spec
-        max_rows = link.spec.max_rows if link.spec is not None else 0
-        actions = self._dispatcher.teacher_up(link.instance.id, self._now(), max_rows)
-        self.max_rows = self._dispatcher.max_rows
-        self._spec_known.set()
+        spec = link.spec
+        limits = (spec.max_rows, spec.max_nbytes) if spec is not None else (0, 0)
+        actions = self._dispatcher.teacher_up(link.instance.id, self._now(), *limits)
+        self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
+        self._spec_known.notify()
         self._apply(actions)
         self._inbox.take_in()
 
@@ -251,8 +279,11 @@ class Engine:
                     look.cancel()
         finally:
             self._agreement.settling = False
-        wanted = [link.spec for link in links.by_name.values() if links.is_wanted(link)]
+        wanted = [link.spec or link.changed_spec for link in links.by_name.values() if links.is_wanted(link)]
         self._agreement.follow([spec for spec in wanted if spec is not None])
+        for link in list(links.by_name.values()):
+            if link.spec is not None and self._agreement.refuses(link.spec.version):
+                link.reconnect("another version of the model is followed")  # and is refused then, with words
 
     # Requests
 
@@ -279,7 +310,7 @@ class Engine:
         """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
         link = self._links.by_name.get(send.teacher)
         if link is not None and link.spec is not None:
-            ended = functools.partial(self._ended, send, job, link.spec.version)
+            ended = functools.partial(self._ended, send, job)
             cancel = link.start(job.payload, send.timeout_s, ended)
             if cancel is not None:
                 return cancel
@@ -290,15 +321,13 @@ class Engine:
     def _never_began(self, send: Send, job: Job) -> None:
         """A task that is cancelled before its first step does nothing at all, not even end what it stands for."""
         if send.attempt in self._attempts and not self._closed:
-            self._ended(send, job, "", None)
+            self._ended(send, job, None)
 
     async def _attempt(self, send: Send, job: Job, link: Link | None) -> None:
-        result: Outputs | Failure | None = None
-        version = ""
+        result: Reply | Failure | None = None
         try:
             if link is None or link.spec is None:
                 raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
-            version = link.spec.version
             result = await link.infer(job.payload, send.timeout_s)
         except RequestFailed as exc:
             result = exc.failure
@@ -312,19 +341,22 @@ class Engine:
             logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
             result = Failure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
         finally:
-            self._ended(send, job, version, result)
+            self._ended(send, job, result)
 
-    def _ended(self, send: Send, job: Job, version: str, result: Outputs | Failure | None) -> None:
-        """A request has ended: with outputs, a failure, or None where it was cancelled."""
+    def _ended(self, send: Send, job: Job, result: Reply | Failure | None) -> None:
+        """A request has ended: with a reply, a failure, or None where it was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send.attempt, None)
         try:
-            if isinstance(result, dict):
-                result = self._agreement.misfit(send.teacher, job.payload.inputs, result) or result
+            if isinstance(result, Reply):
+                agreement = self._agreement
+                failure = agreement.check_version(send.teacher, result.version)
+                failure = failure or agreement.misfit(send.teacher, job.payload.inputs, result.outputs)
+                result = failure or result
             if isinstance(result, Failure):
                 actions = self._failed(send, job, result)
             elif result is not None:
-                actions = self._answered(send, job, result, version)
+                actions = self._answered(send, job, result)
         finally:
             job.running -= 1
             self._release(job)
@@ -333,7 +365,7 @@ class Engine:
         self._inbox.look()
 
     def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
-        self._tally.counts[send.teacher].failures += 1
+        self._tally.of(send.teacher).failures += 1
         resent = self._dispatcher.resent
         actions = self._dispatcher.failed(send.attempt, failure, self._now())
         self._tally.resent += (self._dispatcher.resent - resent) * job.payload.rows
@@ -343,8 +375,8 @@ class Engine:
             logger.warning("teacher %s of %s, %s: %s", send.teacher, self.name, failure.kind.value, failure.message)
         return actions
 
-    def _answered(self, send: Send, job: Job, outputs: Outputs, version: str) -> list[Action]:
-        counts = self._tally.counts[send.teacher]
+    def _answered(self, send: Send, job: Job, reply: Reply) -> list[Action]:
+        counts = self._tally.of(send.teacher)
         counts.requests += 1
         actions = self._dispatcher.answered(send.attempt, self._now())
         if any(isinstance(action, Answer) for action in actions) and not self._closed:
@@ -352,7 +384,7 @@ class Engine:
             counts.rows += job.payload.rows
             self._tally.received += job.payload.rows
             del self._jobs[job.number]
-            self._finish(job, outputs, version)
+            self._finish(job, reply.outputs, reply.version)
         return actions
 
     def _finish(self, job: Job, result: Outputs | EDLError, version: str) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
-from edl.distill.caching import Caching, key_of
+from edl.distill.caching import Caching
 from edl.distill.datasets.kinds import Data, SampleId
-from edl.distill.epoch import Epoch
 from edl.distill.labeller import Labeller, Options
 from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Getter
@@ -95,8 +94,7 @@ def label(
     """
     labeller = Labeller([plan.teachers], plan.ask, plan.options, Caching(cache, plan.dataset))
     try:
-        ask = replace(plan.ask, model=plan.teachers.model or plan.ask.model)
-        view = cache.view(key_of(ask, labeller.model(), plan.dataset))
+        view = labeller.view(cache, tuple(data.inputs))
         view.verify()
         run = _Run(data, plan, labeller, view, progress)
         for number in range(_PASSES):
@@ -128,7 +126,7 @@ class _Run:
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
         getters = {name: _input(name) for name in self._data.inputs}
         cutter = BatchCutter(getters, None, self._labeller.services, lambda batch: batch[0])
-        epoch = Epoch(self._labeller, batches, cutter)
+        epoch = self._labeller.start(batches, cutter)
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)

@@ -6,13 +6,14 @@ import abc
 import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from edl.distill.caching import Caching
 from edl.distill.compress import TopK
 from edl.distill.delivery import Combine, Combiner, in_order, rows_of
 from edl.distill.epoch import Epoch
+from edl.distill.iterator import EpochIterator
 from edl.distill.labeller import Labeller, Options
 from edl.distill.request import Ask
 from edl.distill.source import BatchCutter, Getter
@@ -68,7 +69,7 @@ class DistillLoader(Generic[B], abc.ABC):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
         self._labeller = Labeller(teachers, ask, options, caching)
-        weakref.finalize(self, self._labeller.let_go)
+        weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -77,7 +78,7 @@ class DistillLoader(Generic[B], abc.ABC):
         self._labeller.check()
         cutter = BatchCutter(self._getters, self._batch_rows, self._labeller.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-        return self._ahead(self._labelled(self._labeller.begin(lambda: self.loader, cutter)))
+        return EpochIterator(self._ahead(self._labelled(self._labeller.begin(lambda: self.loader, cutter))))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread."""
@@ -111,7 +112,7 @@ class DistillLoader(Generic[B], abc.ABC):
         finally:
             epoch.close()
 
-    def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Iterator[tuple[B, Any]]:
+    def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
         """With a device, start moving the next batch before this one is used."""
         if self._device is None:
             yield from batches

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
+import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -20,9 +23,13 @@ from edl.errors import ClosedError
 
 __all__ = ["LoopThread"]
 
+logger = logging.getLogger("edl.distill")
+
 T = TypeVar("T")
 
 _LINGER_S = 0.05
+_STOP_S = 10.0
+"""How long the last user waits for the loop's thread. It ends within milliseconds, unless what it logs has to wait."""
 _REMEDY = (
     "gRPC does not work in a process that is forked from one that has used it. Start this process with "
     'multiprocessing.get_context("spawn") or ("forkserver") and make its reader there, or fork it before the first '
@@ -33,21 +40,21 @@ _REMEDY = (
 class LoopThread:
     """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
 
-    # Held over no call while a loop is shared: a call may collect garbage, another reader may be among it, and its end
-    # takes this lock.
-    _lock = threading.Lock()
-    _shared: LoopThread | None = None
+    # No lock: a signal handler may close a reader in the middle of any of these functions. What several threads do at a
+    # time comes down to single steps of a deque; a lock is only ever tried, to find out who comes first.
+    _loops: deque[LoopThread] = deque()  # the first that has not ended, of this process, is the one that is shared
     used = False
     """Whether one was ever taken for gRPC, in this process or in one that it was forked from."""
     inherited = False
     """Whether that was before a fork."""
 
     def __init__(self) -> None:
-        self._users = 0
+        self._users: deque[None] = deque()
+        self._ended = False  # takes no more users
+        self._first_start, self._first_stop = threading.Lock(), threading.Lock()
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
-        self._thread.start()
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> LoopThread:
@@ -61,30 +68,65 @@ class LoopThread:
                 f"a reader cannot connect in process {os.getpid()}: a process that it was forked from has used a "
                 f"reader, and {_REMEDY}"
             )
+        cls.used = cls.used or for_grpc
+        while True:
+            shared = cls._find() or cls._make()
+            shared._users.append(None)
+            if shared._ended:
+                shared.release()  # whose last user left at this moment
+                continue
+            if shared._first_start.acquire(blocking=False):
+                shared._thread.start()
+            return shared
+
+    @classmethod
+    def _find(cls) -> LoopThread | None:
         pid = os.getpid()
-        with cls._lock:
-            cls.used = cls.used or for_grpc
-            if cls._shared is None or cls._shared._pid != pid:
-                cls._shared = cls()
-            cls._shared._users += 1
-            return cls._shared
+        return next((loop for loop in cls._loops.copy() if loop._pid == pid and not loop._ended), None)
+
+    @classmethod
+    def _make(cls) -> LoopThread:
+        made = cls()
+        cls._loops.append(made)
+        found = cls._find() or made
+        if found is not made:  # another thread made one at the same time, and it is the first
+            made._users.append(None)
+            made.release()
+        return found
 
     def release(self) -> None:
         """Give the reference back; the last one stops the loop and waits for its thread."""
-        pid = os.getpid()
-        with self._lock:
-            self._users -= 1
-            if self._users or self._pid != pid:
-                return
-            LoopThread._shared = None
+        self._users.pop()
+        if self._users or self._pid != os.getpid():
+            return
+        self._ended = True
+        with contextlib.suppress(ValueError):
+            self._loops.remove(self)
+        # Who came before it had ended is still a user, and stops it in the end; who came later takes another one.
+        if self._users or not self._first_stop.acquire(blocking=False):
+            return
+        if self._first_start.acquire(blocking=False):
+            self.loop.close()
+            return
         self.loop.call_soon_threadsafe(self.loop.stop)
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_STOP_S)
+            if self._thread.is_alive():
+                logger.warning("the event loop of the readers has not ended after %g s; left alone", _STOP_S)
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run a function on the loop soon, from any thread."""
+        """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well.
+
+        Raises:
+            ClosedError: the loop has ended.
+        """
         self.check()
-        self.loop.call_soon_threadsafe(function, *args)
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self.loop.is_closed():
+                raise
+            raise ClosedError("the reader is closed") from None
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait for its result.
@@ -133,7 +175,7 @@ class _Garbage:
     Several threads may fork at once: the first of them turns the parent's collector off, the last one on again.
     """
 
-    lock = threading.Lock()
+    lock = threading.RLock()  # a signal handler may fork in the middle of a fork; it leaves `forks` as it was
     forks = 0  # under way
     turned_off = False
 
@@ -155,7 +197,7 @@ class _Garbage:
 
     @classmethod
     def after_in_child(cls) -> None:
-        cls.lock = threading.Lock()  # another thread of the parent may hold the one inherited
+        cls.lock = threading.RLock()  # another thread of the parent may hold the one inherited
         turned_off, cls.turned_off, cls.forks = cls.turned_off, False, 0
         if LoopThread.used:
             LoopThread.inherited = True

@@ -10,9 +10,14 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from edl.distill.actions import FailureKind
 from edl.distill.stats import ReaderStats
 
 __all__ = ["export"]
+
+
+_DEPARTED = "departed"
+"""The label of all teachers that left; sums over teachers never fall."""
 
 
 class _HasStats(Protocol):
@@ -30,13 +35,30 @@ class _ReaderCollector(Collector):
             return
         stats = reader.stats()
         rows = CounterMetricFamily("edl_reader_rows", "Rows by what happened to them.", labels=["reader", "event"])
-        for event in ("asked", "received", "resent", "hedged", "cached", "delivered"):
+        for event in ("asked", "received", "resent", "hedged", "cached", "not_cached", "delivered"):
             rows.add_metric([self._name, event], getattr(stats, f"rows_{event}"))
         yield rows
         yield _one(
             CounterMetricFamily, "edl_reader_wait_seconds", "Training waited for labels.", self._name, stats.wait_s
         )
+        yield _one(GaugeMetricFamily, "edl_reader_bytes_held", "Inputs and answers held.", self._name, stats.bytes_held)
         yield _one(GaugeMetricFamily, "edl_reader_rows_buffered", "Rows read ahead.", self._name, stats.rows_buffered)
+        yield _one(
+            GaugeMetricFamily,
+            "edl_reader_cache_queue_bytes",
+            "Labels on their way into the cache.",
+            self._name,
+            stats.cache_queue_bytes,
+        )
+        yield _one(
+            CounterMetricFamily, "edl_reader_hedges", "Late requests, sent twice.", self._name, stats.requests_hedged
+        )
+        aside = CounterMetricFamily(
+            "edl_reader_set_aside", "A teacher was given nothing for a while.", labels=["reader", "reason"]
+        )
+        for kind in FailureKind:
+            aside.add_metric([self._name, kind.value], stats.set_aside.get(kind.value, 0))
+        yield aside
         yield _one(GaugeMetricFamily, "edl_reader_teachers", "Teachers in use.", self._name, stats.teachers_live)
         yield _one(
             GaugeMetricFamily, "edl_reader_discovery_up", "Discovery answers.", self._name, float(not stats.discovery)
@@ -46,7 +68,13 @@ class _ReaderCollector(Collector):
         failed = CounterMetricFamily("edl_reader_teacher_failures", "Requests that failed.", labels=labels)
         latency = GaugeMetricFamily("edl_reader_teacher_latency_seconds", "Median of the last answers.", labels=labels)
         flight = GaugeMetricFamily("edl_reader_teacher_in_flight", "Requests at this teacher now.", labels=labels)
+        # A label for each teacher that ever was would grow without an end where pods come and go.
+        if stats.departed.requests or stats.departed.failures:
+            served.add_metric([self._name, _DEPARTED], stats.departed.rows)
+            failed.add_metric([self._name, _DEPARTED], stats.departed.failures)
         for teacher, each in stats.teachers.items():
+            if each.state == "gone":
+                continue
             served.add_metric([self._name, teacher], each.rows)
             failed.add_metric([self._name, teacher], each.failures)
             latency.add_metric([self._name, teacher], each.median_s)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.caching import Caching
 from edl.distill.delivery import Combine, Combiner, in_order, rows_of
 from edl.distill.epoch import Epoch
+from edl.distill.iterator import EpochIterator
 from edl.distill.labeller import Labeller, Options
 from edl.distill.loader import TeachersLike, groups_of
 from edl.distill.request import Ask
@@ -47,7 +49,7 @@ class DistillReader:
             or a list of `Teachers` for an ensemble.
         combine: what to make of an ensemble's answers; see `edl.distill.delivery.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k, temperature, dtype: what is asked for; see `edl.distill.request.Ask`.
+        top_k, temperature, dtype, version: what is asked for; see `edl.distill.request.Ask`.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
         id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
@@ -69,6 +71,7 @@ class DistillReader:
         top_k: int | None = None,
         temperature: float = 1.0,
         dtype: Literal["float16", "float32"] | None = None,
+        version: str = "",
         cache: SoftLabelCache | None = None,
         id_field: int | None = None,
         dataset: str = "",
@@ -80,7 +83,7 @@ class DistillReader:
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         self._ins = tuple(ins)
-        self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype)
+        self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype, version=version)
         self._options = options or Options()
         self._combine = combine
         if (cache is None) != (id_field is None):
@@ -175,6 +178,7 @@ class DistillReader:
             "combine": self._combine,
             "top_k": self._ask.top_k,
             "dtype": self._ask.dtype,
+            "version": self._ask.version or "any",
             "cache": (self._caching.cache.path or "in memory") if self._caching else None,
             "options": self._options,
         }
@@ -196,9 +200,9 @@ class DistillReader:
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
         cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
-        epoch = labeller.begin(lambda: _iterator_of(source), cutter)
+        epoch = labeller.begin(lambda: _checked(source()), cutter)
         weights = [group.weight for group in labeller.teachers] or [1.0]
-        return self._deliver(epoch, Combiner(self._combine, weights), labeller.services)
+        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), labeller.services))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread while the reader runs."""
@@ -221,11 +225,13 @@ class DistillReader:
             groups = self._teachers or teachers_from_env(optional=self._caching is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            self._labeller = Labeller(groups, self._ask, self._options, self._caching)
-            weakref.finalize(self, self._labeller.let_go)
+            labeller = self._labeller = Labeller(groups, self._ask, self._options, self._caching)
+            if self._closed:  # by a signal handler, before there was a labeller to close
+                labeller.close()
+            weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
         return self._labeller
 
-    def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Iterator[Any]:
+    def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:
         shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
         try:
             for item in epoch:
@@ -263,19 +269,18 @@ class DistillReader:
         return rows
 
 
-def _iterator_of(source: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-    found = source()
+def _checked(found: Any) -> Any:
     if not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
         raise SourceError(
             f"the data source returned {found!r}: it must return an iterable, as a function with `yield` does"
         )
-    return iter(found)
+    return found
 
 
 def _limited(group: Teachers, most: int) -> Teachers:
     if group.service is None:
         return group
-    return Teachers(group.service, (), group.discovery, most, group.model, group.weight)
+    return replace(group, max_teachers=most)
 
 
 def _field(index: int) -> Callable[[Any], Any]:

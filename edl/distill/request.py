@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,26 @@ from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
-__all__ = ["Ask", "ModelSpec", "Outputs", "Payload", "TensorSpec"]
+__all__ = ["Ask", "ModelSpec", "Outputs", "Payload", "Reply", "TensorSpec"]
 
 Outputs = dict[str, Array | TopK]
+
+
+class Reply(NamedTuple):
+    """A teacher's answer, and the version of the model that it is of; empty if the server does not say."""
+
+    outputs: Outputs
+    version: str
+
+
+def check_version(version: object) -> None:
+    """Refuse what names no version: 2 is not "2" in a cache, nor on the wire.
+
+    Raises:
+        SettingsError: it is no string.
+    """
+    if not isinstance(version, str):
+        raise SettingsError(f"version={version!r}: must be a string, such as {str(version)!r}; empty for any")
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,7 @@ class Ask:
         top_k: deliver the k largest logits of each row as `TopK`, None for whole outputs.
         temperature: at which the tail's mass is summed up with `top_k`.
         dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
+        version: labels of this version of the model only; empty for the one that a server answers with by itself.
     """
 
     outputs: tuple[str, ...]
@@ -37,8 +55,10 @@ class Ask:
     top_k: int | None = None
     temperature: float = 1.0
     dtype: Literal["float16", "float32"] | None = None
+    version: str = ""
 
     def __post_init__(self) -> None:
+        check_version(self.version)
         if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
             raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
         if self.top_k is not None and not is_count(self.top_k):
@@ -70,9 +90,13 @@ class ModelSpec:
     """A teacher's model, as its metadata says.
 
     Attributes:
-        name, version: of the model.
+        name: of the model.
+        version: the one that is asked for, or whose answers are expected: the newest, until an answer says another.
+            Empty if the server does not say.
         inputs, outputs: by name. Empty if the server does not say.
         max_rows: the most in one request, 0 if the server does not say.
+        max_nbytes: of the tensors of one request, 0 if there is no limit.
+        versions: all that the server has; where one is asked for, this one, or none if the server lists none.
     """
 
     name: str
@@ -80,6 +104,8 @@ class ModelSpec:
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
     max_rows: int = 0
+    max_nbytes: int = 0
+    versions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -88,22 +114,34 @@ class Payload:
 
     `raw` are the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent,
     not ahead of time, so that the few messages under way use the same, warm memory over and over.
+    `traceparent` is that of `tracing.current_traceparent`.
     """
 
     rows: int
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     raw: Sequence[codec.Buffer]
     slot: Slot | None = None
+    traceparent: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum([memoryview(part).nbytes for part in self.raw])
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Array], arena: Arena | None) -> Payload:
-        """Take arrays [rows, ...] in. With an arena, they are copied into its shared memory, if it has room."""
+    def of(cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False) -> Payload:
+        """Take arrays [rows, ...] in. With an arena, they are copied into its shared memory, if it has room.
+
+        Args:
+            copy: copy them in any case, so that what is sent later on is what they hold now.
+        """
         rows = next(iter(arrays.values())).shape[0]
         inputs = tuple((name, tensors.datatype_of(array.dtype), array.shape) for name, array in arrays.items())
         plain = all(datatype != "BYTES" for _, datatype, _ in inputs)
         slot = arena.take(sum(array.nbytes for array in arrays.values())) if arena is not None and plain else None
         if slot is None:
-            return cls(rows, inputs, [_to_raw(name, array) for name, array in arrays.items()])
+            raw = [_to_raw(name, array) for name, array in arrays.items()]
+            return cls(rows, inputs, [bytes(part) for part in raw] if copy else raw)
         raw, at, memory = [], 0, slot.memory
         for array in arrays.values():
             part = memory[at : at + array.nbytes]
@@ -124,20 +162,29 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
         ) from exc
 
 
-def request_header(ask: Ask, model: str, payload: Payload, *, compressed: bool, in_slot: bool) -> bytes:
+def datatype_asked(dtype: Literal["float16", "float32"]) -> str:
+    """KServe's name of a dtype that is asked for."""
+    return "FP16" if dtype == "float16" else "FP32"
+
+
+def request_header(
+    ask: Ask, model: str, payload: Payload, *, compressed: bool, region: str | None, version: str = ""
+) -> bytes:
     """A serialized ModelInferRequest with everything but raw tensors.
 
     Args:
+        version: of the model; empty to leave it to the server.
         compressed: ask the server for `top_k`; else it sends whole outputs.
-        in_slot: name the payload's shared memory in place of raw tensors.
+        region: the name under which the server knows the payload's shared memory, which is named in place of raw
+            tensors; None to send those.
     """
-    header = kserve.ModelInferRequest(model_name=model)
+    header = kserve.ModelInferRequest(model_name=model, model_version=version)
     at = payload.slot.offset if payload.slot is not None else 0
     for (name, datatype, shape), raw in zip(payload.inputs, payload.raw, strict=True):
         tensor = header.inputs.add(name=name, datatype=datatype, shape=shape)
-        if in_slot and payload.slot is not None:
+        if region is not None and payload.slot is not None:
             nbytes = memoryview(raw).nbytes
-            tensor.parameters[names.SHM_REGION].string_param = payload.slot.region.name
+            tensor.parameters[names.SHM_REGION].string_param = region
             tensor.parameters[names.SHM_OFFSET].int64_param = at
             tensor.parameters[names.SHM_NBYTES].int64_param = nbytes
             at += nbytes
@@ -146,7 +193,7 @@ def request_header(ask: Ask, model: str, payload: Payload, *, compressed: bool, 
         header.parameters[names.TOP_K].int64_param = ask.top_k
         header.parameters[names.TEMPERATURE].double_param = ask.temperature
     if ask.dtype is not None:
-        header.parameters[names.DTYPE].string_param = "FP16" if ask.dtype == "float16" else "FP32"
+        header.parameters[names.DTYPE].string_param = datatype_asked(ask.dtype)
     for name in outputs:
         header.outputs.add(name=name)
     return bytes(header.SerializeToString())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -41,25 +42,40 @@ class ReaderStats:
         rows_received: of those, how many have one.
         rows_resent: rows sent again because a request failed.
         rows_hedged: rows sent a second time because a request was late.
+        requests_hedged: requests sent a second time for that.
         rows_cached: rows that the soft-label cache answered.
+        rows_not_cached: rows with an answer that was not kept: the disk could not follow, or would not take them.
         rows_delivered: rows given to the training loop.
         rows_buffered: rows that the source gave and the training loop has not taken.
+        bytes_held: items and answers of these rows; answers to come as they are estimated. See `Options.memory_bytes`.
         wait_s: seconds that the training loop waited for labels.
+        cache_queue_bytes: labels on their way into the cache.
         teachers_live: teachers that may be given work.
-        teachers: by id, the departed included.
-        discovery: why the registry does not answer; empty while it does.
+        teachers: by id. Counts begin when the teacher comes, also when it comes again. One that left is kept as "gone"
+            until it is back, or a hundred others have left since.
+        departed: sums over all teachers that ever left.
+        set_aside: how often a teacher was given nothing for a while, by why: "overloaded" (it had no room), "timeout",
+            "error", "lost", "rejected" (what others accept), "bad output".
+        discovery: why the registry does not answer, or which teachers cannot renew their registration; empty while all
+            is well.
     """
 
     rows_asked: int = 0
     rows_received: int = 0
     rows_resent: int = 0
     rows_hedged: int = 0
+    requests_hedged: int = 0
     rows_cached: int = 0
+    rows_not_cached: int = 0
     rows_delivered: int = 0
     rows_buffered: int = 0
+    bytes_held: int = 0
     wait_s: float = 0.0
+    cache_queue_bytes: int = 0
     teachers_live: int = 0
     teachers: Mapping[str, TeacherStats] = field(default_factory=dict)
+    departed: TeacherStats = TeacherStats("", "gone")
+    set_aside: Mapping[str, int] = field(default_factory=dict)
     discovery: str = ""
 
     def line(self) -> str:
@@ -67,6 +83,8 @@ class ReaderStats:
         parts = [f"{self.rows_delivered:,} rows", f"{self.teachers_live} teacher{'s' * (self.teachers_live != 1)}"]
         if self.rows_cached:
             parts.append(f"{self.rows_cached:,} from cache")
+        if self.rows_not_cached:
+            parts.append(f"{self.rows_not_cached:,} not cached")
         if self.rows_resent:
             parts.append(f"{self.rows_resent:,} resent")
         if self.rows_hedged:
@@ -89,7 +107,16 @@ def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
         rows_received=sum(part.rows_received for part in parts),
         rows_resent=sum(part.rows_resent for part in parts),
         rows_hedged=sum(part.rows_hedged for part in parts),
+        requests_hedged=sum(part.requests_hedged for part in parts),
+        set_aside=dict(sum((Counter(part.set_aside) for part in parts), Counter[str]())),
         teachers_live=sum(part.teachers_live for part in parts),
         teachers=teachers,
+        departed=TeacherStats(
+            "",
+            "gone",
+            rows=sum(part.departed.rows for part in parts),
+            requests=sum(part.departed.requests for part in parts),
+            failures=sum(part.departed.failures for part in parts),
+        ),
         discovery="; ".join(part.discovery for part in parts if part.discovery),
     )

@@ -17,8 +17,9 @@ class TeacherState:
         live: connected, and known to serve the right model.
         draining: takes no new requests.
         closed_until: no requests before this time; `why` says why.
-        max_rows: it takes in one request, 0 if any number.
+        max_rows, max_nbytes: it takes in one request, 0 if any number.
         moved_at: when it last answered, or began with something to do.
+        unhinted: how often in a row it had no room, and did not say when to come again.
     """
 
     window: Window
@@ -27,17 +28,19 @@ class TeacherState:
     closed_until: float = 0.0
     why: str = ""
     max_rows: int = 0
+    max_nbytes: int = 0
     in_flight: set[int] = field(default_factory=set)
     moved_at: float = 0.0
     failures: int = 0
     opened: int = 0
+    unhinted: int = 0
     half_open: bool = False
 
     def usable(self, now: float) -> bool:
         return self.live and not self.draining and now >= self.closed_until
 
-    def takes(self, rows: int) -> bool:
-        return not self.max_rows or rows <= self.max_rows
+    def takes(self, rows: float, nbytes: float) -> bool:
+        return (not self.max_rows or rows <= self.max_rows) and (not self.max_nbytes or nbytes <= self.max_nbytes)
 
     def free(self, now: float) -> bool:
         allowed = 1 if self.half_open else self.window.allowed

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.registry import Instance
+from edl.distill.request import check_version
 from edl.errors import DiscoveryError, SettingsError
+from edl.notifier import ReentrantEvent
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = ["Following", "Teachers", "teachers_from_env"]
+__all__ = ["Following", "Teachers", "identities", "teachers_from_env"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -31,6 +33,7 @@ class Teachers:
         max_teachers: talk to so many at most; students of the same service share them out evenly then.
         model: model name in requests; empty for what the teacher registered, or the only one that it serves.
         weight: share in a weighted average with other services.
+        version: labels of this version of the model only; empty for any. See "Versions" in docs/students.md.
     """
 
     service: str | None = None
@@ -39,8 +42,10 @@ class Teachers:
     max_teachers: int | None = None
     model: str = ""
     weight: float = 1.0
+    version: str = ""
 
     def __post_init__(self) -> None:
+        check_version(self.version)
         if bool(self.service) == bool(self.endpoints):
             raise SettingsError("name either a service or endpoints of teachers (and not both)")
         if self.max_teachers is not None and not is_count(self.max_teachers):
@@ -72,6 +77,19 @@ class Teachers:
     def described(self) -> str:
         """For messages: the name, and where it is looked up."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
+
+
+def identities(groups: Sequence[Teachers]) -> list[str]:
+    """Whose labels those of each group are, in a cache: the service, or all fixed endpoints in one order.
+
+    A registry's URL plays no part, since it has several names, but where an ensemble has a service of one name twice.
+    """
+    names = [group.service or ",".join(sorted(group.endpoints)) for group in groups]
+    places = [(name, DiscoverySettings.of(group.discovery).url) for name, group in zip(names, groups, strict=True)]
+    return [
+        name if len({url for other, url in places if other == name}) == 1 else " in ".join((name, url))
+        for name, url in places
+    ]
 
 
 def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
@@ -107,9 +125,10 @@ class Following:
 
     def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
         self._teachers, self._changed = teachers, changed
-        self._closing = threading.Event()
+        self._closing = ReentrantEvent()  # closed by signal handlers as well
         self._thread: threading.Thread | None = None
         self._registry: Registry | None = None
+        self._last = Snapshot(teachers.name, ())  # teachers last known stay while the registry fails
         self._model = teachers.model
         if teachers.service is None:
             fixed = tuple(replace(_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
@@ -135,7 +154,14 @@ class Following:
             try:
                 self._watch(service)
             except DiscoveryError as exc:
-                self._changed(Snapshot(service, (), stale=str(exc)))
+                self._changed(replace(self._last, stale=str(exc)))
+                self._closing.wait(1.0)
+            except Exception as exc:
+                # Whatever it was: a student that no longer hears of teachers would wait for them without a word.
+                if self._closing.is_set():
+                    return
+                logger.exception("following %s failed in a way not foreseen, and is tried again", service)
+                self._changed(replace(self._last, stale=f"{type(exc).__name__}: {exc}"))
                 self._closing.wait(1.0)
 
     def _watch(self, service: str) -> None:
@@ -158,11 +184,11 @@ class Following:
             snapshot = get(0.5)
             if snapshot is None:
                 continue
-            for rejected in snapshot.rejected:
-                logger.warning("registration %s of %s is left out: %s", rejected.id, snapshot.service, rejected.reason)
             if self._model:
                 named = tuple(replace(instance, model=self._model) for instance in snapshot.instances)
-                snapshot = replace(snapshot, instances=named)
+                lapsed = tuple(replace(instance, model=self._model) for instance in snapshot.lapsed)
+                snapshot = replace(snapshot, instances=named, lapsed=lapsed)
+            self._last = snapshot
             self._changed(snapshot)
 
 

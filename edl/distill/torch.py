@@ -32,6 +32,7 @@ def distill(
     top_k: int | None = None,
     temperature: float = 1.0,
     dtype: Literal["float16", "float32"] | None = None,
+    version: str = "",
     device: torch.device | str | None = None,
     cache: SoftLabelCache | None = None,
     ids: str | int | Callable[[B], Any] | None = None,
@@ -55,7 +56,7 @@ def distill(
         discovery: URL of the registry that `teachers` names a service of.
         batch_rows: rows of one request; None for the whole batch, in pieces where it has more than 256 rows or a
             teacher takes fewer.
-        combine, top_k, temperature, dtype: see `DistillReader`.
+        combine, top_k, temperature, dtype, version: see `DistillReader`.
         device: move tensors there one batch ahead of use; pinned batches without waiting.
         cache, ids, dataset: keep soft labels by sample id; `ids` finds the ids in a batch. See `DistillReader`.
         options: deadlines, memory, hedging.
@@ -73,6 +74,7 @@ def distill(
             top_k=top_k,
             temperature=temperature,
             dtype=dtype,
+            version=version,
         ),
         batch_rows=batch_rows,
         combine=combine,

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve
+from edl.protocol.layouts import Heads, Layouts
 
 __all__ = [
     "Buffer",
@@ -24,15 +25,20 @@ __all__ = [
     "encode_request",
     "encode_response",
     "id_field",
+    "is_compressed",
     "join_request",
     "join_response",
     "join_streamed_response",
     "parse_request",
     "parse_response",
+    "read_varint",
+    "skip_number",
+    "split_identified_response",
     "split_request",
     "split_response",
     "split_streamed_request",
     "split_streamed_response",
+    "varint",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
@@ -45,11 +51,20 @@ _RAW_OUTPUT = 6
 _STREAMED_ERROR = 1
 _STREAMED_RESPONSE = 2
 _LENGTH_DELIMITED = 2
+_ID_HEAD = bytes([_ID << 3 | _LENGTH_DELIMITED, 8])
+_ID_NBYTES = len(_ID_HEAD) + 8  # of an id as students of EDL number their requests (`edl.distill.stream`)
+_SMALL = 2048  # bytes of a request without tensors; what is larger is not worth a copy to see whether it is known
+_COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # gzip, and deflate by its levels
+_MAX_ID_NBYTES = 64 << 10  # honest ones have a few dozen; a stream's answer repeats it, outside of what is counted
 _MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
+
+_heads = Heads()  # of requests
+_layouts = Layouts()  # of streamed responses
 
 
 @functools.lru_cache(maxsize=1024)  # lengths are the same request after request
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append((value & 0x7F) | 0x80)
@@ -58,7 +73,8 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
+def read_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """The number at `at`, and the index just behind it."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -71,10 +87,10 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _skip(data: memoryview, at: int, wire_type: int) -> int:
+def skip_number(data: memoryview, at: int, wire_type: int) -> int:
     """Index just behind the number at `at`."""
     if wire_type == 0:
-        return _read_varint(data, at)[1]
+        return read_varint(data, at)[1]
     if wire_type in (1, 5):
         end = at + (8 if wire_type == 1 else 4)
     else:
@@ -98,14 +114,14 @@ def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, lis
         if fields > _MAX_FIELDS:
             raise ProtocolError(f"malformed message: more than {_MAX_FIELDS} fields")
         start = at
-        tag, at = (view[at], at + 1) if view[at] < 0x80 else _read_varint(view, at)
+        tag, at = (view[at], at + 1) if view[at] < 0x80 else read_varint(view, at)
         if tag & 7 != _LENGTH_DELIMITED:
-            at = _skip(view, at, tag & 7)
+            at = skip_number(view, at, tag & 7)
             continue
         if at < end and view[at] < 0x80:  # most are that short, and a call would cost as much as the rest
             begin, at = at + 1, at + 1 + view[at]
         else:
-            length, begin = _read_varint(view, at)
+            length, begin = read_varint(view, at)
             at = begin + length
         if at > end:
             raise ProtocolError(f"malformed message: a field ends at byte {at} of {end}")
@@ -128,12 +144,12 @@ def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
 
 
 def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]:
-    """What to join; joining lets go of the GIL for parts of a megabyte and more."""
-    tag = _varint(raw_field << 3 | _LENGTH_DELIMITED)
+    """What to join, with the GIL: to let go of it and wait for it again costs more than others gain by it."""
+    tag = varint(raw_field << 3 | _LENGTH_DELIMITED)
     parts: list[Buffer] = [header]
     for tensor in raw:
         view = memoryview(tensor)
-        parts.append(tag + _varint(view.nbytes))
+        parts.append(tag + varint(view.nbytes))
         parts.append(view.cast("B") if view.nbytes else b"")
     return parts
 
@@ -161,7 +177,7 @@ def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
 def id_field(request_id: str) -> bytes:
     """The field `id` alone. Before or behind the bytes of a request or response, it becomes that message's id."""
     data = request_id.encode()
-    return _varint(_ID << 3 | _LENGTH_DELIMITED) + _varint(len(data)) + data
+    return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes = b"") -> bytes:
@@ -171,8 +187,8 @@ def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes
         id_bytes: of `id_field`; empty to leave the response's own.
     """
     parts = _parts(header, _RAW_OUTPUT, raw)
-    length = _varint(len(id_bytes) + sum([len(part) for part in parts]))
-    return b"".join((_varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, *parts))
+    length = varint(len(id_bytes) + sum([len(part) for part in parts]))
+    return b"".join((varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED), length, id_bytes, *parts))
 
 
 def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
@@ -188,10 +204,19 @@ def split_streamed_request(data: Buffer) -> tuple[bytes, list[memoryview], str]:
     """As `split_request`, and the id cut out of the header: what is left of it is the same for many requests.
 
     Raises:
-        ProtocolError: `data` is no protobuf message, or its id no UTF-8.
+        ProtocolError: `data` is no protobuf message, or its id no UTF-8 or too long.
     """
+    if len(data) > _ID_NBYTES and data[-_ID_NBYTES : 2 - _ID_NBYTES] == _ID_HEAD:
+        head = bytes(data[:-_ID_NBYTES]) if len(data) < _SMALL else b""
+        if head and head in _heads:
+            return head, [], _text(memoryview(data)[2 - _ID_NBYTES :])
     header, raw, found = _split(data, _RAW_INPUT, _ID)
-    return header, raw, _text(found)
+    if found is not None and len(found) > _MAX_ID_NBYTES:
+        raise ProtocolError(f"an id of {len(found):,} bytes, at most {_MAX_ID_NBYTES:,}")
+    request_id = _text(found)
+    if header and not raw and found is not None and len(found) == _ID_NBYTES - 2 and header == data[:-_ID_NBYTES]:
+        _heads.learn(header)
+    return header, raw, request_id
 
 
 def split_streamed_response(data: Buffer) -> StreamedResponse:
@@ -204,9 +229,35 @@ def split_streamed_response(data: Buffer) -> StreamedResponse:
     Raises:
         ProtocolError: `data` is no such message.
     """
+    known = _layouts.find(data)
+    if known is not None:
+        view = memoryview(data)
+        return known.header, [view[start:stop] for start, stop in known.raw], _text(view[slice(*known.id_at)]), ""
     _, inner, error = _split(data, _STREAMED_RESPONSE, _STREAMED_ERROR)
     header, raw, found = _split(inner[-1], _RAW_OUTPUT, _ID) if inner else (b"", [], None)
-    return header, raw, _text(found), _text(error)
+    request_id = _text(found)
+    if raw:
+        id_head = b"" if found is None else varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(found))
+        id_nbytes = 0 if found is None else len(found)
+        _learn(data, len(inner[-1]), header, id_head, id_nbytes, [len(tensor) for tensor in raw])
+    return header, raw, request_id, _text(error)
+
+
+def _learn(data: Buffer, nbytes: int, header: bytes, id_head: bytes, id_nbytes: int, raw_nbytes: Sequence[int]) -> None:
+    """Keep where things lie in a streamed response, if it is made as `join_streamed_response` makes it."""
+    wrapping = varint(_STREAMED_RESPONSE << 3 | _LENGTH_DELIMITED) + varint(nbytes)
+    tag = varint(_RAW_OUTPUT << 3 | _LENGTH_DELIMITED)
+    parts: list[bytes | int] = [wrapping + id_head, id_nbytes]
+    before = header
+    for size in raw_nbytes:
+        parts += [before + tag + varint(size), size]
+        before = b""
+    _layouts.learn(data, header, parts)
+
+
+def is_compressed(data: Buffer) -> bool:
+    """Whether bytes that are no message may be a compressed one, which gRPC is told not to inflate."""
+    return bytes(memoryview(data)[:2]) in _COMPRESSED
 
 
 def _text(data: memoryview | None) -> str:
@@ -255,6 +306,16 @@ def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
         ProtocolError: `data` is no protobuf message.
     """
     return _split(data, _RAW_OUTPUT)[:2]
+
+
+def split_identified_response(data: Buffer) -> tuple[bytes, list[memoryview], str]:
+    """As `split_response`, and the id cut out of the header: what is left of it is the same for many answers.
+
+    Raises:
+        ProtocolError: `data` is no protobuf message, or its id no UTF-8.
+    """
+    header, raw, found = _split(data, _RAW_OUTPUT, _ID)
+    return header, raw, _text(found)
 
 
 def parse_response(header: bytes) -> kserve.ModelInferResponse:

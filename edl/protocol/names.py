@@ -17,7 +17,10 @@ __all__ = [
     "EXTENSION_NO_NAN",
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
+    "LOCKED_MEMORY",
+    "MAX_BYTES",
     "MAX_ROWS",
+    "REQUEST_ID",
     "RETRY_AFTER",
     "RETRY_AFTER_MS",
     "SERVICE",
@@ -25,9 +28,11 @@ __all__ = [
     "SHM_OFFSET",
     "SHM_REGION",
     "STATUS",
+    "TLS_META",
     "TEMPERATURE",
     "TIMEOUT_MS",
     "TOP_K",
+    "TRACEPARENT",
     "UNORDERED",
     "method",
     "top_k_names",
@@ -61,9 +66,18 @@ STATUS = "edl_status"
 RETRY_AFTER = "edl_retry_after_ms"
 """Answer parameter (int64) beside `edl_status`: see `RETRY_AFTER_MS`."""
 
+REQUEST_ID = "x-request-id"
+"""Metadata of a ModelInfer call: the id that the server's log is to show. On a stream it is the request's own."""
+TRACEPARENT = "traceparent"
+"""Metadata of a call, and request parameter (string), which goes before: the span that a request is part of, as W3C's
+Trace Context has it."""
+
 MAX_ROWS = "edl_max_rows"
 """Parameter of a model's configuration: the most rows in one request. A server of ours computes more rows than
 `max_batch_size` in parts, where Triton refuses them."""
+
+MAX_BYTES = "edl_max_message_bytes"
+"""Parameter of a model's configuration: the largest request in bytes, be it in shared memory or not."""
 
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"
@@ -76,9 +90,16 @@ EXTENSION_STREAM = "edl_stream"
 EXTENSION_BUNDLE = "edl_bundle"
 """Unordered streams know `BUNDLE` and `BUNDLES`."""
 
+LOCKED_MEMORY = "edl-arena-"
+"""How the names of a student's shared memory objects begin. It holds a lock (flock) on each for as long as it lives."""
+
 SHM_REGION = "shared_memory_region"
 SHM_OFFSET = "shared_memory_offset"
 SHM_NBYTES = "shared_memory_byte_size"
+
+TLS_META = "tls"
+"""Metadata of an instance in discovery: "1" if it speaks TLS. For messages: a registry may have been tampered with, so
+whether a student speaks TLS is for its own settings to say."""
 
 RETRY_AFTER_MS = "grpc-retry-pushback-ms"
 """Trailing metadata beside UNAVAILABLE: milliseconds after which a retry may find room (gRPC proposal A6)."""

@@ -14,7 +14,9 @@ from edl.protocol.codec import Buffer
 
 __all__ = [
     "BFLOAT16",
+    "CONTENTS_FIELDS",
     "Array",
+    "array_of",
     "datatype_of",
     "dtype_of",
     "expected_nbytes",
@@ -23,12 +25,16 @@ __all__ = [
     "from_raw",
     "to_bfloat16",
     "to_raw",
+    "with_objects",
 ]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 BFLOAT16: Final = np.dtype("V2")
 """numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""
+
+_EXACT_FLOAT64: Final = 2.0**53
+"""Below it every whole number is a float64 of its own."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -47,7 +53,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _DATATYPES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_CONTENTS = {
+CONTENTS_FIELDS = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
     "INT16": "int_contents",
@@ -61,6 +67,13 @@ _CONTENTS = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
+"""Where in `InferTensorContents` the elements of each datatype are."""
+
+_AT_A_TIME: Final = 1 << 16
+"""Elements of typed contents that are Python objects at a time: between two such parts other threads get their turn."""
+
+_WIDE = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
+"""Types that hold whatever protobuf's fields of whole numbers hold."""
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
@@ -143,7 +156,7 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
         ProtocolError: the element count and the shape do not agree, a value is out of range, or the type
             cannot travel so.
     """
-    field = _CONTENTS.get(datatype)
+    field = CONTENTS_FIELDS.get(datatype)
     if field is None:
         raise ProtocolError(f"{datatype} cannot be sent as typed contents; send raw_input_contents")
     expected_nbytes(datatype, shape)
@@ -156,10 +169,94 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
         out = np.empty(len(values), np.object_)
         out[:] = list(values)
         return out.reshape(shape)
-    try:
-        return np.array(values, _DTYPES[datatype]).reshape(shape)
-    except OverflowError as exc:
-        raise ProtocolError(f"a value in {field} does not fit {datatype}: {exc}") from exc
+    dtype = _DTYPES[datatype]
+    wide: Array = np.empty(len(values), _WIDE.get(dtype.kind, dtype))
+    for at in range(0, len(values), _AT_A_TIME):
+        wide[at : at + _AT_A_TIME] = np.array(values[at : at + _AT_A_TIME], wide.dtype)
+    if dtype.kind in "iu" and wide.size:
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        for value in (int(wide.min()), int(wide.max())):  # numpy 1 would have it wrap around
+            if not least <= value <= most:
+                raise ProtocolError(f"a value in {field} does not fit {datatype}: {value}")
+    return wide.astype(dtype, copy=False).reshape(shape)
+
+
+def array_of(value: Any) -> Array:
+    """An array of whatever numpy makes one of, with bytes, strings and whole numbers as they are.
+
+    numpy alone makes `S` of a list of bytes, whose NULs at the end are lost, words of the numbers beside words, and
+    floats of whole numbers that no integer type holds together.
+
+    Raises:
+        ProtocolError: bytes or whole numbers would be changed on the way.
+        ValueError: numpy makes no array of it, as of rows of different lengths.
+    """
+    if isinstance(value, np.ndarray):
+        return with_objects(np.asarray(value))
+    first = value
+    while isinstance(first, list | tuple) and first:
+        first = first[0]
+    if isinstance(first, bytes | str):
+        return _objects(value)
+    array: Array = np.asarray(value)
+    if array.dtype.kind in "SU":
+        return _objects(value) if isinstance(value, list | tuple) else with_objects(array)
+    if array.dtype.kind == "f" and isinstance(value, list | tuple):
+        _refuse_rounded(value, array)
+    return array
+
+
+def with_objects(array: Array) -> Array:
+    """The array; if it is one of bytes or strings of a fixed size, as Python objects.
+
+    numpy fills what is shorter than the size with NULs, and cuts all NULs off when it is read. For text that is right.
+    For bytes, which may well end in NULs (whole numbers, samples of sound), nobody can tell what was filled up.
+
+    Raises:
+        ProtocolError: an element of dtype `S` ends in NULs.
+    """
+    if array.dtype.kind == "S" and array.size and array.dtype.itemsize:
+        last = np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1)[:, -1]
+        short = np.flatnonzero(last == 0)
+        if short.size:
+            raise ProtocolError(
+                f"element {short[0]} of an array of dtype S{array.dtype.itemsize} ends in NULs, which may belong to it "
+                "or fill it up: numpy does not know. Make it an array of objects, np.array(values, dtype=object), or "
+                "array.astype(object) if they only fill it up"
+            )
+    return array.astype(object) if array.dtype.kind in "SU" else array
+
+
+def _objects(value: Any) -> Array:
+    """Bytes and strings, alone or in lists, as an array of objects."""
+    if isinstance(value, bytes | str):
+        alone = np.empty((), np.object_)
+        alone[()] = value
+        return alone
+    _check_fixed_size(value)
+    array: Array = np.array(value, np.object_)
+    return array
+
+
+def _check_fixed_size(value: Any) -> None:
+    """Refuse arrays in lists that `with_objects` refuses."""
+    for part in value:
+        if isinstance(part, list | tuple):
+            _check_fixed_size(part)
+        elif isinstance(part, np.ndarray):
+            with_objects(part)
+
+
+def _refuse_rounded(value: Any, array: Array) -> None:
+    """Refuse a list of numbers if its whole numbers did not stay what they are."""
+    if array.dtype.itemsize > 8 or not array.size or not np.abs(array).max() >= _EXACT_FLOAT64:
+        return
+    for before, after in zip(np.array(value, np.object_).flat, array.flat, strict=True):
+        if isinstance(before, int | np.integer) and int(before) != float(after):  # numpy would compare floats
+            raise ProtocolError(
+                f"a list of numbers that no type of whole numbers holds together, so that {before} would become "
+                f"{float(after)!r}: make it an array of one type"
+            )
 
 
 def to_bfloat16(array: Array) -> Array:
@@ -182,11 +279,17 @@ def from_bfloat16(array: Array) -> Array:
 
 
 def to_raw(array: Array) -> Buffer:
-    """An array's elements in raw form, little-endian, C order; a view of the array where it is so already."""
+    """An array's elements in raw form, little-endian, C order; a view of the array where it is so already.
+
+    Raises:
+        ProtocolError: an element of an array of objects is neither bytes nor text, or see `with_objects`.
+    """
     if array.dtype.kind in "SUO":
         parts = bytearray()
-        for item in array.reshape(-1):
-            data = item.encode() if isinstance(item, str) else bytes(item)
+        for item in with_objects(array).reshape(-1):
+            if not isinstance(item, bytes | str):  # bytes(3) are three NULs
+                raise ProtocolError(f"a BYTES tensor has bytes and text, not {type(item).__name__}")
+            data = item.encode() if isinstance(item, str) else item
             parts += len(data).to_bytes(4, "little") + data
         return parts
     wire = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))

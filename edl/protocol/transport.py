@@ -21,4 +21,8 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc  # noqa: E402
 
-__all__ = ["FORK_HANDLERS", "grpc"]
+__all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
+
+DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
+"""Options of every channel to a teacher. `http_proxy` and its like are there for the way out to the web: a proxy does
+not know a teacher's name, would see the training data, and may cut a stream that is quiet."""

@@ -41,7 +41,7 @@ class LocalTeacher:
         max_batch, max_queue: rows; None for the server's defaults.
         serve: more flags of `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool
             turns one on or off, a list repeats it, a mapping repeats it with `key=value`.
-        env: environment variables in addition to this process's.
+        env: environment variables in addition to this process's, whose TLS and tokens are left out.
         wait: False to return at once; call `wait_ready` later. Several teachers start faster this way.
         timeout_s: how long it may take to be ready.
         options: arguments of the factory.
@@ -88,7 +88,7 @@ class LocalTeacher:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env={**_without_credentials(os.environ), **(env or {})},
         )
         self._finalizer = weakref.finalize(self, _end, self._process, self._log, self._ready_file, os.getpid())
         if wait:
@@ -218,6 +218,11 @@ class LocalTeacher:
         self.wait_ready()
         assert self._ready is not None
         return self._ready
+
+
+def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
+    """A student's CA would have its teacher look for a certificate."""
+    return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 
 def _as_json(options: Mapping[str, Any]) -> dict[str, str]:

@@ -7,7 +7,9 @@ import logging
 import socket
 from urllib.parse import urlsplit
 
-__all__ = ["is_loopback", "outward_address", "warn_of_loopback"]
+from edl.settings import Credentials
+
+__all__ = ["is_loopback", "outward_address", "warn_of_loopback", "warn_of_no_credentials"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,22 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
     """Log a warning where a registry for many machines is told an address that means this one only."""
     if discovery_url is not None and discovery_url.startswith("consul") and is_loopback(address):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
+
+
+def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
+    """Log a warning where a teacher takes everybody who reaches it, from beyond this host."""
+    if is_loopback(host):
+        return
+    if not credentials.cert and not credentials.token_file:
+        _log.warning(
+            "listening on %s without TLS and tokens: whoever reaches this port can use the model, and the network can "
+            "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
+            host,
+        )
+    elif not credentials.cert:
+        _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
+    elif not credentials.ca and not credentials.token_file:
+        _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
 
 
 def is_loopback(host: str) -> bool:

@@ -39,6 +39,7 @@ class Announcer:
         self._wanted: Instance | None = None
         self._shown: Instance | None = None
         self._failure: Exception | None = None
+        self._trouble = ""
         self._closing = False
         self._registration: Registration | None = None
         self._registry: Registry | None = None
@@ -53,6 +54,14 @@ class Announcer:
     def shown(self) -> Instance | None:
         """What discovery was last told."""
         return self._shown
+
+    @property
+    def error(self) -> str:
+        """Why discovery does not say what is wanted, or cannot be kept to it; empty while all is well."""
+        registration = self._registration
+        if registration is not None and registration.error:
+            return registration.error
+        return "" if self._shown == self._wanted else self._trouble or "not told yet"
 
     def want(self, instance: Instance | None) -> None:
         """Let discovery say `instance`, or nothing. Returns at once."""
@@ -109,8 +118,10 @@ class Announcer:
         while True:
             try:
                 self._show(wanted)
+                self._trouble = ""
                 break
             except DiscoveryError as exc:
+                self._trouble = str(exc)
                 level = logging.WARNING if retry_s == _FIRST_RETRY_S else logging.DEBUG
                 _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
             with self._changed:

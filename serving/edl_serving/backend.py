@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,8 +11,11 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, dtype_of
+from edl_serving.inplace import lively, log_copies, writes
 
 __all__ = ["Array", "Backend", "TensorSpec"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,9 @@ class Backend(abc.ABC):
     version_if_unnamed = "1"
     """What `version` is where a subclass does not say. `edl serve --factory` puts a hash here."""
 
+    writes_inputs = False
+    """Whether `predict` changes the arrays that it is given: then it gets copies. `warm_up` finds it out."""
+
     @property
     def version(self) -> str:
         """Identifies the weights: students key their cache of soft labels by it, so two models must differ in it."""
@@ -95,6 +102,7 @@ class Backend(abc.ABC):
             inputs: every name in `inputs`, each `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays
                 of bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
                 read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
+                With `writes_inputs` they may be written to.
 
         Returns:
             Every name in `outputs`, each `[rows, *shape]` with the same number of rows and in the same order, in the
@@ -105,14 +113,42 @@ class Backend(abc.ABC):
             Exception: any; the students of this batch are told its type and message, and the server serves on.
         """
 
+    def sample(self, rows: int) -> Mapping[str, Array]:
+        """A batch to try the model with. Default: zeros."""
+        return {spec.name: zeros(spec, rows) for spec in self.inputs}
+
     def warm_up(self, max_rows: int) -> None:
-        """Make the first request as fast as the rest; called before the server is ready. Default: two calls on zeros.
+        """Make the first request as fast as the rest; called before it is ready. Default: two calls on `sample`.
+
+        The first one is a look at whether the model writes to its inputs, too: with floats that are not 0 where the
+        sample is made up, unless the model does not take those.
 
         Args:
             max_rows: the most rows that `predict` will be given at once.
         """
-        for rows in {1, max_rows}:
-            self.predict({spec.name: zeros(spec, rows) for spec in self.inputs})
+        if self.writes_inputs or not self._look_for_writes():
+            self.predict(self.sample(1))
+        if max_rows > 1:
+            self.predict(self.sample(max_rows))
+
+    def _look_for_writes(self) -> bool:
+        """Set `writes_inputs` if it is so; whether the model has been called, and did not fail."""
+        batch = self.sample(1)
+        if self._sample_is_made_up:
+            try:
+                self.writes_inputs = writes(self.predict, lively(batch))
+            except Exception as exc:  # noqa: BLE001 - zeros are what it is promised
+                _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
+                self.writes_inputs = writes(self.predict, batch)
+        else:
+            self.writes_inputs = writes(self.predict, batch)
+        if self.writes_inputs:
+            log_copies()
+        return not self.writes_inputs
+
+    @property
+    def _sample_is_made_up(self) -> bool:
+        return type(self).sample is Backend.sample
 
     def close(self) -> None:  # noqa: B027 - most models have nothing to release
         """Release what the model holds. Called once, after the last `predict`."""

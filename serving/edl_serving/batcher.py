@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from edl.protocol.transport import grpc
 from edl_serving.backend import Backend
 from edl_serving.executor import Executor
+from edl_serving.job import Job
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
-from edl_serving.queueing import BatchQueue, Job
-from edl_serving.refusal import Refusal
-from edl_serving.request import Request
+from edl_serving.queueing import BatchQueue
+from edl_serving.refusal import Refusal, invalid
 from edl_serving.settings import ServerSettings
 from edl_serving.worker import Worker
 
@@ -38,7 +38,9 @@ class Batcher:
         self._settings = settings
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self._queue = BatchQueue(settings.max_batch_rows, settings.max_delay_s, settings.max_queue_rows)
+        self._queue = BatchQueue(
+            settings.max_batch_rows, settings.max_delay_s, settings.max_queue_rows, settings.max_queue_bytes
+        )
         self._wake = threading.Condition()
         self._closing = False
         self._worker_metrics = [metrics.worker() for _ in backends]
@@ -58,27 +60,30 @@ class Batcher:
         """Rows that wait."""
         return self._queue.rows
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the requests that wait."""
+        return self._queue.nbytes
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows that the model was called with, in calls that have ended."""
+        return sum(counts.rows for counts in self._worker_metrics)
+
     async def warm_up(self) -> None:
         """Start the threads and warm every backend up. Raises what a backend raises."""
         for worker in self._workers:
             worker.start()
         await asyncio.gather(*[worker.warm for worker in self._workers])
 
-    async def compute(self, request: Request, timeout_s: float | None, id_bytes: bytes | None = None) -> bytes:
+    async def compute(self, job: Job) -> bytes:
         """The response to a request.
 
         Cancelling takes the request out of the queue; one that is being computed is computed in vain.
 
-        Args:
-            timeout_s: after which nobody waits any more.
-            id_bytes: see `Job`.
-
         Raises:
             Refusal: the queue is full, the model failed, or time ran out.
         """
-        now = time.monotonic()
-        deadline = float("inf") if timeout_s is None else now + timeout_s
-        job = Job(request, request.plan.rows, request.plan.shapes, now, deadline, id_bytes=id_bytes)
         if self._inline:
             self._compute_inline(job)
         else:
@@ -90,8 +95,10 @@ class Batcher:
     def _compute_inline(self, job: Job) -> None:
         if self._closing:
             raise _stopping()
+        job.started = job.arrived
         self._executors[0].run([job])
-        taken_s = time.monotonic() - job.arrived
+        job.ended = time.monotonic()
+        taken_s = job.ended - job.arrived
         if taken_s > _SLOW_INLINE_S and not self._warned:
             self._warned = True
             _log.warning(
@@ -106,9 +113,14 @@ class Batcher:
         with self._wake:
             if self._closing:
                 raise _stopping()
-            if not self._queue.push(job):
-                raise self._full(job)
+            refused = self._queue.push(job)
             self._wake.notify()
+        if refused:
+            for other in refused:
+                other.answer = self._full(other)
+            if job in refused:
+                return
+            _settle(refused)
         try:
             await reply
         except asyncio.CancelledError:
@@ -118,13 +130,20 @@ class Batcher:
             raise
 
     def _full(self, job: Job) -> Refusal:
-        excess = self._queue.rows + job.rows - self._settings.max_queue_rows
-        return Refusal(
-            grpc.StatusCode.UNAVAILABLE,
-            f"the queue is full: {self._queue.rows} of {self._settings.max_queue_rows} rows wait, "
-            f"and this request has {job.rows}",
-            retry_after_ms=self._milliseconds_for(excess),
-        )
+        settings, queue = self._settings, self._queue
+        if job.nbytes > settings.max_queue_bytes:  # a hint when to come again would have it come for ever
+            return invalid(
+                f"this request takes {job.nbytes:,} bytes, with the objects that its strings become, and "
+                f"{settings.max_queue_bytes:,} is all that may wait: send fewer rows (edl serve --max-queue-bytes)"
+            )
+        if queue.nbytes + job.nbytes > settings.max_queue_bytes:
+            full = f"{queue.nbytes:,} of {settings.max_queue_bytes:,} bytes wait, and this request has {job.nbytes:,}"
+            rows = job.rows
+        else:
+            rows = max(1, queue.rows + job.rows - settings.max_queue_rows)
+            full = f"{queue.rows} of {settings.max_queue_rows} rows wait, and this request has {job.rows}"
+        hint_ms = self._milliseconds_for(rows)
+        return Refusal(grpc.StatusCode.UNAVAILABLE, f"the queue is full: {full}", hint_ms, "queue")
 
     def _milliseconds_for(self, rows: int) -> int:
         """How long the model takes for these rows, going by all that it has computed."""
@@ -152,7 +171,13 @@ class Batcher:
                 return taken.jobs
 
     def hand_back(self, jobs: list[Job]) -> None:
-        """For a worker: wake those who wait for these jobs."""
+        """For a worker: wake those who wait for these jobs, or queue what is left of one that was computed in part."""
+        if len(jobs) == 1 and jobs[0].unfinished:
+            with self._wake:
+                if not self._closing:
+                    self._queue.put_back(jobs[0])
+                    return
+            jobs[0].answer = _stopping()
         try:
             self._loop.call_soon_threadsafe(_settle, jobs)
         except RuntimeError:  # the loop is closed: nobody waits any more

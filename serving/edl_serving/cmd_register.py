@@ -7,13 +7,16 @@ import logging
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edl.discovery import Instance
 from edl.errors import SettingsError
+from edl.notifier import ReentrantEvent
+from edl.protocol import names
+from edl.quoting import quote
+from edl.settings import Credentials
 from edl_serving import values as v
 from edl_serving.address import warn_of_loopback
 from edl_serving.announce import Announcer
@@ -23,12 +26,13 @@ from edl_serving.logs import log_to_stderr
 from edl_serving.parser import Parser
 from edl_serving.ready_file import ReadyFile
 from edl_serving.register import Answer, Prober, Server, Turn, Verdict
-from edl_serving.serve_config import DISCOVERY_OPTIONS, Announcement
+from edl_serving.serve_config import CLIENT_CREDENTIALS, DISCOVERY_OPTIONS, LOG_FORMAT, Announcement, credentials_of
 
 __all__ = ["RegisterConfig", "main"]
 
 _log = logging.getLogger(__name__)
 _LEAVE_S = 5.0
+_LONGEST_VERSION = 512  # bytes; what a registry takes
 
 _DESCRIPTION = """\
 Puts an existing server into discovery: Triton, or anything that speaks KServe v2 over gRPC. It is
@@ -40,6 +44,7 @@ examples:
   edl register 127.0.0.1:8001 --model resnet50 --service resnet50
   edl register triton-0.example:8001 --model bert --capacity 4 --discovery consul://127.0.0.1:8500
   edl register 127.0.0.1:8001 --model bert --advertise 10.0.0.9:8001     probed here, reached there
+  edl register triton.example:8001 --model bert --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --model bert                        students on this machine only
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
@@ -54,6 +59,7 @@ _GROUPS = (
             Option("failures", v.count, "N", "it is gone after so many questions without an answer (default 2)"),
         ),
     ),
+    CLIENT_CREDENTIALS,
     Group(
         "discovery",
         (
@@ -66,6 +72,7 @@ _GROUPS = (
         (
             Option("ready-file", v.text, "PATH", "there while the server is in discovery: JSON of endpoint, port, pid"),
             Option("exit-with", v.count, "PID", "exit when that process ends"),
+            LOG_FORMAT,
             Option("verbose", v.flag, "", "log more", negative=True),
         ),
     ),
@@ -90,9 +97,11 @@ class RegisterConfig:
     interval_s: float = 1.0
     timeout_s: float = 2.0
     failures: int = 2
+    credentials: Credentials = field(default_factory=Credentials)
     ready_file: str | None = None
     exit_with: int | None = None
     verbose: bool = False
+    log_format: str = "text"
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> RegisterConfig:
@@ -113,10 +122,10 @@ class RegisterConfig:
         for name in ("interval", "timeout"):
             if given.get(name) == 0:
                 raise SettingsError(f"--{name} 0: expected more than nothing")
-        names = {"interval": "interval_s", "timeout": "timeout_s"}
-        kept = ("interval", "timeout", "failures", "ready_file", "exit_with", "verbose")
-        rest = {names.get(name, name): given[name] for name in kept if name in given}
-        return cls(endpoint, address, port, model, announcement, **rest)
+        seconds = {"interval": "interval_s", "timeout": "timeout_s"}
+        kept = ("interval", "timeout", "failures", "ready_file", "exit_with", "verbose", "log_format")
+        rest = {seconds.get(name, name): given[name] for name in kept if name in given}
+        return cls(endpoint, address, port, model, announcement, credentials=credentials_of(given), **rest)
 
 
 def parse_endpoint(name: str, text: str) -> tuple[str, int]:
@@ -143,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     path = flags.pop("config", None)
     endpoint = flags.pop("endpoint")
     config = RegisterConfig.of(endpoint, values(_GROUPS, flags, read_file(path) if path else {}, path or ""))
-    log_to_stderr("edl register", verbose=config.verbose)
+    log_to_stderr("edl register", verbose=config.verbose, log_format=config.log_format)
     if config.exit_with is not None:
         exit_with(config.exit_with)
     with _signals() as ended:
@@ -151,13 +160,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def keep_registered(config: RegisterConfig, ended: threading.Event) -> None:
+def keep_registered(config: RegisterConfig, ended: ReentrantEvent) -> None:
     """Ask the server and keep discovery in line with the answers, until `ended`.
 
     Raises:
         SettingsError: the registry cannot hold such a server.
     """
-    server = Server(config.target, config.model, config.timeout_s)
+    server = Server(config.target, config.model, config.timeout_s, config.credentials)
     prober = Prober(config.failures)
     told = config.announcement
     ready_file = ReadyFile(config.ready_file)
@@ -201,13 +210,21 @@ def _instance(config: RegisterConfig, server: Server) -> Instance:
         address = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{config.address}-{config.port}").strip("-")
         told = replace(told, id=address)
     version = server.version()
-    return told.instance(config.address, config.port, config.model, {"version": version} if version else {})
+    meta = {"version": version} if version else {}
+    if not version.isprintable() or len(version.encode(errors="replace")) > _LONGEST_VERSION:
+        _log.warning(
+            "%s: its model's version %s is not told to discovery: it is no text", config.target, quote(version)
+        )
+        meta = {}
+    if config.credentials.ca:
+        meta[names.TLS_META] = "1"
+    return told.instance(config.address, config.port, config.model, meta)
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[threading.Event]:
+def _signals() -> Iterator[ReentrantEvent]:
     """An event that SIGTERM and SIGINT set; a second signal ends the process at once."""
-    ended = threading.Event()
+    ended = ReentrantEvent()  # the handler runs in the middle of `wait`, in the same thread
 
     def handle(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)

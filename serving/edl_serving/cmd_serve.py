@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from edl.errors import EDLError
+from edl.protocol.credentials import CredentialFiles
 from edl_serving.backend import Backend
 from edl_serving.backends import open_backends
 from edl_serving.config import add_flags, read_file, values
@@ -40,6 +41,8 @@ examples:
   edl serve --torch-export resnet50.pt2 --model resnet50 --device cuda:0,cuda:1
   edl serve --paddle inference/ernie --model ernie --discovery consul://10.0.0.7:8500 --host 0.0.0.0
   edl serve --config teacher.toml --port 8001
+  edl serve --torchscript resnet50.ts --input "image:float32[3,224,224]" --model resnet50 --host 0.0.0.0 \\
+            --tls-cert teacher.pem --tls-key teacher.key --tls-ca students-ca.pem      mutual TLS
 
 a config file has the same names as the flags; a flag wins over it:
   model = "digits"
@@ -62,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     flags = vars(parser.parse(argv))
     path = flags.pop("config", None)
     config = ServeConfig.of(values(GROUPS, flags, read_file(path) if path else {}, path or ""))
-    log_to_stderr("edl serve", verbose=config.verbose)
+    log_to_stderr("edl serve", verbose=config.verbose, log_format=config.log_format)
     return run(config)
 
 
@@ -77,6 +80,7 @@ def run(config: ServeConfig) -> int:
     """
     from edl_serving.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
 
+    CredentialFiles.of(config.server.credentials, serving=True)  # what is wrong shows before a large model is loaded
     if config.exit_with is not None:
         exit_with(config.exit_with)
     with contextlib.ExitStack() as stack:

@@ -37,6 +37,7 @@ class Option:
         many: may be given several times; a list in the file. The result is a tuple.
         pairs: as `many`, with `key=value`; a table in the file. The result is a dictionary.
         negative: can be turned off with `--no-NAME`; takes no value on the command line.
+        refused: there only to be refused, without its value in the message, which may be a secret; not in `--help`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Option:
     many: bool = False
     pairs: bool = False
     negative: bool = False
+    refused: bool = False
 
     @property
     def key(self) -> str:
@@ -67,6 +69,8 @@ class Option:
                 return tuple(self.parse(item) for item in raw)
             return self.parse(raw)
         except ValueError as exc:
+            if self.refused:
+                raise SettingsError(f"{where}: {exc}") from None
             shown = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
             raise SettingsError(f"{where} {shown!r}: {exc}") from exc
 
@@ -97,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
     for group in groups:
         section = parser.add_argument_group(group.title)
         for option in group.options:
-            text = option.help.replace("%", "%%")
+            text = argparse.SUPPRESS if option.refused else option.help.replace("%", "%%")
             flag = f"--{option.name}"
             if option.negative:
                 section.add_argument(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from edl.protocol.tensors import dtype_of
+from edl.errors import ProtocolError
+from edl.protocol.tensors import dtype_of, with_objects
 from edl.protocol.transport import grpc
 from edl_serving.answer import encode_answer
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.complaints import Complaints
+from edl_serving.forked import end_if_forked
+from edl_serving.inplace import complains_of_read_only, log_copies
+from edl_serving.job import Job
 from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import Model
-from edl_serving.queueing import Job
 from edl_serving.refusal import Refusal, clip, quote
 from edl_serving.settings import ServerSettings
 
@@ -47,6 +51,7 @@ class Executor:
         self._metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
         self._complaints = Complaints(_log)
+        self._pid = os.getpid()
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Set the answer of every job that somebody still waits for. Raises nothing.
@@ -54,11 +59,23 @@ class Executor:
         When the model fails on several requests together, each is computed once more alone, so that only the ones at
         fault are answered with the error.
         """
+        self.step(jobs)
+        while len(jobs) == 1 and jobs[0].unfinished:
+            self.step(jobs)
+
+    def step(self, jobs: Sequence[Job]) -> None:
+        """As `run`, but of a single job with more rows than a batch only the next part: see `Job.unfinished`."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
+        if len(jobs) > 1 and sum(job.rows for job in jobs) > self._max_batch_rows:
+            for job in jobs:
+                self.run([job])
+            return
         try:
             outputs = self._compute(jobs)
+            if outputs is None:
+                return
         except ModelFault as fault:
             if len(jobs) > 1:
                 self._complaints.add(
@@ -70,7 +87,7 @@ class Executor:
                     if job.deadline > time.monotonic():
                         self.run([job])
             else:
-                jobs[0].answer = self._blame(fault)
+                jobs[0].answer = self._blame(fault, jobs[0])
             return
         at = 0
         for job in jobs:
@@ -81,24 +98,33 @@ class Executor:
                 self._refuse_nan(job, part)
                 job.answer = encode_answer(self._model, job.request, part, job.id_bytes)
             except ModelFault as fault:
-                job.answer = self._blame(fault)
+                job.answer = self._blame(fault, job)
             except Refusal as refusal:
                 job.answer = refusal
 
-    def _compute(self, jobs: Sequence[Job]) -> Mapping[str, Array]:
+    def _compute(self, jobs: Sequence[Job]) -> Mapping[str, Array] | None:
         rows = sum(job.rows for job in jobs)
-        arrays = jobs[0].request.arrays if len(jobs) == 1 else self._merge(jobs, rows)
-        if rows <= self._max_batch_rows:
-            return self._predict(arrays, rows)
-        whole: dict[str, Array] = {}
-        for at in range(0, rows, self._max_batch_rows):
-            part = [array[at : at + self._max_batch_rows] for array in arrays]
-            for name, output in self._predict(part, len(part[0])).items():
-                if at == 0:
-                    whole[name] = np.empty((rows, *output.shape[1:]), output.dtype)
-                elif output.shape[1:] != whole[name].shape[1:] or output.dtype != whole[name].dtype:
-                    raise ModelFault("output", f"output {name!r} changes its shape between parts of one request")
-                whole[name][at : at + len(output)] = output
+        if rows > self._max_batch_rows:
+            return self._compute_part(jobs[0])
+        if len(jobs) == 1:
+            return self._predict_views(jobs[0].request.arrays, rows)
+        return self._predict(self._merge(jobs, rows), rows)
+
+    def _compute_part(self, job: Job) -> Mapping[str, Array] | None:
+        """The outputs of a job that is larger than a batch, None if there are parts to come."""
+        at = job.done
+        part = [array[at : at + self._max_batch_rows] for array in job.request.arrays]
+        whole: dict[str, Array] = job.partial if at else {}
+        for name, output in self._predict_views(part, len(part[0])).items():
+            if at == 0:
+                whole[name] = np.empty((job.rows, *output.shape[1:]), output.dtype)
+            elif output.shape[1:] != whole[name].shape[1:] or output.dtype != whole[name].dtype:
+                raise ModelFault("output", f"output {name!r} changes its shape between parts of one request")
+            whole[name][at : at + len(output)] = output
+        job.done, job.partial = at + len(part[0]), whole
+        if job.done < job.rows:
+            return None
+        job.partial = None
         return whole
 
     def _merge(self, jobs: Sequence[Job], rows: int) -> list[Array]:
@@ -116,12 +142,27 @@ class Executor:
             merged.append(np.concatenate([job.request.arrays[index] for job in jobs], out=target))
         return merged
 
+    def _predict_views(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
+        """As `_predict`, of memory that belongs to a message or a student."""
+        if self._backend.writes_inputs:
+            return self._predict([array.copy() for array in arrays], rows)
+        try:
+            return self._predict(arrays, rows)
+        except ModelFault as fault:
+            if fault.__cause__ is None or not complains_of_read_only(fault.__cause__):
+                raise
+        self._backend.writes_inputs = True  # which its warm-up did not show
+        log_copies()
+        return self._predict([array.copy() for array in arrays], rows)
+
     def _predict(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
         inputs = {spec.name: array for spec, array in zip(self._model.inputs, arrays, strict=True)}
         started = time.perf_counter()
         try:
             outputs = self._backend.predict(inputs)
+            end_if_forked(self._pid)
         except BaseException as exc:
+            end_if_forked(self._pid)
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
             self._metrics.computed(rows, time.perf_counter() - started)
@@ -139,10 +180,12 @@ class Executor:
                 row = int(np.isnan(array).reshape(len(array), -1).any(1).argmax())
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
 
-    def _blame(self, fault: ModelFault) -> Refusal:
+    def _blame(self, fault: ModelFault, job: Job) -> Refusal:
         cause = fault.__cause__
         self._metrics.faulted(fault.kind)
-        self._complaints.add(type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}", cause)
+        self._complaints.add(
+            type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}{job.origin}", cause
+        )
         return Refusal(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
 
 
@@ -157,6 +200,10 @@ def _checked(spec: TensorSpec, output: object, rows: int) -> Array:
             output.dtype.kind == "O" and not all(isinstance(item, (str, bytes)) for item in output.reshape(-1))
         ):
             raise ModelFault("output", f"output {spec.name!r} has elements that are neither str nor bytes")
+        try:
+            output = with_objects(output)
+        except ProtocolError as exc:
+            raise ModelFault("output", f"output {spec.name!r}: {exc}") from exc
     elif output.dtype != dtype_of(spec.datatype):
         raise ModelFault("output", f"output {spec.name!r} is {output.dtype}, not {dtype_of(spec.datatype)}")
     wanted = (rows, *spec.shape)

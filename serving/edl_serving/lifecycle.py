@@ -26,6 +26,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.state = State.STARTING
+        self.healthy = True  # as far as a canary knows
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -33,7 +34,7 @@ class Lifecycle:
     @property
     def ready(self) -> bool:
         """Whether new students are welcome."""
-        return self.state is State.READY
+        return self.state is State.READY and self.healthy
 
     def enter(self) -> None:
         """A request was received.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edl.errors import SettingsError
 
-__all__ = ["check_path", "check_port", "private_path", "publish", "withdraw"]
+__all__ = ["authority", "check_path", "check_port", "private_path", "publish", "withdraw"]
 
 _HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for others too, or one of its addresses"
 _REMEDIES = {
@@ -21,6 +21,12 @@ _REMEDIES = {
     errno.EADDRNOTAVAIL: f"this machine has no such address; {_HOSTS}",
     errno.EACCES: "a --port above 1023 needs no privileges",
 }
+
+
+def authority(host: str, port: int) -> str:
+    """`host:port` as gRPC takes it: an IPv6 address, with brackets or without, in brackets."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_port(host: str, port: int) -> None:

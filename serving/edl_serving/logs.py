@@ -1,22 +1,56 @@
-"""Log lines of the commands: for people, on stderr."""
+"""Log lines of the commands, on stderr: for people, or as JSON for what collects them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from datetime import datetime, timezone
 
-__all__ = ["log_to_stderr"]
+__all__ = ["JsonFormatter", "log_to_stderr"]
 
 
-def log_to_stderr(command: str, *, verbose: bool = False) -> None:
-    """Let EDL's loggers write to stderr, and other libraries' from warnings on. For commands only."""
+def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
+    """Let EDL's loggers write to stderr, and other libraries' from warnings on. For commands only.
+
+    Args:
+        log_format: "text" or "json".
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {command}: %(levelname)s%(message)s", "%H:%M:%S"))
-    handler.addFilter(_Quiet())
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(command))
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {command}: %(levelname)s%(message)s", "%H:%M:%S"))
+        handler.addFilter(_Quiet())
     root = logging.getLogger()
     root.addHandler(handler)
     for name in ("edl", "edl_serving"):
         logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, command, message and, of an exception, its stack.
+
+    Args:
+        command: whose line it is.
+    """
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "command": self._command,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 class _Quiet(logging.Filter):

@@ -18,10 +18,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from edl.errors import SettingsError
+from edl_serving.refusal import Refusal
 
 __all__ = ["Metrics", "WorkerMetrics"]
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_TRIES = 10  # to read a gauge; each fails with some small chance
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -74,6 +76,7 @@ class Metrics(Collector):
         self.registry = CollectorRegistry()
         self._model = model
         self._outcomes: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
         self._workers: list[WorkerMetrics] = []
         self._gauges: list[tuple[str, str, Callable[[], float]]] = []
         self._http: tuple[Any, threading.Thread] | None = None
@@ -92,6 +95,15 @@ class Metrics(Collector):
         """A request ended: "ok", "cancelled", or the status in lower case. For the event loop's thread only."""
         self._outcomes[outcome] += 1
 
+    def refused(self, refusal: Refusal) -> None:
+        """A request ended with an error. For the event loop's thread only."""
+        self._outcomes[refusal.code.name.lower()] += 1
+        self._refusals[refusal.reason] += 1
+
+    def turned_away(self, refusal: Refusal) -> None:
+        """A call that carries no request ended with an error. For the event loop's thread only."""
+        self._refusals[refusal.reason] += 1
+
     def collect(self) -> Iterator[Metric]:
         """For Prometheus."""
         requests = CounterMetricFamily(
@@ -100,6 +112,14 @@ class Metrics(Collector):
         for outcome, count in sorted(self._outcomes.copy().items()):
             requests.add_metric([self._model, outcome], count)
         yield requests
+        refusals = CounterMetricFamily(
+            "edl_teacher_refusals",
+            "Requests and calls that ended with an error.",
+            labels=["model", "reason"],
+        )
+        for reason, count in sorted(self._refusals.copy().items()):
+            refusals.add_metric([self._model, reason], count)
+        yield refusals
         faults = CounterMetricFamily(
             "edl_teacher_model_faults",
             "Requests that the model failed: it raised, answered NaN, or an output other than promised.",
@@ -119,7 +139,7 @@ class Metrics(Collector):
             yield self._histogram(name, text, parts)
         for name, text, read in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=["model"])
-            gauge.add_metric([self._model], read())
+            gauge.add_metric([self._model], _read(read))
             yield gauge
 
     def _histogram(self, name: str, text: str, parts: Sequence[_Buckets]) -> HistogramMetricFamily:
@@ -152,3 +172,13 @@ class Metrics(Collector):
             server.shutdown()
             server.server_close()
             thread.join()
+
+
+def _read(gauge: Callable[[], float]) -> float:
+    """A gauge's value, read in another thread than it changes in."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return gauge()
+        except RuntimeError:  # a dictionary changed its size while it was looked through
+            continue
+    return gauge()

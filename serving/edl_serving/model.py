@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl_serving.backend import Backend, TensorSpec
-from edl_serving.refusal import invalid, quote
+from edl_serving.refusal import invalid, not_found, quote
 from edl_serving.settings import ServerSettings
 
 __all__ = ["Model"]
@@ -40,6 +40,7 @@ class Model:
         for spec in self.outputs:
             if spec.datatype == "BF16":
                 raise SettingsError(f"output {spec.name!r} is BF16: declare it as FP32 and let students ask for FP16")
+        self.max_message_bytes = settings.max_message_bytes
         self._settings = settings
 
     def check(self, name: str, version: str) -> None:
@@ -47,7 +48,7 @@ class Model:
         if name != self.name:
             raise invalid(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):
-            raise invalid(f"model {self.name!r} has no version {quote(version)}, only {self.version!r}")
+            raise not_found(f"model {self.name!r} has no version {quote(version)}, only {self.version!r}")
 
     def metadata(self) -> kserve.ModelMetadataResponse:
         """Shapes include the batch dimension, as KServe has it."""
@@ -71,6 +72,7 @@ class Model:
             config.output.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
         config.dynamic_batching.max_queue_delay_microseconds = round(self._settings.max_delay_s * 1e6)
         config.parameters[names.MAX_ROWS].string_value = str(self._settings.max_queue_rows)
+        config.parameters[names.MAX_BYTES].string_value = str(self._settings.max_message_bytes)
         return kserve.ModelConfigResponse(config=config)
 
     def extensions(self) -> list[str]:

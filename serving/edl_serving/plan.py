@@ -5,6 +5,7 @@ A client sends the same header with every batch, so a plan is made once and used
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,8 +17,12 @@ from edl_serving.backend import Array, TensorSpec
 from edl_serving.model import Model
 from edl_serving.options import OutputOptions
 from edl_serving.refusal import invalid, quote
+from edl_serving.tracing import checked_traceparent
 
 __all__ = ["Input", "Output", "Place", "Plan", "make_plan"]
+
+_OBJECT_NBYTES = 41
+"""Of an element of BYTES: CPython's object of bytes has 33 bytes around them, and the array 8 for where it is."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Plan:
         typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to one
             request alone.
         timeout_s: how long after its arrival anyone waits for the answer; None if the request does not say.
+        object_bytes: beside their message, of the Python objects that BYTES are made into.
+        traceparent: the span that it is part of (`tracing`); empty if the request does not say.
         answers: headers of answers to this plan, serialized, by the shapes of the outputs.
     """
 
@@ -89,6 +96,8 @@ class Plan:
     typed: str | None
     uses_shared_memory: bool
     timeout_s: float | None = None
+    object_bytes: int = 0
+    traceparent: str = ""
     answers: dict[object, bytes] = field(default_factory=dict, compare=False)
 
 
@@ -119,6 +128,8 @@ def make_plan(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> 
         typed=next((one.spec.name for one in inputs if not isinstance(one.source, (Raw, Place))), None),
         uses_shared_memory=any(isinstance(source, Place) for source in sources) or any(one.place for one in outputs),
         timeout_s=_read_timeout(header.parameters),
+        object_bytes=sum(_OBJECT_NBYTES * math.prod(one.shape) for one in inputs if one.spec.datatype == "BYTES"),
+        traceparent=_read_traceparent(header.parameters),
     )
 
 
@@ -129,6 +140,12 @@ def _read_timeout(parameters: Mapping[str, kserve.InferParameter]) -> float | No
     if field != "int64_param":
         raise invalid(f"parameter {names.TIMEOUT_MS}: must be given as int64_param, not {field}")
     return max(parameters[names.TIMEOUT_MS].int64_param / 1000, 0.0)
+
+
+def _read_traceparent(parameters: Mapping[str, kserve.InferParameter]) -> str:
+    if names.TRACEPARENT not in parameters:
+        return ""
+    return checked_traceparent(parameters[names.TRACEPARENT].string_param)
 
 
 def _read_inputs(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> tuple[Input, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edl.discovery import Instance
+from edl.protocol import names
 from edl_serving.address import warn_of_loopback
 from edl_serving.announce import Announcer
 from edl_serving.ready_file import ReadyFile
@@ -35,6 +37,9 @@ class Presence:
         self._instance: Instance | None = None
         self._metrics_port: int | None = None
         self._announcer: Announcer | None = None
+        self._moving = threading.Lock()  # between the event loop, which tells of a canary, and `join` and `leave`
+        self._healthy = True
+        self._left = False
         self.version = ""
         announcement = config.announcement
         if announcement.url is not None:
@@ -45,17 +50,41 @@ class Presence:
         told = self._config.announcement
         self._metrics_port = server.metrics_port
         self._instance = told.instance(self._config.address, server.port, self._config.server.model, self._meta())
+        server.watch_ready(self._ready_changed)
         if self._announcer is None:
             self._say_ready(self._instance)
             return
+        announcer = self._announcer
+        server.metrics.watch(
+            "edl_teacher_registered",
+            "Whether discovery has this teacher, and its lease is kept.",
+            lambda: float(announcer.shown is not None and not announcer.error),
+        )
         warn_of_loopback(told.url, self._config.address, "--host 0.0.0.0")
-        self._announcer.want(self._instance)
+        with self._moving:
+            if self._healthy:
+                self._announcer.want(self._instance)
         self._announcer.settle(_JOIN_S)
+
+    def _ready_changed(self, healthy: bool) -> None:
+        """Be in discovery only while the model answers. Returns at once."""
+        with self._moving:
+            self._healthy = healthy
+            if self._left or self._instance is None:
+                return
+            if not healthy:
+                self._ready_file.remove()
+            if self._announcer is not None:
+                self._announcer.want(self._instance if healthy else None)
+            elif healthy:
+                self._say_ready(self._instance)
 
     def leave(self) -> None:
         """Show as draining, and give students a moment to hear of it."""
+        with self._moving:
+            self._left = True
         self._ready_file.remove()
-        if self._announcer is None or self._instance is None:
+        if self._announcer is None or self._instance is None or not self._healthy:
             return
         quarter_s = self._config.server.drain_timeout_s / 4  # the rest is for requests in flight
         self._instance = replace(self._instance, state="draining")
@@ -77,6 +106,8 @@ class Presence:
             meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         if self._config.server.uds is not None:
             meta["uds"] = str(Path(self._config.server.uds).absolute())
+        if self._config.server.credentials.cert:
+            meta[names.TLS_META] = "1"
         return meta
 
     def _on_shown(self, instance: Instance | None) -> None:

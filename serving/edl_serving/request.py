@@ -17,7 +17,9 @@ from edl_serving.backend import Array
 from edl_serving.model import Model
 from edl_serving.plan import Input, Place, Plan, Raw, make_plan
 from edl_serving.refusal import invalid, quote
-from edl_serving.shm import Region, Regions
+from edl_serving.regions import ClientRegions
+from edl_serving.shm import Region
+from edl_serving.typed import check_large
 
 __all__ = ["Request", "RequestReader"]
 
@@ -50,10 +52,11 @@ class RequestReader:
     def __init__(self, model: Model, max_rows: int) -> None:
         self._model = model
         self._max_rows = max_rows
+        self._max_bytes = model.max_message_bytes
         self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
         self._plans: dict[bytes, Plan] = {}
 
-    async def read(self, header: bytes, raw: Sequence[memoryview], regions: Regions | None) -> Request:
+    async def read(self, header: bytes, raw: Sequence[memoryview], regions: ClientRegions | None) -> Request:
         """Check a request and find its tensors.
 
         Args:
@@ -63,7 +66,7 @@ class RequestReader:
         Raises:
             Refusal: INVALID_ARGUMENT, with the offending name and value.
         """
-        plan = self._plans.get(header)
+        plan = self._plans.get(header) if len(header) <= _MAX_CACHED_HEADER else None
         if plan is None:
             slow = len(header) > _SLOW_TO_READ
             plan = await asyncio.to_thread(self._plan, header) if slow else self._plan(header)
@@ -73,6 +76,8 @@ class RequestReader:
 
     def _plan(self, header: bytes) -> Plan:
         try:
+            if len(header) > _SLOW_TO_READ:
+                check_large(header, self._model, self._max_rows, self._max_bytes)
             plan = make_plan(codec.parse_request(header), self._model, self._max_rows)
         except ProtocolError as exc:
             raise invalid(str(exc)) from exc
@@ -83,7 +88,7 @@ class RequestReader:
         return plan
 
 
-def bind(plan: Plan, raw: Sequence[memoryview], regions: Regions | None) -> Request:
+def bind(plan: Plan, raw: Sequence[memoryview], regions: ClientRegions | None) -> Request:
     """Find the tensors of `plan` in `raw` and in shared memory.
 
     Raises:
@@ -121,6 +126,6 @@ def _refuse_count(plan: Plan, count: int) -> None:
     raise invalid(f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory")
 
 
-def _from_region(one: Input, place: Place, regions: Regions | None) -> Array:
+def _from_region(one: Input, place: Place, regions: ClientRegions | None) -> Array:
     assert regions is not None
     return from_raw(one.spec.datatype, one.shape, regions[place.region].view(place.offset, place.nbytes))

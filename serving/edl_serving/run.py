@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from edl_serving.address import warn_of_no_credentials
 from edl_serving.backend import Backend
 from edl_serving.server import TeacherServer
 from edl_serving.settings import ServerSettings
@@ -64,6 +65,7 @@ async def _serve(
             await asyncio.wait({starting})
             return 0
         _log.info("model %r is served on %s:%d", settings.model, settings.host, server.port)
+        warn_of_no_credentials(settings.host, settings.credentials)
         if join is not None:
             joining = _in_thread(lambda: join(server))
             if not await _done_before(signalled, joining):  # else `leave` could overtake it

@@ -11,7 +11,7 @@ from typing import Any
 from edl.discovery import Instance
 from edl.discovery.records import check_ttl, validated
 from edl.errors import SettingsError
-from edl.settings import DiscoverySettings
+from edl.settings import Credentials, DiscoverySettings
 from edl_serving import values as v
 from edl_serving.address import outward_address
 from edl_serving.backends import KINDS
@@ -19,7 +19,15 @@ from edl_serving.backends.source import ModelSource
 from edl_serving.config import Group, Option
 from edl_serving.settings import ServerSettings
 
-__all__ = ["DISCOVERY_OPTIONS", "GROUPS", "Announcement", "ServeConfig"]
+__all__ = [
+    "CLIENT_CREDENTIALS",
+    "DISCOVERY_OPTIONS",
+    "GROUPS",
+    "LOG_FORMAT",
+    "Announcement",
+    "ServeConfig",
+    "credentials_of",
+]
 
 NO_DISCOVERY = "none"
 
@@ -66,7 +74,12 @@ _SERVER = Group(
         Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
         Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
+        Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, likewise (default 1GiB)"),
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
+        Option("max-connections", v.count, "N", "clients with calls open at a time (default 1024)"),
+        Option("max-streams", v.count, "N", "streams open at a time, of all clients (default 1024)"),
+        Option("max-calls", v.count, "N", "calls that one connection may have open at a time (default 1024)"),
+        Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of one client's requests and answers (default 1GiB)"),
         Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
         Option(
             "linger",
@@ -76,8 +89,18 @@ _SERVER = Group(
         ),
         Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
         Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
+        Option(
+            "shared-memory-user",
+            v.user,
+            "USER",
+            "take shared memory of another user than the server's own, by a copy; a name or number, repeatable",
+            many=True,
+        ),
         Option("metrics-port", v.port, "PORT", "serve Prometheus metrics here, 0 for a free port (default: off)"),
         Option("metrics-host", v.text, "ADDRESS", "address for that (default 127.0.0.1)"),
+        Option("canary", v.seconds, "TIME", "run a row of the sample so often; not ready while it fails"),
+        Option("canary-timeout", v.seconds, "TIME", "how long that may take, waiting included (default 30s)"),
+        Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
     ),
 )
 
@@ -91,10 +114,48 @@ DISCOVERY_OPTIONS = (
     Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
 )
 
+NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
+
+_CREDENTIALS = Group(
+    "TLS and tokens (docs/security.md); files are read again when they change",
+    (
+        Option("tls-cert", v.text, "FILE", "certificate, PEM: students speak TLS to this teacher (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("tls-ca", v.text, "FILE", "mutual TLS: take only students with a certificate of this CA (EDL_TLS_CA)"),
+        Option(
+            "max-connection-age",
+            v.duration_s,
+            "TIME",
+            "with mutual TLS, look at the certificate of a connection anew after so long (default 1h)",
+        ),
+        Option(
+            "token-file", v.text, "FILE", "take only students with a token of this file, one a line (EDL_TOKEN_FILE)"
+        ),
+        Option("allow-insecure-tokens", v.flag, "", "take tokens without TLS beyond this host", negative=True),
+        Option("open-health", v.flag, "", "answer health checks without a token (default)", negative=True),
+        NO_TOKEN,
+    ),
+)
+
+CLIENT_CREDENTIALS = Group(
+    "TLS and tokens for that server (docs/security.md); files are read again when they change",
+    (
+        Option("tls-ca", v.text, "FILE", "speak TLS, with servers of these CAs; or system (EDL_TLS_CA)"),
+        Option("tls-server-name", v.text, "NAME", "that its certificate must hold, not the host (EDL_TLS_SERVER_NAME)"),
+        Option("tls-cert", v.text, "FILE", "certificate to show to the server: mutual TLS (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("token-file", v.text, "FILE", "send the first token of this file to the server (EDL_TOKEN_FILE)"),
+        Option("allow-insecure-tokens", v.flag, "", "send it without TLS beyond this host, too", negative=True),
+        NO_TOKEN,
+    ),
+)
+
 _DISCOVERY = Group(
     f"discovery (--discovery {NO_DISCOVERY} to stay out of it)",
     (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
 )
+
+LOG_FORMAT = Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line")
 
 _PROCESS = Group(
     "the process",
@@ -103,11 +164,12 @@ _PROCESS = Group(
             "ready-file", v.text, "PATH", "written once students can come: JSON of endpoint, port, metrics_port, pid"
         ),
         Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
+        LOG_FORMAT,
         Option("verbose", v.flag, "", "log more", negative=True),
     ),
 )
 
-GROUPS = (_MODEL, _SERVER, _DISCOVERY, _PROCESS)
+GROUPS = (_MODEL, _SERVER, _CREDENTIALS, _DISCOVERY, _PROCESS)
 
 
 @dataclass(frozen=True)
@@ -183,6 +245,7 @@ class ServeConfig:
     ready_file: str | None = None
     exit_with: int | None = None
     verbose: bool = False
+    log_format: str = "text"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ServeConfig:
@@ -206,13 +269,25 @@ class ServeConfig:
             server=_server(model, given),
             announcement=announcement,
             address=address,
-            **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": ""}),
+            **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": "", "log_format": ""}),
         )
 
 
 def _only(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Those of `given` that `names` has, under the name that it gives them (empty: the same)."""
     return {new or old: given[old] for old, new in names.items() if old in given}
+
+
+def credentials_of(given: Mapping[str, Any]) -> Credentials:
+    """From values of the options, or else from the environment."""
+    return Credentials.of(
+        ca=given.get("tls_ca"),
+        cert=given.get("tls_cert"),
+        key=given.get("tls_key"),
+        server_name=given.get("tls_server_name"),
+        token_file=given.get("token_file"),
+        allow_insecure_tokens=given.get("allow_insecure_tokens"),
+    )
 
 
 def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
@@ -228,14 +303,23 @@ def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
 
 def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
     names = {
-        **dict.fromkeys(("host", "port", "uds", "check_nan", "shared_memory", "metrics_port", "metrics_host"), ""),
+        **dict.fromkeys(
+            ("host", "port", "uds", "check_nan", "shared_memory", "metrics_port", "metrics_host", "access_log"), ""
+        ),
+        **dict.fromkeys(("max_queue_bytes", "max_connections", "max_streams", "max_calls", "max_client_bytes"), ""),
+        "open_health": "",
         "max_batch": "max_batch_rows",
         "max_delay": "max_delay_s",
         "max_queue": "max_queue_rows",
         "max_message": "max_message_bytes",
+        "shared_memory_user": "shared_memory_users",
         "drain_timeout": "drain_timeout_s",
+        "canary": "canary_s",
+        "canary_timeout": "canary_timeout_s",
+        "max_connection_age": "max_connection_age_s",
     }
     chosen = _only(given, names)
+    chosen["credentials"] = credentials_of(given)
     if "max_queue" not in given and "max_batch" in given:
         chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * given["max_batch"])
     if "metrics_port" not in given and "metrics_host" in given:

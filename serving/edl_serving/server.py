@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -11,22 +12,32 @@ from grpc_health.v1.health import aio as health_aio
 from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
+from edl.protocol.channel import listen
+from edl.protocol.credentials import CredentialFiles
 from edl.protocol.transport import grpc
+from edl_serving.access import AccessLog
+from edl_serving.authentication import TokenCheck, follow_revocations
 from edl_serving.backend import Backend
 from edl_serving.batcher import Batcher
+from edl_serving.canary import Canary
+from edl_serving.clients import Clients
 from edl_serving.infer import Inference
 from edl_serving.lifecycle import Lifecycle, State
-from edl_serving.listening import check_path, check_port, private_path, publish, withdraw
+from edl_serving.listening import authority, check_path, check_port, private_path, publish, withdraw
 from edl_serving.metrics import Metrics
 from edl_serving.model import Model
+from edl_serving.peers import Peers
+from edl_serving.regions import Regions
 from edl_serving.servicer import Servicer
 from edl_serving.settings import ServerSettings
-from edl_serving.shm import Regions
 
 __all__ = ["TeacherServer"]
 
+_log = logging.getLogger(__name__)
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_AGE_GRACE_MS = 30_000  # for requests under way on a connection that has come to its age; as long as draining takes
+_SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for so long at most, at microseconds a look
 _FLUSH_S = 0.25  # for RPCs that nobody waits for, such as watches of health
 
 
@@ -51,10 +62,16 @@ class TeacherServer:
         self._batcher: Batcher | None = None
         self._inference: Inference | None = None
         self._grpc: grpc.aio.Server | None = None
+        self._files = CredentialFiles.of(settings.credentials, serving=True)
+        self._following: asyncio.Task[None] | None = None
         self._health = health_aio.HealthServicer()
         self._port = 0
+        self._sweeping: asyncio.Task[None] | None = None
         self._own_path: tuple[str, tuple[int, int]] | None = None
         self._metrics_port: int | None = None
+        self._access: AccessLog | None = None
+        self._canary: asyncio.Task[None] | None = None
+        self._ready_watch: Callable[[bool], None] | None = None
 
     @property
     def settings(self) -> ServerSettings:
@@ -110,39 +127,99 @@ class TeacherServer:
             raise
         self._lifecycle.state = State.READY
         await self._tell_health(_SERVING)
+        self._start_canary(self._batcher)
         return self._port
+
+    def watch_ready(self, changed: Callable[[bool], None]) -> None:
+        """Have `changed` called on the event loop when a canary fails, and when it is answered again."""
+        self._ready_watch = changed
+
+    def _start_canary(self, batcher: Batcher) -> None:
+        settings = self._settings
+        if settings.canary_s is None:
+            return
+        row = self._backends[0].sample(1)
+        canary = Canary(batcher, self._model, row, settings.canary_s, settings.canary_timeout_s, self._canary_changed)
+        self._metrics.watch(
+            "edl_teacher_healthy", "Whether the last row of the canary was answered.", lambda: float(canary.healthy)
+        )
+        self._canary = asyncio.create_task(canary.run())
+
+    async def _canary_changed(self, healthy: bool) -> None:
+        lifecycle = self._lifecycle
+        if lifecycle is None or lifecycle.state is not State.READY:
+            return
+        lifecycle.healthy = healthy
+        await self._tell_health(_SERVING if healthy else _NOT_SERVING)
+        if self._ready_watch is not None:
+            self._ready_watch(healthy)
 
     async def _listen(self, lifecycle: Lifecycle, batcher: Batcher) -> None:
         settings = self._settings
-        regions = Regions(settings.max_regions, settings.max_region_bytes) if settings.shared_memory else None
+        regions: Regions | None = None
+        if settings.shared_memory:
+            peers = Peers(lambda: (self._port,), settings.host)
+            regions = Regions(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
+            self._sweeping = asyncio.create_task(_sweep(regions))
+        clients = Clients(settings)
+        if settings.access_log is not None:
+            self._access = AccessLog(settings.access_log, self._model.name, self._model.version)
         inference = self._inference = Inference(
-            self._model, settings.max_queue_rows, lifecycle, batcher, regions, self._metrics
+            self._model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self._metrics, self._access
         )
-        servicer = Servicer(self._model, lifecycle, inference, regions)
-        self._grpc = grpc.aio.server(options=_options(settings))
+        servicer = Servicer(self._model, lifecycle, inference, regions, clients, self._metrics)
+        files = self._files
+        checks = [TokenCheck(files, open_health=settings.open_health)] if files and files.settings.token_file else []
+        self._grpc = grpc.aio.server(options=_options(settings), interceptors=checks)
         self._grpc.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
         check_port(settings.host, settings.port)
         if settings.uds is not None:
             check_path(settings.uds)
-        self._port = self._bind(self._grpc, f"{settings.host}:{settings.port}")
+        self._port = self._bind(self._grpc, authority(settings.host, settings.port))
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
             self._own_path = settings.uds, publish(settings.uds)
         await self._grpc.start()
+        if files is not None:
+            self._following = asyncio.create_task(follow_revocations(files, inference.end_streams))
         self._metrics.watch("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
         self._metrics.watch("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
+        for name, text, read in (
+            ("edl_teacher_queue_bytes", "Bytes of requests that wait.", lambda: batcher.queued_bytes),
+            ("edl_teacher_connections", "Clients with calls open.", lambda: len(clients)),
+            ("edl_teacher_streams", "Streams that are open.", lambda: clients.streams),
+            ("edl_teacher_client_bytes", "Bytes of requests and answers under way.", lambda: clients.nbytes),
+        ):
+            self._metrics.watch(name, text, read)
+        if files is not None and files.tls:
+            self._watch_certificate(files)
+        if regions is not None:
+            self._metrics.watch("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
+            self._metrics.watch("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
         if settings.metrics_port is not None:
             self._metrics_port = self._metrics.listen(settings.metrics_host, settings.metrics_port)
 
-    @staticmethod
-    def _bind(server: grpc.aio.Server, address: str) -> int:
+    def _watch_certificate(self, files: CredentialFiles) -> None:
+        """Say until when students will believe this server."""
+
+        def expiry() -> float:
+            identity = files.current().identity
+            return identity.not_after_s if identity is not None else 0.0
+
+        text = "When the certificate in use expires, in seconds since 1970."
+        self._metrics.watch("edl_teacher_certificate_expiry_seconds", text, expiry)
+        identity = files.current().identity
+        if identity is not None:
+            names = ", ".join(identity.names) or "no host"
+            _log.info("TLS with a certificate for %s, valid until %s", names, identity.not_after)
+
+    def _bind(self, server: grpc.aio.Server, address: str) -> int:
         try:
-            port: int = server.add_insecure_port(address)
+            return listen(server, address, self._files)
         except RuntimeError as exc:
             raise SettingsError(f"cannot listen on {address}: {exc}") from exc
-        return port
 
     async def leave(self) -> None:
         """Stop being ready, while requests are still served: students may not have heard of it yet."""
@@ -175,6 +252,13 @@ class TeacherServer:
         batcher, self._batcher = self._batcher, None
         if self._lifecycle is not None:
             self._lifecycle.state = State.STOPPED
+        following, self._following = self._following, None
+        if following is not None:
+            following.cancel()
+        for task in (self._sweeping, self._canary):
+            if task is not None:
+                task.cancel()
+        self._sweeping = self._canary = None
         own, self._own_path = self._own_path, None
         if own is not None:
             withdraw(*own)
@@ -186,16 +270,31 @@ class TeacherServer:
         if batcher is not None:
             await batcher.close(close_within_s)
         self._metrics.close()
+        access, self._access = self._access, None
+        if access is not None:
+            await asyncio.to_thread(access.close)
 
     async def _tell_health(self, status: int) -> None:
         for service in ("", names.SERVICE, self._model.name):
             await self._health.set(service, status)
 
 
+async def _sweep(regions: Regions) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_EVERY_S)
+        regions.sweep()
+
+
 def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
+    mutual = settings.credentials.cert and settings.credentials.ca
+    age_ms = min(round(settings.max_connection_age_s * 1000), 2**31 - 1)
+    aging = [("grpc.max_connection_age_ms", age_ms), ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS)]
     return [
+        *(aging if mutual else []),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        ("grpc.per_message_decompression", 0),  # see `refusal.malformed`
+        ("grpc.max_concurrent_streams", settings.max_calls),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its students at random
         # Students ping to notice a teacher that vanished without a word; gRPC's default takes that for an attack.
         ("grpc.keepalive_permit_without_calls", 1),

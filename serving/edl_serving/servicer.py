@@ -14,11 +14,13 @@ from google.protobuf.message import DecodeError, Message
 from edl import __version__
 from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
+from edl_serving.clients import Clients, client_of
 from edl_serving.infer import Context, Inference
 from edl_serving.lifecycle import Lifecycle
+from edl_serving.metrics import Metrics
 from edl_serving.model import Model
-from edl_serving.refusal import Refusal, invalid, quote
-from edl_serving.shm import Regions, is_local
+from edl_serving.refusal import Refusal, invalid, malformed, quote
+from edl_serving.regions import ClientRegions, Regions
 
 __all__ = ["Servicer"]
 
@@ -28,11 +30,21 @@ M = TypeVar("M", bound=Message)
 class Servicer:
     """Everything but the computing, which is `Inference`'s."""
 
-    def __init__(self, model: Model, lifecycle: Lifecycle, inference: Inference, regions: Regions | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        lifecycle: Lifecycle,
+        inference: Inference,
+        regions: Regions | None,
+        clients: Clients,
+        metrics: Metrics,
+    ) -> None:
         self._model = model
         self._lifecycle = lifecycle
         self._inference = inference
         self._regions = regions
+        self._clients = clients
+        self._metrics = metrics
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods of the service."""
@@ -66,6 +78,7 @@ class Servicer:
         return kserve.ServerMetadataResponse(name="edl", version=__version__, extensions=self._model.extensions())
 
     def _model_metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> Message:
+        self._check_room(context)
         self._model.check(request.name, request.version)
         return self._model.metadata()
 
@@ -96,12 +109,21 @@ class Servicer:
         self._local_regions(context).unregister(request.name)
         return kserve.SystemSharedMemoryUnregisterResponse()
 
-    def _local_regions(self, context: Context) -> Regions:
+    def _check_room(self, context: Context) -> None:
+        """Tell a student that connects, rather than its first request, that there are too many clients."""
+        try:
+            self._clients.leave(self._clients.enter(client_of(context)))
+        except Refusal as refusal:
+            self._metrics.turned_away(refusal)
+            raise
+
+    def _local_regions(self, context: Context) -> ClientRegions:
         if self._regions is None:
             raise invalid("shared memory is turned off on this server")
-        if not is_local(context.peer()):
+        regions = self._regions.of_client(context.peer())
+        if regions is None:
             raise invalid(f"shared memory is for clients on this host, not for {quote(context.peer())}")
-        return self._regions
+        return regions
 
 
 def _unary(kind: type[M], answer: Callable[[M, Context], Message]) -> grpc.RpcMethodHandler[Any, Any]:
@@ -110,7 +132,7 @@ def _unary(kind: type[M], answer: Callable[[M, Context], Message]) -> grpc.RpcMe
             try:
                 request = kind.FromString(data)
             except DecodeError as exc:
-                raise invalid(f"malformed {kind.__name__}: {exc}") from exc
+                raise malformed(data, f"malformed {kind.__name__}: {exc}") from exc
             return answer(request, context).SerializeToString()
         except Refusal as refusal:
             await context.abort(refusal.code, refusal.message, refusal.trailing_metadata)

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edl.errors import SettingsError
+from edl.protocol.channel import is_this_host
+from edl.settings import Credentials
+from edl_serving.listening import authority
 
 __all__ = ["ServerSettings"]
+
+_COUNTS = (
+    "max_batch_rows",
+    "max_queue_rows",
+    "max_connections",
+    "max_streams",
+    "max_regions",
+    "max_region_bytes",
+)
+
+_ROOM = ("max_queue_bytes", "max_client_bytes")
+_LEAST_MESSAGE_BYTES = 8192
+"""A larger message ends the stream that it comes on, and students send bundles of up to 4 kB without asking."""
+_LEAST_ROOM_BYTES = 1 << 30
+"""Six batches of 256 images as float32; what a student holds ahead as it comes is half of that."""
+
+_LEAST_CANARY_S = 0.01
+"""More often, the canary would be what keeps the model busy."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +45,32 @@ class ServerSettings:
             a batch is what gathered while the model was busy.
         max_queue_rows: rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
             a request with more rows than this on its own is INVALID_ARGUMENT.
+        max_queue_bytes: bytes of requests that may wait, refused likewise. Of tensors in shared memory only their names
+            count, as the memory is the client's. 0 for 1 GiB, or room for two of the largest messages if that is more.
         max_message_bytes: the largest request in bytes.
+        max_connections: clients that may have calls open at a time; more are refused with RESOURCE_EXHAUSTED, but for
+            questions about health and readiness.
+        max_streams: streams that may be open at a time, those of all clients together; likewise.
+        max_calls: calls that one connection may have open at a time. gRPC has the client wait with others.
+        max_client_bytes: bytes of one client's requests that have no answer yet, and of its answers that are not sent
+            yet; what goes beyond is refused with RESOURCE_EXHAUSTED. 0 as for `max_queue_bytes`.
         check_nan: answer INTERNAL rather than NaN.
         shared_memory: let clients on this host pass tensors through system shared memory.
+        shared_memory_users: ids of users whose shared memory is taken, besides the server's own; it is copied, as they
+            could else end the server by making it shorter.
         max_regions, max_region_bytes: how many regions may be registered, and how large all of them together.
         drain_timeout_s: how long SIGTERM waits for what is in flight.
         metrics_port: serve Prometheus metrics over HTTP on this port (0 for a free one); None for not at all.
         metrics_host: address for that.
+        credentials: certificate, key and tokens; with a `ca` only clients with a certificate of it are served (mutual
+            TLS). Files are read again when they change.
+        open_health: answer the health service without a token.
+        max_connection_age_s: how long a connection lives with mutual TLS: a certificate that is taken no more is of use
+            for so long on connections that exist.
+        canary_s: run a row of the sample through the model so often, and be ready only while it is answered; None for
+            never.
+        canary_timeout_s: how long that may take, waiting included.
+        access_log: a file for a line of JSON for each request, "-" for standard output; None for none.
 
     Raises:
         SettingsError: names the setting, its value, and what is accepted.
@@ -43,30 +83,65 @@ class ServerSettings:
     max_batch_rows: int = 64
     max_delay_s: float = 0.0
     max_queue_rows: int = 1024
+    max_queue_bytes: int = 0
     max_message_bytes: int = 512 << 20
+    max_connections: int = 1024
+    max_streams: int = 1024
+    max_calls: int = 1024
+    max_client_bytes: int = 0
     check_nan: bool = True
     shared_memory: bool = True
+    shared_memory_users: tuple[int, ...] = ()
     max_regions: int = 256
     max_region_bytes: int = 16 << 30
     drain_timeout_s: float = 30.0
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    credentials: Credentials = field(default_factory=Credentials)
+    open_health: bool = True
+    max_connection_age_s: float = 3600.0
+    canary_s: float | None = None
+    canary_timeout_s: float = 30.0
+    access_log: str | None = None
 
     def __post_init__(self) -> None:
         if not self.model:
             raise SettingsError("model='' : a served model needs a name")
-        for name in ("max_batch_rows", "max_queue_rows", "max_message_bytes", "max_regions", "max_region_bytes"):
+        self._check("max_message_bytes", _LEAST_MESSAGE_BYTES, 2**31 - 1)
+        for name in _ROOM:
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, max(_LEAST_ROOM_BYTES, 2 * self.max_message_bytes))
+        for name in (*_COUNTS, *_ROOM):
             self._check(name, 1, math.inf)
-        self._check("max_message_bytes", 1, 2**31 - 1)
+        self._check("max_calls", 1, 2**31 - 1)
         self._check("max_delay_s", 0, 60)
         self._check("drain_timeout_s", 0, 86400)
+        if self.canary_s is not None:
+            self._check("canary_s", _LEAST_CANARY_S, 86400)
+        self._check("canary_timeout_s", _LEAST_CANARY_S, 86400)
         self._check("port", 0, 65535)
         if self.metrics_port is not None:
             self._check("metrics_port", 0, 65535)
+        self._check("max_connection_age_s", 1, 86400 * 365)
+        told = self.credentials
+        if told.token_file and not (told.cert or told.allow_insecure_tokens or is_this_host(authority(self.host, 0))):
+            raise SettingsError(
+                f"tokens without TLS on {self.host}: whoever reads the network has them. Give the teacher a "
+                "certificate (--tls-cert, --tls-key), or listen on 127.0.0.1, or say that the network may be trusted "
+                "(--allow-insecure-tokens)"
+            )
         if self.max_queue_rows < self.max_batch_rows:
             raise SettingsError(
-                f"max_queue_rows={self.max_queue_rows}: must hold a batch, max_batch_rows={self.max_batch_rows}"
+                f"max_queue_rows={self.max_queue_rows}: must hold a batch, max_batch_rows={self.max_batch_rows} "
+                "(edl serve --max-queue, --max-batch)"
             )
+
+        for name in _ROOM:
+            if getattr(self, name) < self.max_message_bytes:
+                raise SettingsError(
+                    f"{name}={getattr(self, name)}: must hold a message, max_message_bytes={self.max_message_bytes} "
+                    f"(edl serve --{name.replace('_', '-')}, --max-message)"
+                )
 
     def _check(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

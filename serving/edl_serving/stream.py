@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from edl.errors import ProtocolError
 from edl.protocol import bundles, codec, kserve, names
 from edl.protocol.codec import Buffer
-from edl.protocol.transport import grpc
+from edl_serving.clients import Context, StreamPlace
 from edl_serving.lifecycle import Lifecycle
-from edl_serving.refusal import Refusal, invalid, quote
+from edl_serving.refusal import Refusal, invalid, malformed, quote
 
 __all__ = ["Compute", "Context", "Stream", "refused"]
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _Parts: TypeAlias = tuple[bytes, list[memoryview], str, Refusal | None]
-Compute: TypeAlias = Callable[[bytes, list[memoryview], str, Refusal | None], Awaitable[bytes]]
+Compute: TypeAlias = Callable[[bytes, list[memoryview], int, str, Refusal | None], Awaitable[bytes]]
+
+_Taken: TypeAlias = tuple[bool, int | None]
+"""Whether the lifecycle counts a request, and how many bytes its client's limit does; None if it was refused."""
 
 _WINDOW = 64  # requests of one stream that are worked on at a time; the others wait in the connection
 _BUNDLE_NBYTES = 1 << 20  # of answers in one message: a larger one costs more to copy than a message of its own
@@ -33,23 +35,33 @@ class Stream:
     An error ends its request, not the stream.
 
     Args:
-        compute: called with a request's header without its id, its raw tensors, its id, and why it is refused, if it
-            is; returns the bytes of a `ModelStreamInferResponse`.
+        compute: called with a request's header without its id, its raw tensors, the bytes of both, its id, and why it
+            is refused, if it is; returns the bytes of a `ModelStreamInferResponse`.
         cancelled: called for each request that nobody waits for any more.
+        place: among the streams that are served.
+        metadata: of the call.
     """
 
-    def __init__(self, compute: Compute, cancelled: Callable[[], None], lifecycle: Lifecycle, context: Context) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        cancelled: Callable[[], None],
+        lifecycle: Lifecycle,
+        place: StreamPlace,
+        metadata: Mapping[str, str | bytes],
+        context: Context,
+    ) -> None:
         self._compute = compute
         self._cancelled = cancelled
         self._lifecycle = lifecycle
+        self._place = place
         self._context = context
-        metadata = dict(context.invocation_metadata() or ())
         self._ordered = names.UNORDERED not in metadata
         self._bundles = names.BUNDLES in metadata and not self._ordered
         self._window = asyncio.Semaphore(_WINDOW)
         self._answers: deque[asyncio.Task[bytes] | None] = deque()
         self._wake = asyncio.Event()
-        self._entered: dict[asyncio.Task[bytes], bool] = {}  # all not written yet; whether the lifecycle counts it
+        self._entered: dict[asyncio.Task[bytes], _Taken] = {}  # all not written yet
         self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, where there is no order
         self._receiver: asyncio.Task[None] | None = None
         self._last = False
@@ -144,16 +156,20 @@ class Stream:
             if request_id in self._computing:
                 self._computing[request_id].cancel()
             return
-        entered = False
+        entered, held = False, None
+        nbytes = len(header) + sum([len(tensor) for tensor in raw])
         if refusal is None:
             try:
                 self._lifecycle.enter()
                 entered = True
+                (self._place.client or self._place.admit()).take(nbytes)
+                held = nbytes
             except Refusal as exc:
                 refusal = exc
-        task = asyncio.ensure_future(self._compute(header, raw, request_id, refusal))
-        self._entered[task] = entered
+        task = asyncio.ensure_future(self._compute(header, raw, nbytes, request_id, refusal))
+        self._entered[task] = entered, held
         if self._ordered:
+            task.add_done_callback(self._hold_answer)
             self._answer(task)
         else:
             self._computing[request_id] = task
@@ -165,13 +181,25 @@ class Stream:
         if task.cancelled():
             self._forget(task)
         else:
+            self._hold_answer(task)
             self._answer(task)
 
+    def _hold_answer(self, task: asyncio.Task[bytes]) -> None:
+        client = self._place.client
+        if client is not None and not task.cancelled() and task.exception() is None and task in self._entered:
+            _, held = self._entered[task]
+            if held is not None:
+                client.nbytes += len(task.result())
+                self._entered[task] = self._entered[task][0], held + len(task.result())
+
     def _forget(self, task: asyncio.Task[bytes]) -> None:
-        entered = self._entered.pop(task, None)
-        if entered is None:
+        taken = self._entered.pop(task, None)
+        if taken is None:
             return
+        entered, held = taken
         self._window.release()
+        if held is not None and self._place.client is not None:
+            self._place.client.nbytes -= held
         if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
             self._cancelled()
         if entered:
@@ -184,7 +212,7 @@ def _split(data: Buffer) -> _Parts:
     try:
         return (*codec.split_streamed_request(data), None)
     except ProtocolError as exc:
-        return b"", [], "", invalid(str(exc))
+        return b"", [], "", malformed(data, str(exc))
 
 
 def _misused(how: str) -> Refusal:

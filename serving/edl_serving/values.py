@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 import math
+import pwd
 import re
 from typing import Any
 
-__all__ = ["count", "duration_s", "flag", "json_or_text", "number", "port", "size_bytes", "text"]
+__all__ = [
+    "count",
+    "duration_s",
+    "flag",
+    "json_or_text",
+    "log_format",
+    "no_token",
+    "number",
+    "port",
+    "seconds",
+    "size_bytes",
+    "text",
+    "user",
+]
 
 _DURATION = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|h)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -29,6 +43,13 @@ def flag(raw: Any) -> bool:
     return raw
 
 
+def log_format(raw: Any) -> str:
+    """How log lines are written."""
+    if raw not in ("text", "json"):
+        raise ValueError("expected text or json")
+    return str(raw)
+
+
 def _whole(raw: Any, low: int, high: int, words: str) -> int:
     try:
         value = int(raw) if isinstance(raw, str) else raw
@@ -47,6 +68,16 @@ def count(raw: Any) -> int:
 def port(raw: Any) -> int:
     """A TCP port, 0 for a free one."""
     return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
+
+
+def user(raw: Any) -> int:
+    """A user id, or the name of a user of this system."""
+    if isinstance(raw, str) and not raw.strip().isdecimal():
+        try:
+            return pwd.getpwnam(raw.strip()).pw_uid
+        except (KeyError, ValueError):
+            raise ValueError("expected a user of this system, by name or number") from None
+    return _whole(raw, 0, 2**32 - 2, "a user of this system, by name or number")
 
 
 def number(raw: Any) -> float:
@@ -70,6 +101,14 @@ def duration_s(raw: Any) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
+def seconds(raw: Any) -> float:
+    """As `duration_s`; a number without a unit is seconds."""
+    try:
+        return number(raw)
+    except ValueError:
+        return duration_s(raw)
+
+
 def size_bytes(raw: Any) -> int:
     """Bytes; the text carries the unit."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
@@ -86,3 +125,8 @@ def json_or_text(raw: Any) -> Any:
         return json.loads(raw)
     except ValueError:
         return raw
+
+
+def no_token(raw: Any) -> str:
+    """Nothing at all: whoever gives a token here believes it is kept."""
+    raise ValueError("expected --token-file with a path: a token on the command line shows in ps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from typing import Protocol
@@ -11,8 +12,9 @@ from typing import Protocol
 from edl.protocol.transport import grpc
 from edl_serving.backend import Backend
 from edl_serving.executor import Executor
+from edl_serving.forked import end_if_forked
+from edl_serving.job import Job
 from edl_serving.metrics import WorkerMetrics
-from edl_serving.queueing import Job
 from edl_serving.refusal import Refusal
 
 __all__ = ["Worker"]
@@ -27,7 +29,7 @@ class Source(Protocol):
         """The next batch, once one is due; None to end."""
 
     def hand_back(self, jobs: list[Job]) -> None:
-        """These jobs have been dealt with."""
+        """These jobs have been dealt with, but for a single one that is `unfinished`: its rest makes a batch later."""
 
 
 class Worker:
@@ -70,6 +72,7 @@ class Worker:
         if failure is None:
             while (jobs := self._source.next_batch()) is not None:
                 self._compute(jobs)
+                jobs = []  # what was computed last is not held while it waits: it may lie in a student's shared memory
         try:
             self._backend.close()
         except Exception as exc:  # noqa: BLE001 - the user's code, and nobody is left to tell
@@ -77,8 +80,16 @@ class Worker:
         self._tell(self.closed, None)
 
     def _warm_up(self) -> Exception | None:
+        pid = os.getpid()
         try:
-            self._backend.warm_up(self._max_batch_rows)
+            try:
+                self._backend.warm_up(self._max_batch_rows)
+            finally:
+                end_if_forked(pid)
+        except StopIteration as exc:  # no future can carry it: the server would wait for ever
+            failure = RuntimeError(f"warming up raised StopIteration: {exc}")
+            failure.__cause__ = exc
+            return failure
         except Exception as exc:  # noqa: BLE001 - raised again where the server is started
             return exc
         except BaseException as exc:  # noqa: BLE001 - a model's SystemExit is a failure to start, not an order
@@ -88,14 +99,19 @@ class Worker:
     def _compute(self, jobs: list[Job]) -> None:
         now = time.monotonic()
         for job in jobs:
-            self._metrics.waited(now - job.arrived)
+            if not job.done:
+                job.started = now
+                self._metrics.waited(now - job.arrived)
         try:
-            self._executor.run(jobs)
+            self._executor.step(jobs)
         except Exception as exc:  # noqa: BLE001 - every job must get an answer, and the thread must go on
             _log.error("answering %d requests raised %s", len(jobs), type(exc).__name__, exc_info=exc)
             for job in jobs:
                 if job.answer is None:
                     job.answer = Refusal(grpc.StatusCode.INTERNAL, f"the server failed: {type(exc).__name__}: {exc}")
+        now = time.monotonic()
+        for job in jobs:
+            job.ended = now
         self._source.hand_back(jobs)
 
     def _tell(self, future: asyncio.Future[None], failure: Exception | None) -> None:

@@ -147,9 +147,8 @@ def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixt
     for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
         agreement.follow(specs(*live))
     mixed, changed = [record.getMessage() for record in caplog.records]
-    assert (
-        mixed
-        == "the teachers of s have versions '1', '2' of their model: until all have one, only labels of '1' are kept"
+    assert mixed == (
+        "the teachers of s have versions '1', '2' of their model: labels of '1' are looked up, until none has that one"
     )
     assert changed.startswith("the teachers of s have version '2' of their model now, and had '1'")
 
@@ -166,3 +165,50 @@ def test_a_teacher_of_another_version_is_warned_of_unless_its_version_is_about_t
     agreement.settling = False
     assert agreement.unsuitable(other, specs("2")[0]) == ""
     assert "labels of two models are mixed" in caplog.text
+
+
+def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> None:
+    agreement = Agreement("s", Ask(("y",)))
+    (agreement.spec,) = specs("1")
+    for version in ("1", "2", "2", "1", "2", "3", ""):
+        assert agreement.check_version("t", version) is None
+    words = [record.getMessage() for record in caplog.records]
+    assert [text.partition("answers with version ")[2].partition(",")[0] for text in words] == ["'2'", "'3'", "''"]
+    assert all("mixed_versions='refuse'" in text for text in words), "the remedy is named"
+
+
+def test_a_mixture_is_refused_where_told_to() -> None:
+    agreement = Agreement("s", Ask(("y",)), "refuse")
+    (agreement.spec,) = specs("1")
+    other = Instance("b", "s", "10.0.0.1", 1)
+    assert agreement.check_version("t", "1") is None
+    assert "version '2'" in agreement.unsuitable(other, specs("2")[0])
+    failure = agreement.check_version("t", "2")
+    assert failure is not None
+    assert "labels are of '1'" in failure.message
+    assert agreement.check_version("t", "") is not None, "an answer that does not say may be of any"
+    agreement.settling = True
+    assert agreement.unsuitable(other, specs("2")[0]) == "", "between two epochs all versions are looked at"
+    agreement.settling = False
+    agreement.follow(specs("2"))
+    assert agreement.check_version("t", "2") is None
+    assert agreement.refuses("1")
+
+
+@pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
+def test_another_models_name_is_refused(mixed_versions: Any) -> None:
+    agreement = Agreement("s", Ask(("y",)), mixed_versions)
+    (agreement.spec,) = specs("1")
+    other = Instance("b", "s", "10.0.0.1", 1)
+    dogs = [replace(spec, name="dogs") for spec in specs("1", "1", "2")]
+    for settling in (False, True):
+        agreement.settling = settling
+        for dog in dogs:
+            words = agreement.unsuitable(other, dog)
+            assert "it serves model 'dogs'" in words, "two models are no versions of one, between two epochs as well"
+            assert "'m'" in words
+            assert "model=" in words, "the remedy is named"
+    agreement.follow(dogs)
+    assert (agreement.spec.name, agreement.spec.version) == ("m", "1"), "labels would be kept under another name"
+    agreement.follow([*dogs, *specs("2")])
+    assert (agreement.spec.name, agreement.spec.version) == ("m", "2")

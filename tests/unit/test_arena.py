@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,3 +92,105 @@ def test_views_may_outlive_the_arena() -> None:
     memory[:] = 5
     arena.close()
     assert np.array_equal(memory, [5] * 8)
+
+
+@contextmanager
+def process_with_arena(code: str = "time.sleep(60)", prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds a slot of an arena, has said "ready" and its process id, and then runs `code`."""
+    setup = "import os, time; from edl.distill.arena import Arena; a = Arena(1 << 20); s = a.take(5000)\n"
+    said = "print('ready', os.getpid(), flush=True)\n"
+    command = [*prefix, sys.executable, "-c", setup + said + code]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        try:
+            line = process.stdout.readline()
+            if prefix and not line:
+                pytest.skip(f"{prefix[0]} is not permitted here: {process.stderr.read().decode().strip()}")
+            assert line.startswith(b"ready"), process.stderr.read().decode()
+            yield process
+        finally:
+            process.kill()
+            process.wait(10)
+
+
+AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+NEW_PID_NAMESPACE = ("unshare", *AS_ROOT, "--pid", "--fork", "--kill-child", "--mount-proc")
+
+
+def test_an_arena_survives_other_namespaces() -> None:
+    arena = Arena(1 << 20)
+    try:
+        slot = arena.take(5000)
+        assert slot is not None
+        with process_with_arena(prefix=NEW_PID_NAMESPACE):
+            assert slot.region.path.exists(), "swept by a process to whom our process id means nothing"
+    finally:
+        arena.close()
+
+
+def test_a_namespaces_arena_survives_us() -> None:
+    before = {path.name for path in SHM_FOLDER.iterdir()}
+    with process_with_arena(prefix=NEW_PID_NAMESPACE):
+        made = {name for name in {path.name for path in SHM_FOLDER.iterdir()} - before if name.startswith("edl-arena-")}
+        Arena(1 << 20).close()
+        kept = {name for name in made if (SHM_FOLDER / name).exists()}
+    assert kept, "the process in the other namespace has lost its memory"
+    wait_until_swept(kept)
+
+
+def test_a_forked_child_keeps_the_memory() -> None:
+    code = "pid = os.fork()\nif pid: print(pid, flush=True)\ntime.sleep(60)"
+    with process_with_arena(code) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        try:
+            process.kill()
+            process.wait(10)
+            Arena(1 << 20).close()
+            left = left_by(process.pid)
+            assert len(left) == 1, "a child still maps the memory: to unlink it would free nothing"
+        finally:
+            os.kill(child, 9)
+        wait_until_swept(set(left))
+
+
+def wait_until_swept(names: set[str]) -> None:
+    deadline = time.monotonic() + 20
+    while any((SHM_FOLDER / name).exists() for name in names):
+        assert time.monotonic() < deadline, f"{names} are left by processes that ended"
+        Arena(1 << 20).close()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EROFS", "EMFILE", "ENFILE", "EACCES", "ENOMEM", "EINTR"])
+@pytest.mark.parametrize(("module", "name"), [(os, "open"), (fcntl, "flock"), (os, "posix_fallocate"), (mmap, "mmap")])
+def test_no_memory_is_no_slot(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, code: str) -> None:
+    """The request is then sent in the message; the next one may find memory again."""
+    number = getattr(errno, code)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    arena = Arena(1 << 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, fail)
+        assert arena.take(5000) is None
+    assert left_by(os.getpid()) == [], "a file without an owner"
+    slot = arena.take(5000)
+    assert slot is not None, "one failure must not turn shared memory off"
+    del slot
+    arena.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_a_folder_that_cannot_be_read() -> None:
+    """Sweeping is a favour to others: that it fails is nothing to this reader."""
+    code = (
+        "import os, pathlib; from edl.distill import arena\n"
+        "def fail(*_): raise OSError(24, os.strerror(24))\n"
+        "pathlib.Path.iterdir = fail; arena.Arena(1 << 20).close()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -20,10 +20,19 @@ from benchmarks._child import Child, processes, usage
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, table, take_turns
 
 GOALS_OF_THE_ISSUE = {
-    "reader": {"vs_bare_grpc": 0.9, "vs_pytriton_shm": 5.0, "vs_pytriton_grpc": 2.0},
-    "degradation": {"student": 0.97},
+    "reader": {
+        "vs_bare_grpc": 0.95,
+        "vs_pytriton_shm": 6.0,
+        "vs_pytriton_grpc": 2.0,
+        "vs_bare_grpc_float32": 0.95,
+        "vs_pytriton_shm_float32": 6.0,
+        "vs_pytriton_grpc_float32": 2.0,
+    },
+    "counts": {"copies": 1.25, "copies_shm": 1.25},
+    "degradation": {"student": 0.97, "fast_student": 0.95},
     "heterogeneous": {"of_sum": 0.95},
     "kill": {"after_kill": 0.95},
+    "fairness": {"vs_peer": 2.0},
     "balance": {"assign_s": 1.0, "join_s": 1.0, "loss_s": 1.0},
     "checkpoint": {"vs_torch_save": 10.0, "vs_dcp_async": 2.0},
     "recovery": {"sooner": 8.0, "vs_torchft": 2.0, "join": 10.0},

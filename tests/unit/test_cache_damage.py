@@ -196,7 +196,8 @@ def test_top_k_labels_are_found_again_whatever_type_of_number_the_temperature_wa
 
 
 def test_a_files_checksum_is_that_of_the_text_in_it(tmp_path: Path) -> None:
-    arrays = {name: np.zeros((1, *shape), "f4") for name, shape in zip(top_k_names("y"), [(2,), (2,), ()], strict=True)}
+    parts = zip(top_k_names("y"), [(2,), (2,), ()], ["i4", "f4", "f4"], strict=True)
+    arrays = {name: np.zeros((1, *shape), dtype) for name, shape, dtype in parts}
     layout = RowLayout.of(arrays, {"y": (4, 10)})
     file = tmp_path / "a.safetensors"
     file.write_bytes(encode("n", layout, [1], layout.pack(arrays)))

@@ -22,6 +22,7 @@ import pytest
 import safetensors.numpy
 
 from edl.distill.cache import CacheKey, SoftLabelCache, folder
+from edl.distill.cache import writer as writing
 from edl.distill.cache.layout import RowLayout
 from edl.errors import TemporaryError
 from tests.unit.cached_rows import KEY, OTHER, found, nbytes, put, rows, segments
@@ -326,3 +327,24 @@ def test_a_row_put_while_the_older_one_was_being_read_is_not_forgotten(
         monkeypatch.setattr(view.disk, "read", read_slowly)
         view.get([1])
         assert view.get([1]).outputs["logits"][0, 0] == 7  # type: ignore[index]
+
+
+def test_a_dead_writer_makes_nobody_wait(
+    tmp_path: Path, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error where none was foreseen ends the thread that writes."""
+
+    def broken(self: Any) -> float:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("edl.distill.cache.writer.Writer._until_due", broken)
+    with SoftLabelCache(128 << 20, tmp_path) as cache:
+        started = time.monotonic()
+        for start in range(0, 8000, 500):  # several files' worth, for which `put` would wait a minute
+            cache.view(KEY).put(range(start, start + 500), rows(range(start, start + 500), 2500))
+        with pytest.raises(TemporaryError, match="a bug"):
+            cache.flush()
+        assert time.monotonic() - started < writing._STALLED_S, "each put waits for a thread that is dead"
+        assert cache.view(KEY).get([0]).complete, "memory goes on"
+        assert cache.stats().failed_writes >= 1
+    assert len([words for words in warnings_of() if "nothing more is written" in words]) == 1, "said once"

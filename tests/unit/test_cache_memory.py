@@ -178,6 +178,9 @@ def test_equal_keys_share_a_folder_and_others_do_not() -> None:
         CacheKey("resnet/50", "1", ("logits", "features"), dataset="cifar"),
         CacheKey("resnet/50", "1", ("logits",), dataset="cifar, flipped"),
         CacheKey("resnet/50", "1", ("logits",), dataset="cifar", dtype="float16"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", service="a"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", service="b"),
+        CacheKey("resnet/50", "1", ("logits",), dataset="cifar", inputs=("x",)),
         CacheKey("resnet/50", "1", ("logits",), dataset="cifar", top_k=5),
         CacheKey("resnet/50", "1", ("logits",), dataset="cifar", top_k=5, temperature=4.0),
     ]
@@ -197,8 +200,38 @@ def test_no_model_name_leads_out_of_the_folder(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"model": "m"}', '{"model": 1, "version": "1", "outputs": "logits"}']
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"model": "m"}',
+        '{"model": 1, "version": "1", "outputs": "logits"}',
+        '{"model": 1, "version": "1", "outputs": ["y"]}',
+        '{"model": "m", "version": ["1"], "outputs": ["y"]}',
+        '{"model": "m", "version": "1", "outputs": [["y"]]}',
+        '{"model": "m", "version": "1", "outputs": 7}',
+        '{"model": "m", "version": "1", "outputs": ["y"], "temperature": NaN, "top_k": 1}',
+        '{"model": "m", "version": "1", "outputs": ["y"], "top_k": true}',
+        '{"model": "m", "version": "1", "outputs": ["y"], "dtype": {}}',
+        '{"model": "m", "version": "1", "outputs": ["y"], "dataset": null}',
+        '{"model": "m", "version": "1", "outputs": ["y"], "more": 1}',
+        '{"a":' * 100_000,
+        "[" * 100_000,
+        "9" * 10_000,
+    ],
+    ids=range(17),
 )
 def test_what_is_no_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         CacheKey.from_json(text)
+
+
+def test_a_hash_says_whose_weights_they_are() -> None:
+    """A key of an earlier release stays valid where its version is a hash: it has the same folder."""
+    version = "0123456789abcdef"
+    key = CacheKey("resnet", version, ("logits",), service="a")
+    assert key == CacheKey("resnet", version, ("logits",), service="b") == CacheKey("resnet", version, ("logits",))
+    assert "service" not in key.to_json()
+    named = [CacheKey("resnet", version[:15], ("logits",), service=service) for service in ("", "a", "b")]
+    assert len({each.folder for each in named}) == 3, "a version that a person or Triton counts is the service's own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import numpy as np
 import pytest
@@ -192,6 +193,38 @@ def test_typed_contents_are_read_and_checked() -> None:
         tensors.from_contents("INT8", [1], kserve.InferTensorContents(int_contents=[300]))
     with pytest.raises(ProtocolError, match="FP16 cannot be sent"):
         tensors.from_contents("FP16", [1], contents)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "value"),
+    [
+        ("INT8", "int_contents", 128),
+        ("INT8", "int_contents", -129),
+        ("INT16", "int_contents", 2**15),
+        ("UINT8", "uint_contents", 256),
+        ("UINT16", "uint_contents", 2**16),
+    ],
+)
+def test_typed_numbers_never_wrap(datatype: str, field: str, value: int) -> None:
+    contents = kserve.InferTensorContents(**{field: [value]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy 1 warns, and goes on; a server's log is no error to the student
+        with pytest.raises(ProtocolError, match=f"does not fit {datatype}: {value}"):
+            tensors.from_contents(datatype, [1], contents)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "field", "values"),
+    [
+        ("INT64", "int64_contents", [-(2**63), 2**63 - 1]),
+        ("UINT64", "uint64_contents", [0, 2**64 - 1]),
+        ("UINT32", "uint_contents", [0, 2**32 - 1]),
+        ("INT32", "int_contents", [-(2**31), 2**31 - 1]),
+    ],
+)
+def test_typed_numbers_reach_their_limits(datatype: str, field: str, values: list[int]) -> None:
+    contents = kserve.InferTensorContents(**{field: values})
+    assert tensors.from_contents(datatype, [2], contents).tolist() == values
 
 
 def test_the_messages_are_those_of_tritonclient() -> None:

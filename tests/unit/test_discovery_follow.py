@@ -77,6 +77,24 @@ def test_of_two_with_one_id_the_later_counts() -> None:
     assert snapshot_of("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
 
 
+def test_one_that_lapsed_is_listed_once() -> None:
+    follower = Follower("digits", settle_s=3.0)
+    follower.answered(answer("a", "b"), 1.0)
+    lapsed = Snapshot("digits", teachers("b"), lapsed=teachers("a"))
+    assert follower.answered(lapsed, 2.0) == lapsed
+    assert follower.failed("down") == Snapshot("digits", teachers("b"), stale="down", lapsed=teachers("a"))
+    back = follower.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 3.0)
+    assert (back.instances, back.lapsed) == (teachers("b"), teachers("a")), "b gets time to renew"
+    assert follower.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 6.0).lapsed == teachers("a", "b")
+
+
+def test_only_those_that_were_ready_lapse() -> None:
+    draining = Instance("digits", "c", "h", 1, state="draining")
+    live, over = teachers("a"), teachers("a", "b")
+    found = snapshot_of("digits", live, (*over, draining, Rejected("d", "why")))
+    assert found == Snapshot("digits", teachers("a"), lapsed=teachers("b"))
+
+
 events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.floats(0, 2)), max_size=30)
 
 

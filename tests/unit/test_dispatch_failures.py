@@ -177,7 +177,7 @@ def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    dispatcher.set_aside("b", "NaN", 0.0)
+    dispatcher.set_aside("b", FailureKind.BAD_OUTPUT, "NaN", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
     assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.6)

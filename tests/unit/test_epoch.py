@@ -19,6 +19,7 @@ class Labels:
     """Answers each chunk from a thread of its own, with `x` itself."""
 
     memory_bytes = 1 << 30
+    linger_s = 0.005
     depth = 8
     backlog = 0.0
 
@@ -30,12 +31,13 @@ class Labels:
     def max_rows(self, stopped: Callable[[], bool]) -> int:
         return 0
 
+    def estimate(self, chunk: Chunk) -> None: ...
     def wanted(self, chunk: Chunk) -> None: ...
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
     def delivered(self, rows: int) -> None: ...
     def waited(self, seconds: float) -> None: ...
 
-    def submit(self, chunk: Chunk, changed: Callable[[], None], stopped: Callable[[], bool]) -> None:
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         if self.submit_error is not None:
             raise self.submit_error
 
@@ -43,7 +45,7 @@ class Labels:
             chunk.outputs[0] = {"y": chunk.fields["x"]}
             changed()
 
-        threading.Thread(target=answer).start()
+        threading.Thread(target=answer, name="answer").start()
 
 
 def run(epoch: Epoch, seconds: float = 10.0) -> list[Any]:
@@ -122,15 +124,12 @@ def test_views_of_one_array_are_no_buffer_filled_again() -> None:
 def test_a_buffer_filled_again_is_noticed() -> None:
     buffer = np.zeros(8)
 
-    class Slow(Labels):
-        def submit(self, chunk: Chunk, changed: Callable[[], None], stopped: Callable[[], bool]) -> None: ...
-
     def source() -> Iterator[Any]:
         for number in range(3):
             buffer[:] = number
             yield (buffer,)
 
-    epoch = Epoch(Slow(), source(), batches())
+    epoch = Epoch(Labels(), source(), batches())
     epoch._feeder.join(5)
-    assert isinstance(epoch._failure, SourceError)
-    epoch.close()
+    with pytest.raises(SourceError, match="yield a new array each time"):
+        run(epoch)

@@ -17,7 +17,7 @@ PUBLIC = {
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.update": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
-    "edl.distill": ["DistillReader", "Options", "ReaderStats", "Teachers"],
+    "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Teachers"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],
     "edl.distill.losses": [
         "DistillLoss",

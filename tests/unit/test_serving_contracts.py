@@ -144,3 +144,11 @@ def test_a_model_that_keeps_failing_does_not_fill_the_log(caplog: pytest.LogCapt
     assert len(lines) == 3
     assert "faults of this kind in 10 s" in lines[1]
     assert caplog.records[2].exc_info is not None
+
+
+def test_limits_follow_the_largest_message() -> None:
+    large = ServerSettings(model="m", max_message_bytes=2**31 - 1)
+    assert large.max_queue_bytes == large.max_client_bytes == 2 * (2**31 - 1), "two of them have room"
+    assert ServerSettings(model="m").max_queue_bytes == 1 << 30
+    with pytest.raises(SettingsError, match=r"must hold a message.*--max-client-bytes, --max-message"):
+        ServerSettings(model="m", max_client_bytes=1 << 20)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from edl.protocol import codec, tensors
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.executor import Executor
+from edl_serving.job import Job
 from edl_serving.metrics import WorkerMetrics
-from edl_serving.queueing import Job
 from edl_serving.refusal import Refusal
 from tests.unit.serving_fakes import FakeBackend, X, five_logits, header_for, model_of, request_for
 

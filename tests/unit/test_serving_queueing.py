@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edl_serving.queueing import BatchQueue, Job
+from edl_serving.job import Job
+from edl_serving.queueing import BatchQueue
 
 FOREVER = float("inf")
 
@@ -61,9 +62,10 @@ def test_a_full_batch_of_another_shape_need_not_wait_for_the_oldest() -> None:
 
 def test_the_queue_is_bounded_in_rows() -> None:
     queue = BatchQueue(8, 0.0, 10)
-    assert queue.push(job(6, 0.0))
-    assert not queue.push(job(5, 0.0))
-    assert queue.push(job(4, 0.0))
+    assert queue.push(job(6, 0.0)) == []
+    large = job(5, 0.0)
+    assert queue.push(large) == [large]
+    assert queue.push(job(4, 0.0)) == []
     assert queue.rows == 10
 
 
@@ -89,7 +91,7 @@ class Model(RuleBasedStateMachine):
     def push(self, rows: int, shape: int, patience: float) -> None:
         one = job(rows, self.now, shape, self.now + patience)
         fits = sum(other.rows for other in self.waiting) + rows <= 40
-        assert self.queue.push(one) == fits
+        assert self.queue.push(one) == ([] if fits else [one])
         if fits:
             self.waiting.append(one)
 

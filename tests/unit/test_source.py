@@ -128,3 +128,13 @@ def test_tensors_and_strings_become_arrays() -> None:
     assert as_array(torch.ones(2, 3, requires_grad=True), "x").shape == (2, 3)
     assert as_array(torch.ones(2, dtype=torch.bfloat16), "x").dtype == np.float32
     assert as_array(["a", "bc"], "x").tolist() == ["a", "bc"]
+
+
+def test_requests_may_be_set_to_any_size() -> None:
+    """Memory is taken for the rows that come, not for those that there is room for."""
+    cutter = SampleCutter({"x": itemgetter(0)}, 10**9, 1)
+    for number in range(1000):
+        assert not cutter.put((np.full((3, 224), number, np.float32),))[1]
+    (chunk,) = cutter.finish()
+    assert chunk.fields["x"][:, 0, 0].tolist() == list(range(1000))
+    assert chunk.fields["x"].shape == (1000, 3, 224)

@@ -15,7 +15,7 @@ from edl.cli.demo.models import Pair
 from edl.cli.demo.plan import Plan
 from edl.cli.demo.screen import Bar, Screen
 from edl.cli.demo.timeline import Timeline
-from edl.distill import DistillReader, ReaderStats
+from edl.distill import Credentials, DistillReader, Options, ReaderStats
 
 __all__ = ["Outcome", "train"]
 
@@ -42,7 +42,8 @@ def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Scre
     """
     pairs = [Pair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered = Delivered(plan)
-    reader = DistillReader(ins=["image", None, None], predicts=["logits"])
+    options = Options(credentials=Credentials())  # the demo's teachers have none, whatever the environment says
+    reader = DistillReader(ins=["image", None, None], predicts=["logits"], options=options)
     reader.set_dynamic_teacher(discovery, SERVICE)
     reader.set_batch_generator(lambda: batches(digits, plan))
     with reader, screen.bar(plan.batches) as bar, screen.words_of("edl"):

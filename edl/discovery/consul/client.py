@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import consul.base
 from consul.exceptions import ACLPermissionDenied, ConsulException
@@ -17,15 +17,25 @@ from edl.discovery.consul.target import Target
 from edl.discovery.consul.transport import Transport, understood
 from edl.discovery.owned import Owned
 from edl.errors import DiscoveryError
+from edl.quoting import shown
 
 __all__ = ["Client", "Pair", "Service"]
 
 Json = Any
 
+_ALIVE = "alive"  # the name of a registration's own check
+_NODE_ALIVE = "serfHealth"  # Consul's own name
+
 
 @dataclass(frozen=True)
 class Service:
-    """An instance of a service as Consul's health endpoint tells of it; `created` grows with every registration."""
+    """An instance of a service as Consul's health endpoint tells of it.
+
+    Attributes:
+        created: grows with every registration.
+        health: "passing" if all checks pass; "lapsed" if those that fail say only that somebody was not heard of: the
+            TTL check of a registration of ours, and the node's own; else "failing".
+    """
 
     node: str
     id: str
@@ -34,6 +44,7 @@ class Service:
     tags: Sequence[str]
     meta: Mapping[str, str]
     created: int
+    health: Literal["passing", "lapsed", "failing"] = "passing"
 
 
 @dataclass(frozen=True)
@@ -78,23 +89,42 @@ class Client(Owned):
             yield
         except ACLPermissionDenied as exc:
             held = "the token in CONSUL_HTTP_TOKEN may not do this" if self.target.token else "set CONSUL_HTTP_TOKEN"
-            raise DiscoveryError(f"{self.target}: {str(exc) or 'permission denied'}: {held}") from exc
+            raise DiscoveryError(f"{self.target}: {shown(exc) or 'permission denied'}: {held}") from exc
         except ConsulException as exc:
-            raise DiscoveryError(f"{self.target}: {str(exc) or type(exc).__name__}") from exc
+            raise DiscoveryError(f"{self.target}: {shown(exc) or type(exc).__name__}") from exc
 
     # Services
 
-    def healthy(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Service]]:
-        """The passing instances of `service`; with an index, as soon as they differ from what they were then."""
+    def instances(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Service]]:
+        """The instances of `service`; with an index, as soon as they differ from what they were then."""
         with self._translated():
-            found = self._api.health.service(service, passing=True, index=index, wait=f"{wait_s:g}s")
+            found = self._api.health.service(service, index=index, wait=f"{wait_s:g}s")
+            if not found[1]:
+                self._check_may_read(service)
             with understood():
                 return int(found[0]), [_service(entry) for entry in found[1] or ()]
+
+    def _check_may_read(self, service: str) -> None:
+        """Tell that there is nothing from that the token may see nothing: Consul answers both with an empty list.
+
+        It says since 1.11 that it left something out (`X-Consul-Results-Filtered-By-ACLs`), but not whether it would
+        have. What its UI asks tells both, since 1.8. An agent without that, or without ACLs, refuses the question.
+        """
+        question = json.dumps([{"Resource": "service", "Segment": service, "Access": "read"}])
+        answer = self._api.http.post(lambda answer: answer, "/v1/internal/acl/authorize", data=question)
+        if answer.code != 200:
+            return
+        with understood():
+            if not all(verdict["Allow"] for verdict in json.loads(answer.body)):
+                raise ACLPermissionDenied(f"no service:read for {service!r}")
 
     def service_names(self) -> list[str]:
         """All services in the catalog, with live instances or without."""
         with self._translated():
-            return [str(name) for name in self._api.catalog.services()[1] or {}]
+            names = [str(name) for name in self._api.catalog.services()[1] or {}]
+            if not names:  # Consul's own service is in every catalog, so that all was left out
+                raise ACLPermissionDenied("no service:read for any service")
+            return names
 
     def has_leader(self) -> bool:
         """Whether the servers can take a registration."""
@@ -116,7 +146,7 @@ class Client(Owned):
     ) -> None:
         """Register a service at the agent, alive until it has not been renewed for `ttl_s`."""
         check = {
-            "Name": "alive",
+            "Name": _ALIVE,
             "TTL": f"{ttl_s:g}s",
             "Status": "passing",
             # Consul removes those that stay away; it rounds up to a minute.
@@ -225,7 +255,17 @@ def _service(found: Json) -> Service:
         tags=tuple(service.get("Tags") or ()),
         meta=dict(service.get("Meta") or {}),
         created=int(service.get("CreateIndex") or 0),
+        health=_health(found.get("Checks") or (), ours="edl-id" in (service.get("Meta") or {})),
     )
+
+
+def _health(checks: Sequence[Mapping[str, Any]], *, ours: bool) -> Literal["passing", "lapsed", "failing"]:
+    failing = [check for check in checks if check["Status"] != "passing"]
+    if not failing:
+        return "passing"
+    # Another check that fails, or maintenance, is somebody's word that the instance is not to be used.
+    silent = all(check["CheckID"] == _NODE_ALIVE or check["Name"] == _ALIVE for check in failing)
+    return "lapsed" if ours and silent else "failing"
 
 
 def _pair(found: Json) -> Pair:

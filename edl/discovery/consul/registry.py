@@ -46,12 +46,13 @@ class ConsulRegistry(Owned, Registry):
 
     def snapshot(self, service: str) -> Snapshot:
         self._check()
-        return _snapshot(check_service(service), self._client.healthy(service)[1])
+        return _snapshot(check_service(service), self._client.instances(service)[1])
 
     def services(self) -> tuple[str, ...]:
         self._check()
         names = sorted(set(self._client.service_names()) - _NOT_OURS)
-        return tuple(name for name in names if _snapshot(name, self._client.healthy(name)[1]).instances)
+        snapshots = (_snapshot(name, self._client.instances(name)[1]) for name in names)
+        return tuple(snapshot.service for snapshot in snapshots if snapshot.instances or snapshot.lapsed)
 
     def watch(self, service: str) -> Watch:
         self._check()
@@ -102,7 +103,7 @@ class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
         follower = Follower(service)
 
         def query(client: Client, index: int | None, wait_s: float) -> tuple[int, Snapshot]:
-            index, entries = client.healthy(service, index, wait_s)
+            index, entries = client.instances(service, index, wait_s)
             return index, _snapshot(service, entries)
 
         super().__init__(
@@ -119,7 +120,9 @@ class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
 
 def _snapshot(service: str, found: list[Service]) -> Snapshot:
     in_order = sorted(found, key=lambda entry: entry.created)
-    return snapshot_of(service, [_instance(service, entry) for entry in in_order])
+    live = [_instance(service, entry) for entry in in_order if entry.health == "passing"]
+    lapsed = [_instance(service, entry) for entry in in_order if entry.health == "lapsed"]
+    return snapshot_of(service, live, lapsed)
 
 
 def _instance(service: str, found: Service) -> Instance | Rejected:

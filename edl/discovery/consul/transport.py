@@ -8,23 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import socket
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from consul.base import HTTPClient, Response
-from consul.exceptions import ConsulException
+from consul.exceptions import ACLPermissionDenied, ConsulException
 
 from edl.discovery.consul.target import Target
 from edl.errors import ClosedError, DiscoveryError
+from edl.quoting import shown
 
 __all__ = ["Transport", "understood"]
 
 R = TypeVar("R")
 Params = Sequence[tuple[str, Any]] | None
 Headers = dict[str, str] | None
+
+_MOST_BYTES = 64 * 1024**2
+"""Of an answer: some hundred thousand teachers. What goes on for longer is no Consul, and must not fill the memory."""
+
+
+_FILTERED: Final = "X-Consul-Results-Filtered-By-ACLs"
+"""Since Consul 1.11. Where something is left that may be read, it is used: tokens may be for some services only."""
+_EMPTY: Final = ("[]", "{}", "null")
 
 
 class Transport(HTTPClient):  # type: ignore[misc]
@@ -36,7 +46,6 @@ class Transport(HTTPClient):  # type: ignore[misc]
         self._headers = {"Content-Type": "application/json"}
         if target.token:
             self._headers["X-Consul-Token"] = target.token
-        self._lock = threading.Lock()
         self._open: set[_Connection] = set()
         self._closed = False
 
@@ -77,10 +86,9 @@ class Transport(HTTPClient):  # type: ignore[misc]
 
     def close(self) -> None:
         """Hang up on every request under way, and refuse new ones."""
-        with self._lock:
-            self._closed = True
-            for connection in self._open:
-                connection.hang_up()
+        self._closed = True
+        for connection in self._open.copy():
+            connection.hang_up()
 
     def _request(
         self,
@@ -94,20 +102,22 @@ class Transport(HTTPClient):  # type: ignore[misc]
         connection = _Connection(self._target, self._target.timeout_s + _blocks_for_s(params))
         url = quote(path, safe="/:") + (f"?{urlencode(params)}" if params else "")
         body = data.encode() if isinstance(data, str) else data
-        with self._lock:
+        # No lock: a signal handler may close this in the middle of a request. The connection is there to be hung up on
+        # before the look, so that a `close` that comes across it misses neither.
+        self._open.add(connection)
+        try:
             if self._closed:
                 raise ClosedError(f"the connection to {self._target} is closed")
-            self._open.add(connection)
-        try:
             connection.request(method, url, body, {**(headers or {}), **self._headers})
-            answer = connection.getresponse()
-            response = Response(answer.status, answer.headers, answer.read().decode("utf-8", "replace"))
+            with contextlib.closing(connection.getresponse()) as answer:
+                response = Response(answer.status, answer.headers, _content(answer).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException) as exc:
-            raise DiscoveryError(f"{self._target} cannot be reached: {exc or type(exc).__name__}") from exc
+            raise DiscoveryError(f"{self._target} cannot be reached: {shown(exc) or type(exc).__name__}") from exc
         finally:
-            with self._lock:
-                self._open.discard(connection)
+            self._open.discard(connection)
             connection.close()
+        if answer.headers.get(_FILTERED) == "true" and response.body.strip() in _EMPTY:
+            raise ACLPermissionDenied("Consul left out all that there is, since the token may not read it")
         with understood():
             return callback(response)
 
@@ -117,7 +127,7 @@ def understood() -> Iterator[None]:
     """Around the reading of an answer, here or in py-consul: something that is no Consul agent may have given it."""
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise ConsulException(f"the answer is not what Consul answers: {exc!r}") from exc
 
 
@@ -126,6 +136,12 @@ class _Connection(http.client.HTTPConnection):
         super().__init__(target.host, target.port, timeout=timeout_s)
         self._target = target
         self._hung_up = False
+        self._deadline = time.monotonic() + target.timeout_s + timeout_s  # to connect, and to be answered
+
+        self.response_class = self._respond  # type: ignore[assignment]
+
+    def _respond(self, sock: socket.socket, *args: Any, **kwargs: Any) -> http.client.HTTPResponse:
+        return http.client.HTTPResponse(cast(socket.socket, _Punctual(sock, self._deadline)), *args, **kwargs)
 
     def connect(self) -> None:
         self.sock = socket.create_connection((self.host, self.port), timeout=self._target.timeout_s)
@@ -143,6 +159,40 @@ class _Connection(http.client.HTTPConnection):
             with contextlib.suppress(OSError):
                 # Not the method of a TLS socket, which would pull the ground from under the thread that reads.
                 socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+
+class _Punctual(io.RawIOBase):
+    """Reads from a socket until a deadline. A socket's own timeout begins anew with each byte that drips in."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._sock, self._deadline = sock, deadline
+        self._raw = sock.makefile("rb", buffering=0)
+
+    def makefile(self, *_: Any) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left_s)
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+def _content(answer: http.client.HTTPResponse) -> bytes:
+    content = answer.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise http.client.HTTPException(f"its answer has more than {_MOST_BYTES:,} bytes")
+    if answer.length:  # of what it promised: half an answer may look like a whole one
+        raise http.client.IncompleteRead(content, answer.length)
+    return content
 
 
 def _blocks_for_s(params: Params) -> float:

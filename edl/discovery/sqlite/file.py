@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import logging
 import os
 import sqlite3
-import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from edl.discovery.owned import Owned
+from edl.discovery.sqlite import mounts
+from edl.discovery.sqlite.identity import Identity, discard
 from edl.discovery.sqlite.leases import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
+from edl.quoting import shown
+from edl.settings import allows_shared_file
 
 __all__ = ["SqliteFile"]
+
+log = logging.getLogger("edl.discovery")
 
 APPLICATION_ID = 0x45444C31  # "EDL1", in the file's header
 FORMAT = 1
@@ -45,8 +54,24 @@ CREATE INDEX instance_service ON instance (service);
 """
 
 
+_MOST_IDLE = 2
+"""Connections that are kept open: one for the program's own thread, and one for those that renew."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A connection, and which file it was made to. `number` tells it from others of this process."""
+
+    sqlite: sqlite3.Connection
+    identity: Identity
+    number: int
+
+
 class SqliteFile(Owned):
-    """One connection to the file, for one thread at a time.
+    """A file, and connections to it: each transaction has one of its own, so that none waits for another one's lock.
+
+    A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
+    connection would never be let go there, and a thread that renews, and is to be joined, would wait for it as well.
 
     Args:
         path: made if it is not there, with its folder.
@@ -62,13 +87,13 @@ class SqliteFile(Owned):
         super().__init__()
         self.path = path
         self._timeout_s = timeout_s
-        self._turn = threading.Lock()
-        self._connection: sqlite3.Connection | None = None
-        self._inode: tuple[int, int] | None = None
-        self._connected = 0  # how many times
+        self._idle: deque[_Connection] = deque()
+        self._open: dict[sqlite3.Connection, Identity | None] = {}
+        self._numbers = itertools.count()
+        self._replaced = 0  # how many times
         if not lazy:
-            with self._turn, self._translated():
-                self._connect()
+            with self._translated():
+                self._give(self._connect())
 
     @contextlib.contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
@@ -88,22 +113,22 @@ class SqliteFile(Owned):
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite puts the beginning off until a look
             yield connection
 
-    def data_version(self) -> tuple[int, int]:
-        """Changes whenever another connection has written; the first number also when the file was replaced.
+    def data_version(self) -> tuple[int, int, int]:
+        """Changes whenever another connection has written; the first number when the file was removed or replaced.
 
         Costs no more than a look at shared memory.
         """
         self._check()
-        with self._turn, self._translated():
-            connection = self._current()
-            return self._connected, connection.execute("PRAGMA data_version").fetchone()[0]
+        with self._translated(), self._taken() as connection:
+            version = connection.sqlite.execute("PRAGMA data_version").fetchone()[0]
+            return self._replaced, connection.number, version
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         self._check()
-        with self._turn, self._translated():
+        with self._translated(), self._taken() as taken:
             self._check()
-            connection = self._current()
+            connection = taken.sqlite
             connection.execute(begin)
             try:
                 yield connection
@@ -118,22 +143,67 @@ class SqliteFile(Owned):
         try:
             yield
         except sqlite3.Error as exc:
-            raise DiscoveryError(f"discovery file {self.path}: {exc}") from exc
+            raise DiscoveryError(f"discovery file {self.path}: {shown(exc)}") from exc
 
-    def _current(self) -> sqlite3.Connection:
-        """The connection, made anew if somebody removed or replaced the file."""
-        if self._connection is not None and _inode(self.path) == self._inode:
-            return self._connection
-        if self._connection is not None:
-            # SQLite sees that the file was unlinked, and leaves its successor's journal alone.
-            self._connection.close()
-            self._connection = None
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[_Connection]:
+        connection = self._take()
+        try:
+            yield connection
+        finally:
+            self._give(connection)
+
+    def _take(self) -> _Connection:
+        """A connection that nobody uses; a new one if there is none, or somebody removed or replaced the file."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                changed = connection.identity.change(self.path)
+                if changed is None:
+                    return connection
+                self._replaced += 1
+                try:
+                    if changed:
+                        self._discard(connection.identity, changed)
+                finally:  # SQLite sees that the file was unlinked, and leaves its successor's journal alone
+                    self._end(connection)
         try:
             return self._connect()
         except SettingsError as exc:  # it was fine when this was opened, so it may be again
             raise DiscoveryError(str(exc)) from exc
 
-    def _connect(self) -> sqlite3.Connection:
+    def _give(self, connection: _Connection) -> None:
+        if len(self._idle) >= _MOST_IDLE:
+            self._end(connection)
+            return
+        self._idle.append(connection)
+        if self._closed:  # maybe before it was there to be closed as well
+            self._end_idle()
+
+    def _end(self, connection: _Connection) -> None:
+        connection.sqlite.close()
+        self._open.pop(connection.sqlite, None)
+
+    def _end_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._end(self._idle.pop())
+
+    def _discard(self, identity: Identity, why: str) -> None:
+        """Remove a file that connections can no longer agree on; whoever uses it goes over to its successor."""
+        try:
+            removed = discard(identity, self.path)
+        except OSError as exc:
+            raise DiscoveryError(
+                f"discovery file {self.path}: {why}, and what is left cannot be removed: {exc.strerror}."
+                " Remove the file, and it is made anew"
+            ) from exc
+        if removed:
+            log.warning("discovery file %s: %s; it is made anew, and all register again", self.path, why)
+
+    def _connect(self) -> _Connection:
+        self._check_place()
+        self._leave_broken()
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -148,18 +218,47 @@ class SqliteFile(Owned):
             )
         except sqlite3.Error as exc:
             raise SettingsError(f"discovery file {self.path}: {exc}") from exc
+        _open_files.add(self)
+        self._open[connection] = None
         # Nonsense in one row must not make all others unreadable.
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         try:
             self._prepare(connection)
+            self._open[connection] = identity = Identity.of(self.path)
         except BaseException:
             connection.close()
+            self._open.pop(connection, None)
             raise
-        self._inode = _inode(self.path)
-        self._connection = connection
-        self._connected += 1
-        _open_files.add(self)
-        return connection
+        return _Connection(connection, identity, next(self._numbers))
+
+    def _leave_broken(self) -> None:
+        """Make no connection beside an older one of this process whose `-wal` or `-shm` is gone.
+
+        SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
+        the index of the old.
+        """
+        for file in list(_open_files):
+            for identity in list(file._open.values()) if file.path == self.path else ():
+                if identity is not None and (changed := identity.change(self.path)):
+                    self._discard(identity, changed)
+
+    def _check_place(self) -> None:
+        path = os.path.realpath(self.path)
+        kind = mounts.file_system(path, mounts.read_mounts())
+        if not mounts.is_shared(kind):
+            return
+        what = (
+            f"discovery file {self.path} lies on {kind}, which machines share. SQLite's locks and memory do not reach"
+            " from one to another: each would end the leases of all others, and may damage the file"
+        )
+        if not allows_shared_file():
+            raise SettingsError(
+                f"{what}. For one machine name a local file, such as EDL_DISCOVERY=sqlite:///var/tmp/NAME/edl.sqlite;"
+                " for several consul://host:8500. If only this machine uses it, EDL_SHARED_FILE=1 allows it"
+            )
+        if path not in _warned:
+            _warned.add(path)
+            log.warning("%s. EDL_SHARED_FILE allows it: see that no other machine opens it", what)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         try:
@@ -221,11 +320,7 @@ class SqliteFile(Owned):
             connection.execute("UPDATE state SET boot = ?", (_boot_id(),))
 
     def _release(self) -> None:
-        with self._turn:
-            _open_files.discard(self)
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
+        self._end_idle()  # one that is in use ends when its transaction does
 
 
 def _boot_id() -> str:
@@ -235,27 +330,20 @@ def _boot_id() -> str:
         return ""  # a system without it has `expire`'s second condition only
 
 
-def _inode(path: str) -> tuple[int, int] | None:
-    try:
-        status = Path(path).stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def _never_close(connection: Any) -> None:
     """Leak a connection, beyond the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
+_warned: set[str] = set()  # of files that machines share, by path: each process opens one several times
 _open_files: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
 
 
 def _leak_inherited() -> None:
     # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
     for file in _open_files:
-        if file._connection is not None:
-            _never_close(file._connection)
+        for connection in file._open:
+            _never_close(connection)
     _open_files.clear()
 
 

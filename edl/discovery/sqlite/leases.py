@@ -6,7 +6,11 @@ import secrets
 import sqlite3
 import time
 
-__all__ = ["expire", "grant", "next_revision", "renew", "revoke"]
+__all__ = ["expire", "grant", "next_revision", "renew", "revoke", "supersede"]
+
+REMEMBERED_S = 60.0
+"""How long instances whose lease has run out are kept, at least: as long as Consul keeps them. While nobody can write
+the file, nothing is deleted, and they stay for longer, which is when it matters."""
 
 
 def next_revision(connection: sqlite3.Connection) -> int:
@@ -16,11 +20,22 @@ def next_revision(connection: sqlite3.Connection) -> int:
 
 
 def expire(connection: sqlite3.Connection) -> None:
-    """Delete leases that are over, with what hangs on them."""
+    """Delete leases that are over, with what hangs on them; those of instances `REMEMBERED_S` later."""
     now = time.monotonic()
     # A lease that ends later than its length allows was granted by a clock that has started again since.
-    if connection.execute("DELETE FROM lease WHERE expires <= ? OR expires > ? + ttl_s", (now, now)).rowcount:
+    over = (
+        "expires > :now + ttl_s OR expires <= :now AND"
+        " (expires <= :now - :remembered_s OR NOT EXISTS (SELECT 1 FROM instance WHERE instance.lease = lease.id))"
+    )
+    if connection.execute(f"DELETE FROM lease WHERE {over}", {"now": now, "remembered_s": REMEMBERED_S}).rowcount:
         next_revision(connection)
+
+
+def supersede(connection: sqlite3.Connection, service: str, instance_id: str) -> None:
+    """Delete lapsed leases of an instance that registers anew."""
+    which = "SELECT lease FROM instance WHERE service = ? AND id = ?"
+    now = time.monotonic()
+    connection.execute(f"DELETE FROM lease WHERE expires <= ? AND id IN ({which})", (now, service, instance_id))
 
 
 def grant(connection: sqlite3.Connection, ttl_s: float) -> int:
@@ -31,8 +46,9 @@ def grant(connection: sqlite3.Connection, ttl_s: float) -> int:
 
 
 def renew(connection: sqlite3.Connection, lease: int) -> bool:
-    """Renew a lease; False if it is gone."""
-    cursor = connection.execute("UPDATE lease SET expires = ttl_s + ? WHERE id = ?", (time.monotonic(), lease))
+    """Renew a lease; False if it is over."""
+    now = time.monotonic()
+    cursor = connection.execute("UPDATE lease SET expires = ttl_s + ? WHERE id = ? AND expires > ?", (now, lease, now))
     return cursor.rowcount == 1
 
 

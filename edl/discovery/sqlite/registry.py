@@ -11,13 +11,13 @@ from edl.discovery.owned import Owned
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.discovery.sqlite.file import SqliteFile
-from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke
+from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke, supersede
 from edl.discovery.sqlite.watch import Poller
 
 __all__ = ["SqliteRegistry"]
 
-# Bound to the monotonic time, twice: see `expire` for the second condition.
-_LIVE = "instance JOIN lease ON lease.id = instance.lease AND lease.expires > ? AND lease.expires <= ? + lease.ttl_s"
+# Bound to the monotonic time: see `expire` for the condition.
+_HELD = "instance JOIN lease ON lease.id = instance.lease AND lease.expires <= ? + lease.ttl_s"
 
 
 class SqliteRegistry(Owned, Registry):
@@ -40,13 +40,13 @@ class SqliteRegistry(Owned, Registry):
         self._check()
         service = check_service(service)
         with self._file.read() as connection:
-            return _live_instances(connection, service)[0]
+            return _instances(connection, service)[0]
 
     def services(self) -> tuple[str, ...]:
         self._check()
         with self._file.read() as connection:
             now = time.monotonic()
-            rows = connection.execute(f"SELECT DISTINCT service FROM {_LIVE} ORDER BY service", (now, now))
+            rows = connection.execute(f"SELECT DISTINCT service FROM {_HELD} ORDER BY service", (now,))
             return tuple(service for (service,) in rows)
 
     def watch(self, service: str) -> Watch:
@@ -69,6 +69,7 @@ class _RowClaim(InstanceClaim):
             if renew(connection, lease):
                 connection.execute("UPDATE instance SET record = ? WHERE lease = ?", (record, lease))
             else:
+                supersede(connection, instance.service, instance.id)
                 lease = grant(connection, self._ttl_s)
                 connection.execute(
                     "INSERT INTO instance (lease, service, id, registered, record) VALUES (?, ?, ?, ?, ?)",
@@ -91,7 +92,7 @@ class _ServiceWatch(Poller[Snapshot, Snapshot], Watch):
         super().__init__(
             path,
             timeout_s,
-            read=lambda connection: _live_instances(connection, service),
+            read=lambda connection: _instances(connection, service),
             answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
             failed=follower.failed,
             recheck_at=lambda: follower.recheck_at,
@@ -101,11 +102,13 @@ class _ServiceWatch(Poller[Snapshot, Snapshot], Watch):
         return self.take(timeout_s)
 
 
-def _live_instances(connection: sqlite3.Connection, service: str) -> tuple[Snapshot, float]:
-    """Who is live, and when the first of them lapses unless it renews."""
+def _instances(connection: sqlite3.Connection, service: str) -> tuple[Snapshot, float]:
+    """Who is registered, and when the first of them lapses unless it renews."""
     now = time.monotonic()
     rows = connection.execute(
-        f"SELECT instance.id, record, expires FROM {_LIVE} WHERE service = ? ORDER BY registered", (now, now, service)
+        f"SELECT instance.id, record, expires FROM {_HELD} WHERE service = ? ORDER BY registered", (now, service)
     ).fetchall()
-    found = [from_json(service, instance_id, record) for instance_id, record, _ in rows]
-    return snapshot_of(service, found), min((expires for *_, expires in rows), default=float("inf"))
+    live = [from_json(service, instance_id, record) for instance_id, record, expires in rows if expires > now]
+    lapsed = [from_json(service, instance_id, record) for instance_id, record, expires in rows if expires <= now]
+    first = min((expires for *_, expires in rows if expires > now), default=float("inf"))
+    return snapshot_of(service, live, lapsed), first

@@ -46,7 +46,7 @@ class Poller(Owned, Generic[T, S]):
         self._answered = answered
         self._failed = failed
         self._recheck_at = recheck_at
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
         self._revision = -1
         self._expires = 0.0
         self.newest: Newest[S] = Newest()

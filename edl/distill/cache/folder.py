@@ -20,11 +20,13 @@ import logging
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from edl.distill.cache.key import CacheKey
+from edl.distill.cache.segment import read_small
 from edl.errors import SettingsError
 
 __all__ = ["KEY_FILE", "SUFFIX", "Folder"]
@@ -36,6 +38,10 @@ KEY_FILE = "key.json"
 _LOCK, _TEMPORARY = ".lock", ".writing-"
 _SEGMENT = re.compile(r"\d{20}-\d+-[0-9a-f]+\.safetensors")
 _LOCK_S = 30.0
+_LARGEST_KEY = 64 << 10
+"""Bytes of a key's file that are read: it has names and a tag, and no person writes longer ones."""
+_LATEST_NS = 5 * 10**18
+"""The year 2128. A name with a later time is not followed: behind the last one of 20 digits there would be none."""
 
 
 class Folder:
@@ -49,6 +55,8 @@ class Folder:
         self.path, self.limit_bytes = path, limit_bytes
         self.evicted = 0
         self._last_ns = 0
+        self._written: set[CacheKey] = set()  # whose file is there, unless it was evicted since
+        self._unlisted = False
         self._warned = False
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -66,7 +74,7 @@ class Folder:
         found = []
         for file in sorted(self.path.glob(f"*/{KEY_FILE}")):
             try:
-                key = CacheKey.from_json(file.read_text(encoding="ascii"))
+                key = CacheKey.from_json(read_small(file, _LARGEST_KEY).decode("ascii"))
                 if key.folder != file.parent.name:
                     raise ValueError(f"it belongs to {key.folder!r}")
                 found.append(key)
@@ -87,8 +95,9 @@ class Folder:
             text = key.to_json()
             self._make_room(len(data) + len(text), key.folder)
             place.mkdir(exist_ok=True)
-            if not (place / KEY_FILE).exists():
+            if key not in self._written and not _has(place / KEY_FILE, text.encode("ascii")):
                 self._place(place / KEY_FILE, text.encode("ascii"))
+            self._written.add(key)
             self._last_ns = max(time.time_ns(), self._last_ns + 1)
             path = place / f"{self._last_ns:020d}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
             self._place(path, data)
@@ -119,6 +128,9 @@ class Folder:
             if path.name.startswith(_TEMPORARY):
                 path.unlink(missing_ok=True)
         files = [(path, size) for path, size in files if not path.name.startswith(_TEMPORARY)]
+        # A clock that is set back must not make new files older than those before them, which would go first.
+        times = [int(path.name[:20]) for path, _ in files if _SEGMENT.fullmatch(path.name)]
+        self._last_ns = max([self._last_ns, *(at for at in times if at < _LATEST_NS)])
         if self.limit_bytes is None:
             return
         used = sum(size for _, size in files)
@@ -136,6 +148,7 @@ class Folder:
             used -= size
             self.evicted += 1
             emptied.add(path.parent)
+            self._written.clear()  # the folder may go, and its key with it
             self._warn_if_own(path, namespace)
         for place in emptied - {self.path / namespace}:
             _remove_if_empty(place)
@@ -153,10 +166,22 @@ class Folder:
     def _files(self) -> Iterator[tuple[Path, int]]:
         """Every file and its size; those that vanish meanwhile are left out."""
         for place in [self.path, *_entries(self.path)]:
-            for path in _entries(place):
-                with contextlib.suppress(FileNotFoundError):
-                    if path.is_file():
-                        yield path, path.stat().st_size
+            try:
+                entries = _entries(place)
+            except OSError as exc:
+                if place == self.path:
+                    raise
+                if not self._unlisted:
+                    self._unlisted = True
+                    logger.warning(
+                        "soft-label cache: %s cannot be listed, and is not counted: %s", place, exc.strerror or exc
+                    )
+                continue
+            for path in entries:
+                with contextlib.suppress(OSError):
+                    found = path.lstat()
+                    if stat.S_ISREG(found.st_mode):
+                        yield path, found.st_size
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -185,6 +210,14 @@ def _entries(path: Path) -> list[Path]:
         return []
 
 
+def _has(path: Path, data: bytes) -> bool:
+    """Whether a file is there, and what it should be."""
+    try:
+        return read_small(path, len(data) + 1) == data
+    except OSError:
+        return False
+
+
 def _remove_if_empty(place: Path) -> None:
     """Delete a namespace's folder if its key is all that is left."""
     if [path.name for path in _entries(place)] == [KEY_FILE]:
@@ -194,9 +227,10 @@ def _remove_if_empty(place: Path) -> None:
 
 
 def _sync(place: Path) -> None:
-    """Make renames in a folder last through a power failure."""
+    """Make renames in a folder last through a power failure, where the file system can."""
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with contextlib.suppress(OSError):  # the file itself is there, and whole
+            os.fsync(fd)
     finally:
         os.close(fd)

@@ -58,6 +58,7 @@ class Namespace:
         self._next = 0
         self._damaged: set[int] = set()
         self._bad: set[tuple[str, int, int]] = set()
+        self._said: set[str] = set()  # what could not be read for a reason that may pass
         self._scanned_at = -float("inf")
         self._changed_ns = -1
 
@@ -108,8 +109,10 @@ class Namespace:
             return exc
 
     def lost(self, place: Place, why: BadSegmentError) -> None:
-        """Forget a file that could not be read."""
-        if place.number in self._segments:
+        """Forget a file that could not be read, unless that may pass: then its rows are there when it has."""
+        if why.may_pass:
+            self._say_unreadable(place.segment.path, str(why))
+        elif place.number in self._segments:
             self._forget(place.number)
             self._leave_out(place.segment.path, why)
 
@@ -155,7 +158,7 @@ class Namespace:
         except FileNotFoundError:
             changed_ns, files = 0, {}
         except OSError as exc:
-            logger.warning("soft-label cache: %s cannot be listed: %s", self.path, exc.strerror or exc)
+            self._say_unreadable(self.path, exc.strerror or str(exc))
             return  # what is known stays
         settled = time.time() - changed_ns / 1e9 > _CLOCK_GRAIN_S
         self._changed_ns = changed_ns if settled else -1
@@ -180,9 +183,22 @@ class Namespace:
             segment = Segment.open(path, self.path.name, self._handles)
             self.agree(segment.layout)
         except BadSegmentError as exc:
-            self._leave_out(path, exc)
+            if exc.may_pass:
+                self._changed_ns = -1  # look again, though nothing else changes
+                self._say_unreadable(path, str(exc))
+            else:
+                self._leave_out(path, exc)
         else:
             self._add(segment)
+
+    def _say_unreadable(self, path: Path, why: str) -> None:
+        if why not in self._said:  # for each file anew it would fill the log
+            self._said.add(why)
+            logger.warning(
+                "soft-label cache: %s cannot be read now, nor perhaps others: %s; its labels are not there until then",
+                path,
+                why,
+            )
 
     def _leave_out(self, path: Path, why: BadSegmentError) -> None:
         self._handles.drop(path)

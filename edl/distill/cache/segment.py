@@ -12,10 +12,12 @@ Files of format 1 have none, and are read without.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import operator
 import os
+import stat
 import struct
 import threading
 import zlib
@@ -32,11 +34,16 @@ from edl.distill.cache.layout import ID_PREFIX, Column, RowLayout
 from edl.distill.cache.memory import SampleId
 from edl.protocol.tensors import Array
 
-__all__ = ["BadSegmentError", "Handles", "Segment", "encode"]
+__all__ = ["BadSegmentError", "Handles", "Segment", "encode", "read_small"]
 
 _FORMAT, _UNCHECKED = "edl-soft-labels/2", "edl-soft-labels/1"
+_MOST_AXES = 32  # numpy's arrays have no more
 _SUMS = f"{ID_PREFIX}.crc32"
 _LARGEST_HEADER = 16 << 20
+_LARGEST_IDS = 256 << 20
+"""Bytes of a file's ids and checksums. Ours have a hundredth of that; a sparse file may claim more than the RAM."""
+_GONE = {errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG}
+"""Errors that say something about the file itself. Others, such as EMFILE or EIO, may be over at the next attempt."""
 _DTYPES = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype("<u1"),
@@ -54,7 +61,15 @@ _DTYPES = {
 
 
 class BadSegmentError(Exception):
-    """A file that is torn, foreign or gone, and why. Does not leave this package."""
+    """A file that is torn, foreign or gone, and why. Does not leave this package.
+
+    Attributes:
+        may_pass: nothing is said about the file: it could not be read now, for want of descriptors, say.
+    """
+
+    def __init__(self, why: str, *, may_pass: bool = False) -> None:
+        super().__init__(why)
+        self.may_pass = may_pass
 
 
 def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: Sequence[bytes]) -> bytes:
@@ -75,7 +90,11 @@ def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: 
 
 
 def _top_k_in(text: str) -> dict[str, tuple[float, int | None]]:
-    return {name: (float(value[0]), value[1]) for name, value in json.loads(text).items()}
+    found = {name: (float(value[0]), value[1]) for name, value in json.loads(text).items()}
+    for name, (_, classes) in found.items():
+        if classes is not None and type(classes) is not int:
+            raise ValueError(f"output {name!r} has {classes!r:.50} classes")
+    return found
 
 
 def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
@@ -86,6 +105,35 @@ def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
     return f"{total:08x}"
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file with.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file: to open a FIFO, or to read a terminal, could take for ever.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A file's first bytes, `most` at most.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    fd = open_regular(path)
+    try:
+        return os.read(fd, most)
+    finally:
+        os.close(fd)
+
+
 class Handle:
     """An open file that closes when nobody holds it any more, be it in the middle of another thread's read."""
 
@@ -93,7 +141,7 @@ class Handle:
 
     def __init__(self, path: Path) -> None:
         self.fd = -1  # `open` may fail
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_regular(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -160,11 +208,16 @@ class Segment:
             size = os.fstat(handle.fd).st_size
             header, start = _header(handle, size)
             metadata = header.pop("__metadata__", {})
+            if not isinstance(metadata, dict):
+                raise BadSegmentError("it was not written by EDL")
             if metadata.get("format") not in (_FORMAT, _UNCHECKED):
                 raise BadSegmentError("it was not written by EDL")
             if metadata.get("namespace") != namespace:
                 raise BadSegmentError(f"it belongs to {metadata.get('namespace')!r}")
             tensors = {name: _Tensor.of(name, entry, start, size) for name, entry in header.items()}
+            _check_places(tensors, start, size)
+            if sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith(ID_PREFIX)) > _LARGEST_IDS:
+                raise BadSegmentError(f"its ids are said to take more than {_LARGEST_IDS} bytes")
             about = {
                 name: np.frombuffer(_read(handle, tensor.offset, tensor.nbytes), tensor.dtype)
                 for name, tensor in tensors.items()
@@ -179,15 +232,18 @@ class Segment:
                 tuple(Column(name, tensors[name].dtype, tensors[name].shape[1:]) for name in columns),
                 _top_k_in(metadata["top_k"]),
             )
+            _check_layout(layout)
             sums = about.get(_SUMS)
             checked = metadata["format"] == _FORMAT or sums is not None
             if checked and (sums is None or len(sums) != len(ids) or _sum_of(about, layout) != metadata.get("crc32")):
                 raise BadSegmentError("it is damaged: its ids or its header are not those that were written")
             return cls(path, ids, layout, tuple(tensors[name].offset for name in columns), sums, bytearray(len(ids)))
         except OSError as exc:
-            raise BadSegmentError(exc.strerror or str(exc)) from exc
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as exc:
-            raise BadSegmentError(f"its header makes no sense: {exc!r}") from exc
+            raise _unreadable(exc) from exc
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as exc:
+            raise BadSegmentError(f"its header makes no sense: {exc!r:.200}") from exc
+        except MemoryError as exc:
+            raise BadSegmentError("its header and ids do not fit into memory", may_pass=True) from exc
 
     def read(self, handles: Handles, start: int, count: int) -> list[bytes | None]:
         """The records of `count` rows from row `start` on, None for those that are damaged.
@@ -211,7 +267,9 @@ class Segment:
                 for offset, width in zip(self.offsets, widths, strict=True)
             ]
         except OSError as exc:
-            raise BadSegmentError(exc.strerror or str(exc)) from exc
+            raise _unreadable(exc) from exc
+        except MemoryError as exc:
+            raise BadSegmentError(f"{count} rows of it do not fit into memory", may_pass=True) from exc
         if count == 1:
             return [b"".join(parts)]
         if len(parts) == 1:
@@ -231,13 +289,41 @@ class _Tensor:
 
     @classmethod
     def of(cls, name: str, entry: Mapping[str, Any], start: int, size: int) -> _Tensor:
-        dtype, shape = _DTYPES[entry["dtype"]], tuple(int(axis) for axis in entry["shape"])
+        dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
+        if any(type(number) is not int for number in (*shape, begin, end)) or len(shape) > _MOST_AXES:
+            raise BadSegmentError(f"the shape or the place of tensor {name!r:.200} makes no sense")
         if any(axis < 0 for axis in shape) or end - begin != math.prod(shape) * dtype.itemsize or begin < 0:
             raise BadSegmentError(f"tensor {name!r} of {dtype} {list(shape)} is said to take {end - begin} bytes")
         if start + end > size:
             raise BadSegmentError(f"it is torn: tensor {name!r} ends at byte {start + end} of {size}")
         return cls(dtype, shape, start + begin, end - begin)
+
+
+def _unreadable(exc: OSError) -> BadSegmentError:
+    return BadSegmentError(exc.strerror or str(exc), may_pass=exc.errno not in _GONE)
+
+
+def _check_places(tensors: Mapping[str, _Tensor], start: int, size: int) -> None:
+    """See that tensors fill the file and do not overlap, as the format has it: a label may be one sample's only."""
+    at = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != at:
+            raise BadSegmentError(f"tensor {name!r:.200} begins at byte {tensor.offset}, and not at {at}")
+        at += tensor.nbytes
+    if at != size:
+        raise BadSegmentError(f"it has {size} bytes, and its tensors end at byte {at}")
+
+
+def _check_layout(layout: RowLayout) -> None:
+    """See that a row can be made outputs of.
+
+    Raises:
+        ValueError, KeyError, TypeError: it cannot.
+    """
+    if not layout.columns or not all(column.nbytes for column in layout.columns):
+        raise ValueError("there is nothing in its rows")
+    layout.restore(layout.unpack(bytes(layout.row_nbytes), 1))
 
 
 def _header(handle: Handle, size: int) -> tuple[dict[str, Any], int]:
@@ -246,10 +332,17 @@ def _header(handle: Handle, size: int) -> tuple[dict[str, Any], int]:
     (length,) = struct.unpack("<Q", _read(handle, 0, 8))
     if length > min(size - 8, _LARGEST_HEADER):
         raise BadSegmentError(f"it is torn or foreign: a header of {length} bytes in a file of {size}")
-    header = json.loads(_read(handle, 8, length))
+    header = json.loads(_read(handle, 8, length), object_pairs_hook=_no_duplicates)
     if not isinstance(header, dict):
         raise BadSegmentError("it was not written by EDL")
     return header, 8 + length
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
 
 
 def _ids_in(arrays: Mapping[str, Array]) -> list[SampleId]:

@@ -107,7 +107,7 @@ class SoftLabelCache:
         if self._folder is not None:
             segment_bytes = min(_SEGMENT_BYTES, disk_bytes // 8) if disk_bytes is not None else _SEGMENT_BYTES
             self._writer = Writer(self._folder, self.lock, segment_bytes, flush_interval_s)
-            self._finalizer = weakref.finalize(self, Writer.close, self._writer)
+            weakref.finalize(self, self._writer.let_go).atexit = False  # the writer sees to that
 
     @property
     def path(self) -> Path | None:

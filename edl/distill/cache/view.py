@@ -15,6 +15,7 @@ from edl.distill.cache.memory import MemoryTier, SampleId
 from edl.distill.cache.namespace import Namespace, Place
 from edl.distill.cache.segment import BadSegmentError, Handles
 from edl.distill.cache.writer import Writer
+from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
@@ -93,6 +94,8 @@ class CacheView:
         self._cache, self._lock, self._memory, self._writer = cache, cache.lock, memory, writer
         self._rows = memory.rows()
         self._layout: RowLayout | None = None
+        where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
+        self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
         self.disk: Namespace | None = None
         if folder is not None:
             self.disk = Namespace(folder.path, key, handles)
@@ -132,7 +135,11 @@ class CacheView:
         _check_ids(samples)
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
-        arrays, layout = flatten(outputs, len(samples), half=self._cache.store_dtype == "float16")
+        half = self._cache.store_dtype == "float16"
+        if half:
+            for name, output in outputs.items():
+                self._clamped.before(name, output.values if isinstance(output, TopK) else np.asarray(output))
+        arrays, layout = flatten(outputs, len(samples), half=half)
         records = layout.pack(arrays)
         with self._lock:
             self._agree(layout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -55,10 +56,14 @@ class Writer:
         self.failures = self.lost_rows = 0
         self.failure = ""  # why the last one failed
         self._failing = False
+        self._dead = ""  # why the thread has ended; then nothing is written any more
 
     def put(self, namespace: Namespace, ids: Sequence[SampleId], records: Sequence[bytes]) -> None:
         """Take rows in. Waits while two files' worth of rows wait to be written, so that memory stays bounded."""
         with self._lock:
+            if self._dead:
+                self._count_lost(len(ids), self._dead)
+                return
             for sample, record in zip(ids, records, strict=True):
                 namespace.pending[sample] = record
                 kind = (id(namespace), type(sample))  # a file has ids of one type
@@ -72,11 +77,12 @@ class Writer:
                 if batch.nbytes + ROW_OVERHEAD >= self._segment_bytes:
                     self._waiting.append(self._gathering.pop(kind))
             if self._thread is None:
+                _RUNNING.add(self)
                 self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
                 self._thread.start()
             if self._waiting:
                 self._lock.notify_all()
-            if not self._lock.wait_for(lambda: len(self._waiting) <= _MOST_WAITING, _STALLED_S):
+            if not self._lock.wait_for(lambda: self._dead or len(self._waiting) <= _MOST_WAITING, _STALLED_S):
                 while len(self._waiting) > _MOST_WAITING:
                     self._failed(self._waiting.popleft(), f"nothing has been written for {_STALLED_S:g} s")
 
@@ -91,15 +97,26 @@ class Writer:
                 lambda: not any(batch is self._writing or batch in self._waiting for batch in mine if batch), timeout_s
             )
 
-    def close(self, timeout_s: float = _STALLED_S) -> None:
-        """Write what there is, and end the thread. May be called twice. Does nothing in a forked child."""
+    def let_go(self) -> None:
+        """`close` for a finalizer, which may run in any thread and in the middle of any function: waits for no disk."""
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        if self._thread is threading.current_thread():
-            return  # a cache that nobody used any more was collected in this very thread, which ends by itself
+
+    def close(self, timeout_s: float = _STALLED_S) -> None:
+        """Write what there is, and end the thread. May be called twice. Does nothing in a forked child.
+
+        Called by a signal handler in the middle of a function of this cache it does not wait: the thread writes when
+        that function has ended.
+        """
+        if self._thread is None or os.getpid() != self._pid:
+            return
+        interrupts = self._lock._is_owned()  # type: ignore[attr-defined]
+        self.let_go()
+        if interrupts or self._thread is threading.current_thread():
+            return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             logger.warning("soft-label cache %s: still writing %g s after it was closed", self._folder.path, timeout_s)
@@ -107,6 +124,45 @@ class Writer:
     # The thread
 
     def _run(self) -> None:
+        why = "the thread that writes has ended"
+        try:
+            self._write_all()
+            why = ""
+        except BaseException as exc:
+            why = f"{type(exc).__name__}: {exc}, which was not foreseen"
+            if not isinstance(exc, Exception):
+                raise
+        finally:
+            if why:
+                self._end(why)
+            _RUNNING.discard(self)
+
+    def _end(self, why: str) -> None:
+        """Let go of everybody who waits: there is nobody any more to write anything."""
+        with self._lock:
+            self._dead = why
+            lost = [batch for batch in (self._writing, *self._waiting, *self._gathering.values()) if batch is not None]
+            self._writing = None
+            self._waiting.clear()
+            self._gathering.clear()
+            for batch in lost:
+                batch.namespace.written(batch.ids, batch.records)
+            rows = sum(len(batch.ids) for batch in lost)
+            self._count_lost(rows, why)
+            self._lock.notify_all()
+        logger.error(
+            "soft-label cache %s: nothing more is written until it is opened anew, and %d rows were not: %s",
+            self._folder.path,
+            rows,
+            why,
+        )
+
+    def _count_lost(self, rows: int, why: str) -> None:
+        self.failures += 1
+        self.lost_rows += rows
+        self.failure = why
+
+    def _write_all(self) -> None:
         while True:
             with self._lock:
                 self._collect_due()
@@ -165,7 +221,16 @@ class Writer:
                 len(batch.ids),
                 why,
             )
-        self.failures += 1
-        self.lost_rows += len(batch.ids)
-        self.failure, self._failing = why, True
+        self._count_lost(len(batch.ids), why)
+        self._failing = True
         batch.namespace.written(batch.ids, batch.records)
+
+
+_RUNNING: set[Writer] = set()
+"""Those whose threads are to write what they have when the program ends."""
+
+
+@atexit.register
+def _close_running() -> None:
+    for writer in _RUNNING.copy():
+        writer.close()

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from edl.distill.rows import Rows
 from edl.distill.source import as_array
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
@@ -80,7 +81,8 @@ class ArrayData(_Indexed):
         index = self.unknown(known)
         for start in range(0, len(index), rows):
             part = index[start : start + rows]
-            yield self.ids_of(part), {name: np.asarray(array[part]) for name, array in self._arrays.items()}
+            found = {name: as_array(array[part], f"array {name!r}") for name, array in self._arrays.items()}
+            yield self.ids_of(part), found
 
 
 class SequenceData(_Indexed):
@@ -103,12 +105,12 @@ class SequenceData(_Indexed):
             yield from zip(map(self.ids_of, parts), self._loaded(parts), strict=True)
             return
         for part in parts:
-            yield self.ids_of(part), self._stack([(at, self._samples[at]) for at in part.tolist()])
+            yield self.ids_of(part), self._stack([self._stack.take(at, self._samples[at]) for at in part.tolist()])
 
     def _loaded(self, parts: list[Array]) -> Iterator[dict[str, Array]]:
         from torch.utils.data import DataLoader
 
-        numbered = _Numbered(self._samples)
+        numbered = _Taken(self._samples, self._stack)
         # Each part is one "sample" of the loader: its batches are as they were cut, whatever their sizes.
         return iter(
             DataLoader(
@@ -120,17 +122,17 @@ class SequenceData(_Indexed):
         )
 
 
-class _Numbered:
-    """Samples with their positions, for messages."""
+class _Taken:
+    """What is taken of each sample, in whichever process loads it."""
 
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
+    def __init__(self, samples: Any, stack: _Stack) -> None:
+        self._samples, self._stack = samples, stack
 
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, at: int) -> tuple[int, Any]:
-        return at, self._samples[at]
+    def __getitem__(self, at: int) -> tuple[SampleId, dict[str, Array]]:
+        return self._stack.take(at, self._samples[at])
 
 
 class IterableData(Data):
@@ -152,9 +154,9 @@ class IterableData(Data):
         self._make, self._stack, self._id_field = make, _Stack(fields), id_field
 
     def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
-        waiting: list[tuple[SampleId, Any]] = []
+        waiting: list[tuple[SampleId, dict[str, Array]]] = []
         seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids
-        samples = ((self._new_id(at, sample, seen), sample) for at, sample in enumerate(self._make()))
+        samples = (self._take(at, sample, seen) for at, sample in enumerate(self._make()))
         while block := list(itertools.islice(samples, rows)):
             new = ~known([sample_id for sample_id, _ in block])
             waiting += [entry for entry, is_new in zip(block, new, strict=True) if is_new]
@@ -164,7 +166,10 @@ class IterableData(Data):
         if waiting:
             yield self._batch(waiting)
 
-    def _batch(self, entries: list[tuple[SampleId, Any]]) -> tuple[list[SampleId], dict[str, Array]]:
+    def _take(self, at: int, sample: Any, seen: set[SampleId]) -> tuple[SampleId, dict[str, Array]]:
+        return self._stack.take(self._new_id(at, sample, seen), sample)
+
+    def _batch(self, entries: list[tuple[SampleId, dict[str, Array]]]) -> tuple[list[SampleId], dict[str, Array]]:
         return [sample_id for sample_id, _ in entries], self._stack(entries)
 
     def _new_id(self, at: int, sample: Any, seen: set[SampleId]) -> SampleId:
@@ -195,21 +200,20 @@ class _Stack:
     def __init__(self, fields: Mapping[str, Callable[[Any], Any]]) -> None:
         self._fields = fields
 
-    def __call__(self, entries: Sequence[tuple[SampleId, Any]]) -> dict[str, Array]:
-        return {name: self._one(name, field, entries) for name, field in self._fields.items()}
-
-    @staticmethod
-    def _one(name: str, field: Callable[[Any], Any], entries: Sequence[tuple[SampleId, Any]]) -> Array:
-        arrays = []
-        for sample_id, sample in entries:
+    def take(self, sample_id: SampleId, sample: Any) -> tuple[SampleId, dict[str, Array]]:
+        """A sample's inputs, copied before the next one is loaded, perhaps into the same memory."""
+        taken = {}
+        for name, field in self._fields.items():
             try:
                 found = field(sample)
             except (LookupError, TypeError) as exc:
                 raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
-            arrays.append(as_array(found, f"sample {sample_id!r}, input {name!r}"))
-            if arrays[-1].shape != arrays[0].shape:
-                raise SourceError(
-                    f"sample {sample_id!r}: input {name!r} has shape {list(arrays[-1].shape)}, "
-                    f"samples before it {list(arrays[0].shape)}: bring all samples to one shape"
-                )
-        return np.stack(arrays)
+            taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
+        return sample_id, taken
+
+    def __call__(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Array]:
+        stacked = {name: Rows(name, len(entries), "bring all samples to one shape") for name in self._fields}
+        for sample_id, fields in entries:
+            for name, array in fields.items():
+                stacked[name].append(array, f"sample {sample_id!r}")
+        return {name: rows.gathered() for name, rows in stacked.items()}

@@ -6,7 +6,8 @@ number of rows in the same order; a single output may come as the bare array. It
 - `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, where the command line does not say;
 - `version`: identifies its weights;
 - `inline = True`: it takes microseconds, so the server may call it on its event loop;
-- `warm_up(max_rows)` in place of the two calls on zeros, and `close()`.
+- `warm_up(max_rows)` in place of the two calls on zeros, and `close()`;
+- `writes_inputs = True` where it changes its inputs, and `warm_up` is its own: then it gets copies.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from edl.errors import SettingsError
+from edl.protocol.tensors import array_of
 from edl_serving.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.identity import identity
@@ -58,6 +60,7 @@ class CallableBackend(DescribedBackend):
             raise SettingsError(f"a model must be callable; {function!r} is not (is it what a factory returned?)")
         super().__init__(version or _own_version(function), "python")
         self._function = function
+        self.writes_inputs = bool(getattr(function, "writes_inputs", False))
         self._describe(
             inputs or getattr(function, "inputs", ()),
             outputs or getattr(function, "outputs", ()),
@@ -73,9 +76,9 @@ class CallableBackend(DescribedBackend):
     def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)
         if isinstance(answer, Mapping):
-            return {str(name): np.asarray(value) for name, value in answer.items()}
+            return {str(name): array_of(value) for name, value in answer.items()}
         if isinstance(answer, np.ndarray):
-            return {"output": answer}
+            return {"output": array_of(answer)}
         raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays, nor an array")
 
     def warm_up(self, max_rows: int) -> None:

@@ -84,12 +84,14 @@ class DescribedBackend(Backend):
         answers = pick(self._ask(inputs), [spec.name for spec in self._outputs])
         return {spec.name: cast(spec, answers[spec.name]) for spec in self._outputs}
 
-    def warm_up(self, max_rows: int) -> None:
+    def sample(self, rows: int) -> Mapping[str, Array]:
         if self._sample is None:
-            super().warm_up(max_rows)
-            return
-        for rows in {1, max_rows}:
-            self.predict({name: array[np.arange(rows) % len(array)] for name, array in self._sample.items()})
+            return super().sample(rows)
+        return {name: array[np.arange(rows) % len(array)] for name, array in self._sample.items()}
+
+    @property
+    def _sample_is_made_up(self) -> bool:
+        return self._sample is None
 
     @abc.abstractmethod
     def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:

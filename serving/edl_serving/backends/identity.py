@@ -2,7 +2,8 @@
 
 Into it go
 
-- the source of the user's modules: the one that was named, and those that it and its imports import by name;
+- the source of the user's modules: the one that was named, those that it and its imports import by name, and whatever
+  else of the user's ran meanwhile, as by `importlib.import_module` and `runpy.run_path`;
 - numbers in those modules' names, alone, and in lists, dictionaries and the like;
 - arrays, tensors and bytes that can be reached from the model, and from those modules' names: through attributes,
   closures, lists and dictionaries;
@@ -32,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from edl_serving.backends.numbers import numbers_in
-from edl_serving.backends.opened import files_read, is_library
+from edl_serving.backends.numbers import globals_of, numbers_in
+from edl_serving.backends.opened import code_read, files_read, is_library
 from edl_serving.backends.source import ModelSource, digest
 from edl_serving.backends.target import module_of
 
@@ -50,7 +51,7 @@ _ENVIRONMENT = type(os.environ)  # holds bytes, of the process and not of the mo
 def identity(source: ModelSource, model: Any) -> str:
     """The version of `model`, which the code that `source` names has just made. Says in the log what it is made of."""
     modules = users_modules(source)
-    read = read_by(source)
+    read = read_by(source, modules)
     arrays = 0
 
     def parts() -> Iterator[bytes | memoryview | Path]:  # one at a time: a tensor's may be a copy
@@ -77,9 +78,14 @@ def code_of(source: ModelSource, modules: list[ModuleType]) -> list[bytes | Path
     return [source.target.rpartition(":")[2].encode(), source.settings(), *_files(modules), *numbers_in(modules)]
 
 
-def read_by(source: ModelSource) -> dict[bytes, Path]:
-    """The files that were read while the model was imported and built, by a hash of each, in its order: of no path."""
-    files = [*files_read(source.module), *files_read(source.call)]
+def read_by(source: ModelSource, modules: list[ModuleType]) -> dict[bytes, Path]:
+    """The files that were read while the model was imported and built, by a hash of each, in its order: of no path.
+
+    With source that ran without being one of the modules.
+    """
+    known = {os.path.realpath(file) for file in _files(modules)}
+    ran = [Path(file) for file in code_read(source.module) if file not in known and not _is_own(file, source.package)]
+    files = [*files_read(source.module), *files_read(source.call), *ran]
     return dict(sorted((digest([file]).encode(), file) for file in files))
 
 
@@ -88,11 +94,20 @@ def _files(modules: list[ModuleType]) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
+def _is_own(file: str, package: str) -> bool:
+    """Whether a source file is this project's, and the model is not."""
+    folders = [folder for name in _OWN if name != package for folder in getattr(sys.modules.get(name), "__path__", ())]
+    return file.startswith(tuple(f"{os.path.realpath(folder)}{os.sep}" for folder in folders))
+
+
 # Modules
 
 
 def users_modules(source: ModelSource) -> list[ModuleType]:
-    """The module that was named and those of the user's that it imports, directly or not, in the order of imports."""
+    """The module that was named and those of the user's that it imports, directly or not, in the order of imports.
+
+    Then those that ran without being named in an import, by name.
+    """
     root = module_of(source.target)
     own = root.__name__.partition(".")[0]
 
@@ -100,15 +115,33 @@ def users_modules(source: ModelSource) -> list[ModuleType]:
         file, top = getattr(module, "__file__", None), getattr(module, "__name__", "").partition(".")[0]
         return file is not None and (top == own or (top not in _OWN and not is_library(file)))
 
-    found: dict[str, ModuleType] = {root.__name__: root}
-    waiting = [root]
-    while waiting:
-        for name in _imported_by(waiting.pop(0)):
-            module = sys.modules.get(name)
-            if module is not None and name not in found and is_users(module):
-                found[name] = module
-                waiting.append(module)
+    found: dict[str, ModuleType] = {}
+
+    def find(module: ModuleType) -> None:
+        found[module.__name__] = module
+        waiting = [module]
+        while waiting:
+            for name in _imported_by(waiting.pop(0)):
+                imported = sys.modules.get(name)
+                if imported is not None and name not in found and is_users(imported):
+                    found[name] = imported
+                    waiting.append(imported)
+
+    find(root)
+    for module in _running(set(code_read(source.module))):
+        if module.__name__ not in found and is_users(module):
+            find(module)
     return list(found.values())
+
+
+def _running(files: set[str]) -> list[ModuleType]:
+    """The modules that source files have become, by name: in which order they are imported may be that of a folder."""
+    # Where a file is two modules, as a script that was imported too, they have the same source: both count.
+    return [
+        module
+        for _, module in sorted(sys.modules.items())
+        if isinstance(file := getattr(module, "__file__", None), str) and os.path.realpath(file) in files
+    ]
 
 
 def _imported_by(module: ModuleType) -> list[str]:
@@ -146,7 +179,7 @@ def tensors_in(roots: list[Any], modules: list[ModuleType]) -> Iterator[list[byt
     names = {module.__name__ for module in modules}
     seen: dict[int, Any] = {}  # holds what it has seen, or another object could get the same address
     unread: dict[str, None] = {}
-    waiting = [*reversed([*roots, *map(_names, modules)])]
+    waiting = [*reversed([*roots, *map(globals_of, modules)])]
     while waiting:
         value = waiting.pop()
         if isinstance(value, (*_PLAIN, _ENVIRONMENT, ModuleType, logging.Logger)) or id(value) in seen:
@@ -162,10 +195,6 @@ def tensors_in(roots: list[Any], modules: list[ModuleType]) -> Iterator[list[byt
             "the version does not tell the values of %s, which cannot be read; name them with --model-version",
             ", ".join(unread),
         )
-
-
-def _names(module: ModuleType) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
 
 
 def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | None:
@@ -195,8 +224,19 @@ def _content(value: Any, unread: dict[str, None]) -> list[bytes | memoryview] | 
         return None
     if values.dtype.hasobject:
         return None
-    head = f"{values.dtype.str} {values.shape}".encode()
-    return [head, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data]
+    head = f"{_dtype(values.dtype)} {values.shape}".encode()
+    parts: list[bytes | memoryview] = [head, np.ascontiguousarray(values).reshape(-1).view(np.uint8).data]
+    if isinstance(value, np.ma.MaskedArray):
+        parts += [b"masked", np.ma.getmaskarray(value).tobytes(), np.asarray(value.fill_value).tobytes()]
+    return parts
+
+
+def _dtype(dtype: np.dtype[Any]) -> str:
+    """What an array's bytes mean: of a structure, with the names of its fields."""
+    if dtype.subdtype is not None:
+        return f"{_dtype(dtype.base)}{dtype.shape}"
+    fields = [(name, _dtype(dtype[name])) for name in dtype.names or ()]
+    return f"{dtype.str}{fields or ''}"
 
 
 def _of_tensor(torch: Any, tensor: Any) -> list[bytes | memoryview]:

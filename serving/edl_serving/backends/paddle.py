@@ -153,9 +153,13 @@ def _shapes_of(program: Path, names: Sequence[str]) -> dict[str, tuple[Any, list
     """Types and shapes of a model's inputs. The predictor would tell them only after a first call."""
     if program.suffix == ".pdmodel":
         # The old format: what the public API would read it with is not there while the new one is in force.
-        block = paddle.base.core.ProgramDesc(program.read_bytes()).block(0)
+        # The program owns its blocks, and a block its variables; Paddle's bindings do not keep the owner alive.
+        parsed = paddle.base.core.ProgramDesc(program.read_bytes())
+        block = parsed.block(0)
         variables = {name: block.find_var(name.encode()) for name in names}
-        return {name: (variable.dtype(), list(variable.shape())) for name, variable in variables.items()}
+        found = {name: (variable.dtype(), list(variable.shape())) for name, variable in variables.items()}
+        del variables, block, parsed  # in this order
+        return found
     specs = {spec.name: spec for spec in paddle.jit.load(str(program.with_suffix("")))._input_spec()}
     return {name: (specs[name].dtype, list(specs[name].shape)) for name in names}
 

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
-from edl.protocol.tensors import datatype_of, dtype_of
+from edl.protocol.tensors import array_of, datatype_of, dtype_of
 from edl_serving.backend import Array, TensorSpec
 from edl_serving.backends.source import existing
 
@@ -189,12 +189,33 @@ def cast(spec: TensorSpec, value: object) -> Array:
     """`value` as an array in the dtype of `spec`.
 
     Raises:
-        TypeError: the cast could change values beyond rounding (floats to integers, and the like).
+        TypeError: the cast would change values beyond rounding: floats to integers, numbers that the type does not
+            have, bytes that numpy cut short.
     """
-    array: Array = np.asarray(value)
+    try:
+        array = array_of(value)
+    except ProtocolError as exc:
+        raise TypeError(f"output {spec.name!r}: {exc}") from exc
     dtype = dtype_of(spec.datatype)
-    if array.dtype == dtype or (dtype.kind == "O" and array.dtype.kind in "SU"):
+    if array.dtype == dtype:
         return array
-    if not np.can_cast(array.dtype, dtype, "same_kind"):
+    if dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
         raise TypeError(f"output {spec.name!r} is {array.dtype}, which does not become {spec.datatype}")
-    return array.astype(dtype)
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if array.size and not np.can_cast(array.dtype, dtype, "safe"):
+        _refuse_overflow(spec, array, converted)
+    return converted
+
+
+def _refuse_overflow(spec: TensorSpec, array: Array, converted: Array) -> None:
+    """Refuse whole numbers that wrapped around, and finite ones that became infinite."""
+    if array.dtype.kind in "iu" and converted.dtype.kind in "iu":
+        limits = np.iinfo(converted.dtype)
+        low, high = int(array.min()), int(array.max())
+        lost = low if low < limits.min else high if high > limits.max else None
+    else:
+        changed = np.isinf(converted) & np.isfinite(array)
+        lost = array[changed][0] if changed.any() else None
+    if lost is not None:
+        raise TypeError(f"output {spec.name!r} holds {lost} as {array.dtype}, which {spec.datatype} does not have")

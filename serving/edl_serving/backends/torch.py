@@ -153,7 +153,7 @@ def _version(source: ModelSource, built: torch.nn.Module) -> str:
     plain = [{name: value for name, value in vars(part).items() if name not in torchs} for part in built.modules()]
     state = built.state_dict()
     tensors = tensors_in([state, *plain, dict(built.named_buffers())], modules)
-    known = [*code_of(source, modules), *read_by(source), repr(sorted(state)).encode()]
+    known = [*code_of(source, modules), *read_by(source, modules), repr(sorted(state)).encode()]
     return digest(itertools.chain(known, itertools.chain.from_iterable(tensors)))
 
 

@@ -61,11 +61,12 @@ class Member:
                 pipe.close()
 
 
-def _register(url: str, service: str, name: str, ttl_s: str) -> None:
+def _register(url: str, service: str, name: str, ttl_s: str, state: str = "ready") -> None:
     from edl.discovery import open_registry
     from tests.conformance.discovery.backends import teacher
 
-    with open_registry(url) as registry, registry.register(teacher(service, name), float(ttl_s)):
+    instance = teacher(service, name, state=state)
+    with open_registry(url) as registry, registry.register(instance, float(ttl_s)):
         print("ready", flush=True)
         sys.stdin.readline()
 

@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -328,6 +328,68 @@ def test_the_token_opens_an_agent_with_acls_and_is_shown_nowhere(
     assert not [text for text in shown if TOKEN in text or wrong in text]
 
 
+def test_list_that_acls_filter_is_error(
+    agent_with_acl: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consul answers with an empty list where the token may not read, and a student would let go of all teachers."""
+    rules = f'service "{service}" {{ policy = "read" }} node_prefix "" {{ policy = "read" }}'
+    policy = agent_with_acl.ask("/v1/acl/policy", "PUT", {"Name": service, "Rules": rules})
+    anonymous = "/v1/acl/token/00000000-0000-0000-0000-000000000002"
+    agent_with_acl.ask(anonymous, "PUT", {"Policies": [{"ID": policy["ID"]}]})
+    monkeypatch.setenv("CONSUL_HTTP_TOKEN", TOKEN)
+    with open_registry(agent_with_acl.url) as writer, writer.register(teacher(service), 10.0):
+        monkeypatch.delenv("CONSUL_HTTP_TOKEN")
+        with open_registry(agent_with_acl.url) as registry, registry.watch(service) as watch:
+            assert eventually(lambda: registry.snapshot(service).instances)
+            assert registry.services() == (service,), "a token for one service sees that one"
+            assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)
+            agent_with_acl.ask(anonymous, "PUT", {"Policies": []})
+            for call in (lambda: registry.snapshot(service), registry.services):
+                assert eventually(lambda call=call: "set CONSUL_HTTP_TOKEN" in refusal(call)), "an empty list, no error"
+            filtered = next(snapshot for snapshot in iter(lambda: watch.get(15), None) if snapshot.stale)
+            assert "no service:read" in filtered.stale
+            assert filtered.instances, "the teachers known last are gone"
+
+
+class _Filtering(BaseHTTPRequestHandler):
+    """What Consul 1.11 and newer answer a token that may not read the nodes; older ones leave the header out."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("X-Consul-Index", "7")
+        self.send_header("X-Consul-Results-Filtered-By-ACLs", "true")
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"[]")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_filtered_by_acls_header_is_error(service: str) -> None:
+    server = HTTPServer(("127.0.0.1", 0), _Filtering)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        with (
+            open_registry(f"consul://127.0.0.1:{server.server_port}") as registry,
+            pytest.raises(DiscoveryError, match="the token may not read it"),
+        ):
+            registry.snapshot(service)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except DiscoveryError as exc:
+        return str(exc)
+    return ""
+
+
 def _openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
 
@@ -406,3 +468,22 @@ def _works(url: str, service: str) -> None:
         with open_store(url) as store, store.lease(10.0) as lease:
             store.put(f"{service}/a", b"1", lease)
     assert url.startswith("consul")
+
+
+def test_only_silence_is_a_lapse(consul_agent: ConsulAgent, service: str) -> None:
+    check = {"Name": "http", "TTL": "60s", "Status": "critical"}
+    foreign = {"Name": service, "ID": f"{service}-x", "Address": "127.0.0.1", "Port": 1, "Check": check}
+    consul_agent.ask("/v1/agent/service/register", "PUT", foreign)
+    try:
+        with open_registry(consul_agent.url) as registry, registry.register(teacher(service)):
+            assert eventually(lambda: registry.snapshot(service).instances)
+            assert not registry.snapshot(service).lapsed, "a check of somebody else's fails: it is not well"
+            found = consul_agent.ask("/v1/agent/services")
+            (own,) = [name for name, entry in found.items() if entry["Service"] == service and name != foreign["ID"]]
+            consul_agent.ask(f"/v1/agent/service/maintenance/{own}?enable=true", "PUT")
+            assert eventually(lambda: not registry.snapshot(service).instances)
+            assert not registry.snapshot(service).lapsed, "a person took it out"
+            consul_agent.ask(f"/v1/agent/service/maintenance/{own}?enable=false", "PUT")
+            assert eventually(lambda: registry.snapshot(service).instances)
+    finally:
+        consul_agent.ask(f"/v1/agent/service/deregister/{foreign['ID']}", "PUT")

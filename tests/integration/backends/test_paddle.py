@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from edl.errors import SettingsError
 from edl_serving.backend import TensorSpec
 from edl_serving.backends import ModelSource, open_backends
-from tests.integration.backends.models import as_paddle, expected
+from tests.integration.backends.models import as_old_paddle, as_paddle, expected
 
 pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
 
@@ -53,3 +56,25 @@ def test_what_is_missing_or_does_not_fit_is_named(folder: Path, tmp_path: Path) 
         open_backends(ModelSource("paddle", str(tmp_path / "half"), device="cpu"))
     with pytest.raises(SettingsError, match="--device 'cuda:7': PaddlePaddle sees 0 GPUs here"):
         open_backends(ModelSource("paddle", str(folder / "model"), device="cuda:7"))
+
+
+def test_old_programs_are_read_while_alive(tmp_path: Path) -> None:
+    """In a process of its own, which may crash, and where glibc fills memory that is freed with garbage."""
+    as_old_paddle(tmp_path, 0)
+    script = (
+        "import sys, pathlib\n"
+        "from edl_serving.backends.paddle import _shapes_of\n"
+        "program = pathlib.Path(sys.argv[1])\n"
+        "found = {str(_shapes_of(program, ['x'])) for _ in range(300)}\n"
+        "print(len(found), *found)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "model.pdmodel")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "MALLOC_PERTURB_": "165"},
+    )
+    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-500:]}"
+    assert run.stdout.split()[0] == "1", run.stdout
+    assert "[-1, " in run.stdout

@@ -156,9 +156,10 @@ def predict(inputs):
     return {"target": "installed:predict", "environment": {"EDL_TEST_PATH": str(package.parent)}}
 
 
-def _plain(value: str) -> Callable[[Path, int], dict[str, Any]]:
+def _plain(value: str, name: str = "V") -> Callable[[Path, int], dict[str, Any]]:
     def model(folder: Path, seed: int) -> dict[str, Any]:
-        code = f"import os, array, collections\nimport numpy as np\nSEED = int(os.environ['EDL_SEED'])\nV = {value}\n"
+        code = "import os, array, collections, decimal, fractions, functools, types\nimport numpy as np\n"
+        code += f"SEED = int(os.environ['EDL_SEED'])\n{name} = {value}\n"
         (folder / "model.py").write_text(code + "del SEED\n" + _FOLD % "np.ones((2, 3))")
         return {"environment": {"EDL_SEED": str(seed)}}
 
@@ -180,7 +181,51 @@ def build():
     return {"kind": "factory", "target": "model.py:build", "inputs": []}
 
 
+def _found_later(name: str, use: str) -> Callable[[Path, int], dict[str, Any]]:
+    def model(folder: Path, seed: int) -> dict[str, Any]:
+        (folder / "archs").mkdir(exist_ok=True)
+        (folder / "archs" / "big.py").write_text(
+            f"class Net:\n    def transform(self, x): return x * {seed}\n\ntransform = Net().transform\n"
+        )
+        code = f"""
+import importlib, importlib.util, pathlib, runpy
+FOUND = {{}}
+def predict(inputs):
+    return {{"y": FOUND["f"](inputs["x"])}}
+
+def build(arch):
+    {use}
+    return predict
+"""
+        (folder / "model.py").write_text(code)
+        return {"kind": "factory", "target": "model.py:build", "options": {"arch": "big"}}
+
+    model.__name__ = name
+    return model
+
+
+def imported_by_importlib_at_the_top(folder: Path, seed: int) -> dict[str, Any]:
+    (folder / "plug.py").write_text(f"def f(x): return x * {seed}\n")
+    code = 'import importlib\nP = importlib.import_module("pl" + "ug")\n'
+    (folder / "model.py").write_text(code + 'def predict(inputs):\n    return {"y": P.f(inputs["x"])}\n')
+    return {}
+
+
+FOUND_LATER = {
+    "import_module": 'FOUND["f"] = importlib.import_module(f"archs.{arch}").transform',
+    "import_module_for_a_class": 'FOUND["f"] = importlib.import_module(f"archs.{arch}").Net().transform',
+    "dunder_import": 'FOUND["f"] = __import__(f"archs.{arch}", fromlist=["transform"]).transform',
+    "run_path": 'FOUND["f"] = runpy.run_path(f"archs/{arch}.py")["transform"]',
+    "run_module": 'FOUND["f"] = runpy.run_module(f"archs.{arch}")["transform"]',
+    "exec_of_a_file": 'exec(pathlib.Path(f"archs/{arch}.py").read_text(), FOUND); FOUND["f"] = FOUND["transform"]',
+    "module_of_a_file": (
+        's = importlib.util.spec_from_file_location("n", f"archs/{arch}.py"); m = importlib.util.module_from_spec(s); '
+        's.loader.exec_module(m); FOUND["f"] = m.transform'
+    ),
+}
 MODELS = [
+    imported_by_importlib_at_the_top,
+    *(_found_later(name, use) for name, use in FOUND_LATER.items()),
     global_array,
     array_of_a_module_beside_it,
     constant_of_a_module_beside_it,
@@ -192,9 +237,28 @@ MODELS = [
     model_that_holds_what_belongs_to_the_process,
     backend_that_says_no_version,
     file_read_by_an_installed_module,
+    _plain("np.full(3, SEED)", "__W__"),
+    _plain("SEED * 0.5", "__scale"),
     *map(
         _plain,
         [
+            "collections.namedtuple('Norm', 'mean')(SEED)",
+            "collections.Counter(a=SEED)",
+            "collections.OrderedDict(a=SEED)",
+            "collections.defaultdict(int, a=SEED)",
+            "collections.ChainMap({}, {'a': SEED})",
+            "collections.UserDict(a=SEED)",
+            "collections.UserList([SEED])",
+            "types.MappingProxyType({'a': SEED})",
+            "functools.partial(max, SEED, key=None)",
+            "decimal.Decimal(SEED)",
+            "fractions.Fraction(SEED, 7)",
+            "range(SEED)",
+            "slice(0, SEED)",
+            "np.array([SEED, None], dtype=object)",
+            "np.ma.masked_array([1, 2], [0, SEED - 1])",
+            "np.ma.masked_array([1, 2], fill_value=SEED)",
+            "np.zeros(2, [('a', 'i4'), (f'b{SEED}', 'i4')])",
             "np.float32(SEED)",
             "[{'a': 1, 'b': (SEED, float('nan'))}]",
             "{SEED, 7, 'text', 'more', 'words'}",
@@ -217,6 +281,23 @@ def test_other_weights_have_another_version_and_the_same_ones_elsewhere_the_same
     first = version(here, **model(here, 1))
     assert version(there, **model(there, 1)) == first
     assert version(here, **model(here, 2)) != first
+
+
+def test_cached_bytecode_is_no_other_model(tmp_path: Path) -> None:
+    asked = _found_later("", FOUND_LATER["import_module"])(tmp_path, 1)
+    bare = version(tmp_path, **{**asked, "environment": {"PYTHONDONTWRITEBYTECODE": "1"}})
+    asked["environment"] = {"PYTHONDONTWRITEBYTECODE": ""}
+    assert version(tmp_path, **asked) == bare
+    assert (tmp_path / "archs" / "__pycache__").is_dir()
+    assert version(tmp_path, **asked) == bare
+
+
+def test_a_torch_factory_counts_found_modules(tmp_path: Path) -> None:
+    use = 'import torch; importlib.import_module(f"archs.{arch}"); return torch.nn.Identity()'
+    one, two = (
+        version(tmp_path, **{**_found_later("", use)(tmp_path, seed), "kind": "torch-factory"}) for seed in (1, 2)
+    )
+    assert one != two
 
 
 def test_a_torch_factory_s_version_counts_its_code_and_tensors_outside_the_state(tmp_path: Path) -> None:

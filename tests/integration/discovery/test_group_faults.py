@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import sqlite3
 import threading
 import time
 from contextlib import ExitStack
@@ -197,3 +200,36 @@ def test_any_text_may_name_a_student(registry: Registry, store: Store, stack: Ex
     names = ["..", "a/b", "ä%2F\n", "s", "s0"]
     students = [join(stack, registry, store, name, want=1) for name in names]
     until(lambda: shared_out(students, range(3), 1))
+
+
+def test_a_store_that_is_read_only_keeps_all(url: str, stack: ExitStack) -> None:
+    registry = stack.enter_context(open_registry(url, timeout_s=0.3))
+    for number in range(4):
+        stack.enter_context(registry.register(teacher(number), 0.8))
+    store = stack.enter_context(open_store(url, timeout_s=0.3))
+    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=0.8) for n in range(3)]
+    until(lambda: shared_out(students, range(4), 2))
+    before = [student.has for student in students]
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite://"), isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        until(lambda: len(registry.snapshot(SERVICE).lapsed) == 4)
+        until(lambda: all(not student.has and len(student.now.lapsed) == 2 for student in students))
+        for student, had in zip(students, before, strict=True):
+            lapsed = {instance.id for instance in student.now.lapsed}
+            assert lapsed == had, "whose registration lapsed stays where it was used"
+            assert all(len(told.instances) + len(told.lapsed) <= 2 for told in student.told), "the limit holds"
+        connection.execute("ROLLBACK")
+    until(lambda: shared_out(students, range(4), 2))
+    assert all(told.instances or told.lapsed for student in students for told in student.told[1:])
+
+
+def test_one_given_to_others_is_revoked(registry: Registry, store: Store, stack: ExitStack) -> None:
+    for number in range(2):
+        stack.enter_context(registry.register(teacher(number)))
+    first = join(stack, registry, store, "s0", want=1)
+    until(lambda: len(first.has) == 1 and not first.now.stale)
+    (had,) = first.has
+    other = join(stack, registry, store, "s1", want=1)
+    until(lambda: len(other.has) == 1 and not other.now.stale)
+    store.put(f"balance/{SERVICE}/links/s0", json.dumps({"teachers": sorted(ids(0, 1) - {had})}).encode())
+    until(lambda: any(told.revoked == {had} for told in [first.now]))

@@ -51,7 +51,7 @@ def with_client() -> Iterator[WithClient]:
 
 
 async def infer(client: TeacherClient, value: float, rows: int = 1, timeout_s: float = 20) -> Any:
-    return (await client.infer(payload(value, rows), timeout_s))["y"]
+    return (await client.infer(payload(value, rows), timeout_s)).outputs["y"]
 
 
 async def kind_of(answer: Awaitable[Any]) -> FailureKind:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.errors import EDLError, NoTeacherError, RejectedError, SourceError
+from edl.errors import EDLError, NoTeacherError, SourceError
 from tests.integration.distill.conftest import Start, until
 
 WIDTH = 4
@@ -94,17 +94,17 @@ def test_after_samples_that_the_model_does_not_take(start: Start) -> None:
 
 
 def test_after_requests_that_teachers_refuse(start: Start) -> None:
-    """Two teachers that take small messages only, so that all open chunks fail with errors of their own."""
-    small = [start("echo", serve={"max-message": "1KiB"}).endpoint for _ in range(2)]
+    """Two teachers whose model always fails, so that all open chunks fail with errors of their own."""
+    failing = [start("raises").endpoint for _ in range(2)]
 
     def source() -> Iterator[Any]:
         for _ in range(20):
             yield np.zeros((512, WIDTH), np.float32)
 
-    program = Program(small, rows(0), shared_memory=False)
-    program.reader = DistillReader(["x"], ["y"], teachers=small, options=Options(shared_memory=False))
+    program = Program(failing, rows(0), shared_memory=False)
+    program.reader = DistillReader(["x"], ["y"], teachers=failing, options=Options(shared_memory=False))
     program.reader.set_batch_generator(lambda: ((batch,) for batch in source()))
-    reader = fails(program, RejectedError)
+    reader = fails(program, EDLError)
     del program
     until(lambda: left() == NOTHING, 10)
     assert reader() is None

@@ -77,6 +77,53 @@ def test_requests_cut_before_teachers_with_a_smaller_limit_came_go_to_the_others
     assert "rejected" not in caplog.text
 
 
+WIDE = 1000  # of a row, in FP32: 256 rows are a megabyte
+SMALL_MESSAGES = {"max-message": "256KiB"}
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_requests_are_cut_by_bytes_too(start: Start, shared_memory: bool, gathered: bool) -> None:
+    """On the teacher's host as elsewhere, else what works here fails there."""
+    teacher = start("echo", serve=SMALL_MESSAGES, width=WIDE)
+    options = Options(teacher_timeout_s=60, shared_memory=shared_memory)
+    numbers = np.arange(600)
+    x = np.repeat(numbers[:, None], WIDE * 3, 1).astype("u1")[:, :WIDE]  # a quarter of the bytes that are sent
+    with reader_of(teacher.endpoint, options=options) as reader:
+        if gathered:
+            reader.set_sample_generator(lambda: ((row.repeat(1), number) for number, row in enumerate(x)))
+            found = [(number, label) for _, number, label in reader()]
+            assert [number for number, _ in found] == numbers.tolist()
+            labels = np.stack([label for _, label in found])
+        else:
+            [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, numbers)])())
+        assert sum(found.failures for found in reader.stats().teachers.values()) == 0
+    assert (labels == x).all()
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_fixed_size_beyond_the_bytes(start: Start, shared_memory: bool) -> None:
+    teacher = start("echo", serve=SMALL_MESSAGES, width=WIDE)
+    options = Options(teacher_timeout_s=3, shared_memory=shared_memory)
+    with reader_of(teacher.endpoint, teacher_batch_size=100, options=options) as reader:
+        reader.set_batch_generator(lambda: [(np.zeros((100, WIDE), np.float32), np.arange(100))])
+        remedy = r"196,608 bytes are what all of them take: set batch_rows .*--max-message.*max_request_bytes"
+        with pytest.raises(NoTeacherError, match=rf"request of 100 rows with 400,000 bytes within 3 s, and {remedy}"):
+            list(reader())
+
+
+@pytest.mark.triton
+def test_a_setting_for_who_does_not_say(triton: TritonFactory) -> None:
+    server = triton.start(max_batch=65536, inputs=(f"x:float32:{WIDE}",))
+    options = Options(teacher_timeout_s=60, max_request_bytes=1 << 20)
+    x = np.repeat(np.arange(1000)[:, None], WIDE, 1).astype("f4")
+    with reader_of(server.endpoint, output="logits", model="teacher", options=options) as reader:
+        [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, np.arange(1000))])())
+        assert (labels[:, 0] == x.sum(1)).all()
+        assert reader.stats().teachers[server.endpoint].requests >= 4, "256 rows of 4,000 bytes, at most"
+    server.stop()
+
+
 @pytest.mark.triton
 def test_a_real_tritons_max_batch_size_is_kept_to(triton: TritonFactory) -> None:
     server = triton.start(max_batch=20)

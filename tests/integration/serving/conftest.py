@@ -34,13 +34,18 @@ def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None
         time.sleep(0.005)
 
 
+OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # else two clients of one server share a connection
+]
+
+
 class Client:
     """The methods of a server over a plain channel; bytes in, bytes out."""
 
     def __init__(self, target: str) -> None:
-        self.channel = grpc.insecure_channel(
-            target, options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-        )
+        self.channel = grpc.insecure_channel(target, options=OPTIONS)
         self.infer_bytes = self.channel.unary_unary(names.method("ModelInfer"))
 
     def ask(self, method: str, **fields: Any) -> Any:

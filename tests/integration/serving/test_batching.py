@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -95,6 +97,44 @@ def test_a_full_queue_refuses_with_a_hint_and_takes_requests_again(inside: Start
         call.result()
     assert len(client.infer(rows(2))["logits"]) == 2
     assert server.metric("edl_teacher_requests_total", outcome="unavailable") == 1
+
+
+def test_strings_count_with_their_objects(inside: StartInside, connect: Connect) -> None:
+    class Held(Mixed):
+        gate = threading.Event()
+
+        def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+            self.gate.wait(30)
+            return super().predict(inputs)
+
+        def warm_up(self, max_rows: int) -> None:
+            pass
+
+    server = inside(Held(), max_batch_rows=100, max_message_bytes=15_000, max_queue_bytes=15_000)
+    client = connect(server.target)
+    words = np.full((100, 2), b"ab", object)  # 6 bytes each in the message, and 41 more in memory
+    request = request_bytes({"x": np.ones((100, 1), np.float32), "words": words})
+    first = client.infer_bytes.future(request, timeout=30)
+    until(lambda: server.metric("edl_teacher_in_flight") == 1 and server.metric("edl_teacher_queue_bytes") == 0)
+    held = [client.infer_bytes.future(request, timeout=30) for _ in range(2)]
+    until(lambda: any(call.done() for call in held))
+    Held.gate.set()
+    refused = [call.exception() for call in held if call.exception() is not None]
+    assert len(refused) == 1, "the queue has room for one of them"
+    assert "15,000 bytes wait" in refused[0].details()
+    assert first.exception() is None
+
+
+def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) -> None:
+    """In place of a hint when to come again: an empty queue would have no room either, and the student ask for ever."""
+    client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000).target)
+    words = np.full((200, 2), b"ab", object)  # 2,400 bytes in the message, and 16,400 more in memory
+    request = request_bytes({"x": np.ones((200, 1), np.float32), "words": words})
+    with pytest.raises(grpc.RpcError) as error:
+        client.infer_bytes(request, timeout=30)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "15,000" in error.value.details()
+    assert "--max-queue-bytes" in error.value.details()
 
 
 def test_requests_nobody_waits_for_are_not_computed(inside: StartInside, connect: Connect) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,13 +23,16 @@ from tests.integration.serving.conftest import Client, Connect, StartProcess, re
 from tests.integration.serving.models import logits
 
 SEED = 20240607
-REQUESTS = 20_000
+REQUESTS = int(os.environ.get("EDL_TEST_BAD_REQUESTS", "20000"))
+"""100,000 take a minute or two: `EDL_TEST_BAD_REQUESTS=100000`."""
 IN_FLIGHT = 64
 ALLOWED = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,  # another version of the model
     grpc.StatusCode.UNAVAILABLE,  # the queue may be full
 }
+REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 Header = kserve.ModelInferRequest
 Mutation = Callable[[random.Random, Header, list[bytes]], str | None]
@@ -250,11 +255,13 @@ def assault(client: Client, count: int, rng: random.Random) -> Counter[str]:
         room.release()
         with lock:
             codes[code.name] += 1
-            if code not in ALLOWED:
+            if code is grpc.StatusCode.INTERNAL and word is None and "has NaN" in details:
+                pass  # damaged bytes may be NaN, and so is the answer then
+            elif code not in ALLOWED:
                 wrong.append(f"{code}: {details}")
             elif code is grpc.StatusCode.OK and word is not None:
                 wrong.append(f"accepted, though {word!r} is wrong")
-            elif code is grpc.StatusCode.INVALID_ARGUMENT and not (details and (word or "") in details):
+            elif code in REFUSALS and not (details and (word or "") in details):
                 wrong.append(f"{details!r} does not say {word!r}")
 
     requests = bad_requests(rng)
@@ -277,28 +284,51 @@ def region() -> Iterator[str]:
     path.unlink()
 
 
+@pytest.mark.timeout(120 + REQUESTS // 200)
 def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, region: str) -> None:
+    """The server is as it was: memory, descriptors, threads, and the time that a good request takes."""
     server = process("Mixed", max_batch_rows=8, metrics_port=0)
     client = connect(server.target)
     client.ask("SystemSharedMemoryRegister", name="fuzz", key=region, byte_size=64)
+    x, words = np.ones((2, 3), np.float32), np.array([[b"a", b"b"]] * 2, object)
+    fine = request_bytes({"x": x, "words": words})
+    found = psutil.Process(server.popen.pid)
+
+    def state() -> dict[str, float]:
+        times = []
+        for _ in range(300):
+            started = time.perf_counter()
+            client.infer_bytes(fine, timeout=30)
+            times.append(time.perf_counter() - started)
+        until(lambda: 'edl_teacher_connections{model="m"} 0.0' in server.metrics())
+        memory = found.memory_info().rss / 2**20
+        return {
+            "us": statistics.median(times) * 1e6,
+            "MiB": memory,
+            "descriptors": found.num_fds(),
+            "threads": found.num_threads(),
+        }
+
     rng = random.Random(SEED)
-    memory = psutil.Process(server.popen.pid)
-    codes = assault(client, REQUESTS // 4, rng)
-    before = memory.memory_info().rss
+    codes = assault(client, REQUESTS // 4, rng)  # what is kept on purpose, such as plans of requests, is full by then
+    before = state()
     codes += assault(client, REQUESTS - REQUESTS // 4, rng)
-    grown = memory.memory_info().rss - before
+    after = state()
+    print(f"{codes}, {before} -> {after}")
     assert sum(codes.values()) == REQUESTS
     assert codes["INVALID_ARGUMENT"] > REQUESTS / 2
-    print(f"{codes}, {grown >> 10} KiB more")
-    assert grown < 24 << 20, f"{grown >> 20} MiB more after {codes}"
-    x = np.ones((2, 3), np.float32)
-    words = np.array([[b"a", b"b"]] * 2, object)
-    header, raw = codec.decode_response(client.infer_bytes(request_bytes({"x": x, "words": words}), timeout=30))
+    assert after["MiB"] - before["MiB"] < 24, f"memory: {before} -> {after}"
+    # gRPC's own threads, and what they listen with, come and go with the load.
+    assert after["descriptors"] <= before["descriptors"] + 4, f"{before} -> {after}"
+    assert after["threads"] <= before["threads"] + 4, f"{before} -> {after}"
+    assert after["us"] < 4 * before["us"], f"a good request takes longer: {before} -> {after}"
+    header, raw = codec.decode_response(client.infer_bytes(fine, timeout=30))
     assert header.outputs[0].name == "logits"
     np.testing.assert_array_equal(tensors.from_raw("FP32", (2, 5), raw[0]), logits(x))
     assert client.ask("ServerReady").ready
     until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
-    assert 'edl_teacher_queue_rows{model="m"} 0.0' in server.metrics()
+    for held in ("queue_rows", "queue_bytes", "client_bytes"):
+        assert f'edl_teacher_{held}{{model="m"}} 0.0' in server.metrics()
     assert not [line for line in server.log if "Traceback" in line]
 
 

@@ -277,6 +277,18 @@ def test_a_message_beyond_the_limit_is_refused_by_grpc(inside: StartInside) -> N
             client.infer("m", inputs)
 
 
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests_are_refused(inside: StartInside, algorithm: str) -> None:
+    """A few hundred bytes of it could become gigabytes."""
+    server = inside(Base())
+    x = np.ones((4, 4), np.float32)
+    inputs = [triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)]
+    with triton.InferenceServerClient(server.target) as client:
+        with pytest.raises(InferenceServerException, match="takes no compressed messages: send them without"):
+            client.infer("m", inputs, compression_algorithm=algorithm)
+        client.infer("m", inputs)
+
+
 def test_a_failing_model_is_an_error_that_says_so(inside: StartInside) -> None:
     server = inside(Moody())
     with triton.InferenceServerClient(server.target) as client:

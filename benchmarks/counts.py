@@ -1,0 +1,151 @@
+"""What a request costs that depends little on the machine, beside its lower limit: copies, system calls, wake-ups.
+
+The load is that of `reader`. The limit of a request by gRPC is a bare gRPC client and server that pass the same bytes,
+prebuilt, in the same run, and so `copies` and the like are EDL's numbers, student's and teacher's together, divided by
+theirs. In shared memory the limit is one copy of the input, into the memory, and none of it in the teacher.
+
+Copies are bytes copied for each byte of input, by the process itself (memcpy of 4 KiB and more) and by the kernel for
+it; the answer, 2.7% of the input as uint8 and 0.7% as float32, is among them. Context switches are voluntary ones of
+all threads. Instructions are those outside of the kernel, as the processor counts them, or callgrind where it does not:
+there a request takes some fifty times as long, so that timers run out more often, and copies are made of instructions
+of another width.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks._child import Child
+from benchmarks._counters import copies_environment, has_instructions, under_callgrind
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
+from benchmarks._load import DTYPES, KEEP_MEMORY, request_nbytes
+
+GOALS = [
+    Goal("copies", 1.25, "at most"),
+    Goal("copies_float32", 1.25, "at most"),
+    Goal("copies_shm", 1.25, "at most"),
+    Goal("copies_shm_float32", 1.25, "at most"),
+]
+_IN_FLIGHT = 4
+_ROLES = ("student", "teacher")
+_MODULES = {"bare grpc": "benchmarks._bare_grpc", "edl grpc": "benchmarks._edl_reader"}
+_SLOW_START_S = 300.0  # under callgrind, on a machine that has other work
+_SLOWLY = 4.0  # so much longer than other sides run those under callgrind, for enough requests
+
+Figures = Mapping[str, float]
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """EDL's counts by their limits, of every round."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        environment = copies_environment(Path(folder))
+        if not environment:
+            note("There is no C compiler (`cc`): copies are left out.\n")
+        children = {
+            side: stack.enter_context(Child([sys.executable, "-m", module], {**KEEP_MEMORY, **environment}))
+            for side, module in _MODULES.items()
+        }
+        rounds = take_turns(_sides(children, options.seconds), options.repeats)
+    if not has_instructions():
+        _add_instructions(rounds, options)
+    _tell(rounds)
+    return _ratios(rounds)
+
+
+def _sides(children: Mapping[str, Child], seconds: float) -> dict[str, Callable[[], Figures]]:
+    sides: dict[str, Callable[[], Figures]] = {}
+    for dtype in DTYPES:
+        for side, child, request in (
+            ("bare grpc", children["bare grpc"], {"in_flight": _IN_FLIGHT}),
+            ("edl grpc", children["edl grpc"], {"way": "grpc"}),
+            ("edl shm", children["edl grpc"], {"way": "shm"}),
+        ):
+            asked: dict[str, Any] = {
+                "dtype": dtype,
+                "seconds": seconds,
+                "counted": True,
+                "timeout_s": 60 + 20 * seconds,
+                **request,
+            }
+            sides[f"{side} {dtype}"] = functools.partial(child.ask, **asked)
+    return sides
+
+
+def _second(side: Callable[[], Figures]) -> Figures:
+    """In the first run the connection finds its form, and what the side before it left on its way is done with."""
+    side()
+    return side()
+
+
+def _add_instructions(rounds: dict[str, list[Figures]], options: Options) -> None:
+    """Count them once more, slowly, and only these; where that cannot be done they are left out."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        children = {}
+        for side, module in _MODULES.items():
+            found = under_callgrind([sys.executable, "-m", module], Path(folder))
+            if found is None:
+                note("The processor's counters cannot be read, and there is no valgrind: instructions are left out.\n")
+                return
+            progress(f"{side} under callgrind")
+            children[side] = stack.enter_context(Child(found[0], {**KEEP_MEMORY, **found[1]}, _SLOW_START_S))
+        sides = _sides(children, _SLOWLY * options.seconds)
+        counted = take_turns({name: functools.partial(_second, side) for name, side in sides.items()}, 1)
+    for name, figures in rounds.items():
+        slow = {f"{role}_instructions": counted[name][0][f"{role}_instructions"] for role in _ROLES}
+        figures[:] = [{**one, **slow} for one in figures]
+
+
+def _ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for dtype, nbytes in ((dtype, request_nbytes(dtype)) for dtype in DTYPES):
+        ending = "" if dtype == "uint8" else f"_{dtype}"
+        ours, bare, shm = (rounds[f"{side} {dtype}"] for side in ("edl grpc", "bare grpc", "edl shm"))
+        if "student_copied" in ours[0]:
+            found[f"copies{ending}"] = divide(_copies(ours, nbytes), _copies(bare, nbytes))
+            found[f"copies_shm{ending}"] = _copies(shm, nbytes)
+        for name in ("syscalls", "switches", "instructions"):
+            if f"student_{name}" in ours[0]:
+                found[f"{name}{ending}"] = divide(_both(ours, name), _both(bare, name))
+    return found
+
+
+def _both(figures: Sequence[Figures], name: str) -> list[float]:
+    return [sum(one[f"{role}_{name}"] for role in _ROLES) for one in figures]
+
+
+def _copies(figures: Sequence[Figures], nbytes: int) -> list[float]:
+    parts = [_both(figures, name) for name in ("copied", "sent", "received")]
+    return [sum(one) / nbytes for one in zip(*parts, strict=True)]
+
+
+def _tell(rounds: Mapping[str, Sequence[Figures]]) -> None:
+    note("| side | copies | by the kernel | system calls | context switches | instructions, thousands |")
+    note("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for name, figures in rounds.items():
+        nbytes = request_nbytes(name.split()[-1])
+        for role in _ROLES:
+            cells = [
+                _cell(figures, [f"{role}_copied"], nbytes, 2),
+                _cell(figures, [f"{role}_sent", f"{role}_received"], nbytes, 2),
+                _cell(figures, [f"{role}_syscalls"], 1, 0),
+                _cell(figures, [f"{role}_switches"], 1, 1),
+                _cell(figures, [f"{role}_instructions"], 1000, 0),
+            ]
+            note(f"| {name}, {role} | {' | '.join(cells)} |")
+    note("\nOf one request: 32 rows.\n")
+
+
+def _cell(figures: Sequence[Figures], keys: Sequence[str], unit: float, digits: int) -> str:
+    if any(key not in figures[0] for key in keys):
+        return "not measured"
+    return f"{Spread.of([sum(one[key] for key in keys) for one in figures]).median / unit:,.{digits}f}"
+
+
+if __name__ == "__main__":
+    main("counts", measure, GOALS, __doc__)

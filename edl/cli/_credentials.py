@@ -1,0 +1,52 @@
+"""Options for TLS and tokens of commands that ask teachers."""
+
+from __future__ import annotations
+
+import argparse
+
+from edl.errors import SettingsError
+from edl.settings import Credentials
+
+__all__ = ["add_credentials", "credentials_of"]
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """Add the options. What is not given comes from the environment."""
+    add = parser.add_argument_group(
+        "TLS and tokens (docs/security.md); files are read again when they change"
+    ).add_argument
+    add("--tls-ca", metavar="FILE", help="speak TLS, with teachers of these CAs; or system (EDL_TLS_CA)")
+    add("--tls-server-name", metavar="NAME", help="that certificates must hold, not the host (EDL_TLS_SERVER_NAME)")
+    add("--tls-cert", metavar="FILE", help="certificate to show to teachers: mutual TLS (EDL_TLS_CERT)")
+    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only (EDL_TLS_KEY)")
+    add("--token-file", metavar="FILE", help="send the first token of this file to teachers (EDL_TOKEN_FILE)")
+    add(
+        "--allow-insecure-tokens",
+        action="store_true",
+        default=None,
+        help="send it without TLS beyond this host, too (EDL_ALLOW_INSECURE_TOKENS)",
+    )
+    add("--token", action=_NoToken, help=argparse.SUPPRESS)
+
+
+def credentials_of(options: argparse.Namespace) -> Credentials:
+    """What the options and the environment say.
+
+    Raises:
+        SettingsError: they do not go together.
+    """
+    return Credentials.of(
+        ca=options.tls_ca,
+        cert=options.tls_cert,
+        key=options.tls_key,
+        server_name=options.tls_server_name,
+        token_file=options.token_file,
+        allow_insecure_tokens=options.allow_insecure_tokens,
+    )
+
+
+class _NoToken(argparse.Action):
+    """Refuses a token, without repeating it; without this `--token` would be short for `--token-file`."""
+
+    def __call__(self, *_: object) -> None:
+        raise SettingsError("--token: expected --token-file with a path: a token on the command line shows in ps")

@@ -1,0 +1,84 @@
+"""Which files a connection works with: the database, its journal (`-wal`), and the memory they share (`-shm`).
+
+SQLite keeps the three open, and never looks whether they are still there. A process whose `-wal` was removed writes
+where nobody reads, and those that come later see an empty registry.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Identity", "discard"]
+
+_Inode = tuple[int, int]
+_SIDES = ("-wal", "-shm")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The files at a path at one time.
+
+    Attributes:
+        place: where they lie: SQLite follows links before it adds `-wal` and `-shm`.
+        main: the database; None if it was not there.
+        sides: `-wal` and `-shm`, which are there as long as a connection is open.
+    """
+
+    place: str
+    main: _Inode | None
+    sides: tuple[_Inode | None, ...]
+
+    @classmethod
+    def of(cls, path: str) -> Identity:
+        """The files that are there now; ask after the connection has read, when SQLite has made all three."""
+        place = os.path.realpath(path)
+        return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
+
+    def change(self, path: str) -> str | None:
+        """Why a connection is of no more use: "" if another file took the place of its own, which goes on well without
+        it; words if the file that is there must not be used any more. None if nothing has changed.
+        """
+        main, size = _inode(path)
+        if main != self.main or main is None:
+            return ""
+        if size == 0:
+            return "it was truncated while in use"
+        for side, inode in zip(_SIDES, self.sides, strict=True):
+            if inode is None or _inode(self.place + side)[0] != inode:
+                return f"its {side} was removed or replaced while in use"
+        return None
+
+
+def discard(identity: Identity, path: str) -> bool:
+    """Remove the files, unless somebody else has: every process sees that the database is another one, and leaves it.
+
+    The database goes first: whoever makes the next one meets its journal and memory without an owner at worst.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    folder = os.open(Path(identity.place).parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of two that see it, the second removes no successor
+        except BlockingIOError:
+            return False
+        if not identity.change(path):
+            return False
+        for side in ("", *_SIDES):
+            Path(identity.place + side).unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(folder)
+
+
+def _inode(path: str) -> tuple[_Inode | None, int]:
+    """Device and inode of a file, and its size; None without one."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None, 0
+    return (status.st_dev, status.st_ino), status.st_size

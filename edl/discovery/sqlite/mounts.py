@@ -1,0 +1,108 @@
+"""Which file system a path lies on, and whether other machines may have it too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+__all__ = ["file_system", "is_shared", "read_mounts"]
+
+_MOUNTS = Path("/proc/self/mountinfo")
+
+# Kernel modules and FUSE programs through which several machines work on one tree. SQLite's WAL needs memory that all
+# processes share, which none of them has between machines: https://www.sqlite.org/wal.html, "Disadvantages".
+# Not 9p and virtiofs: sandboxes such as gVisor and Kata have their whole, private root on these.
+_SHARED = frozenset(
+    [
+        "acfs",
+        "afs",
+        "aufs_nfs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "coda",
+        "cvfs",
+        "daos",
+        "fhgfs",
+        "gfs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "lustre_lite",
+        "mapr",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "nfsd",
+        "ocfs2",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "smb2",
+        "smb3",
+        "smbfs",
+        "vboxsf",
+        "vmhgfs",
+        "wekafs",
+    ]
+)
+_SHARED_FUSE = frozenset(
+    [
+        "alluxio",
+        "ceph-fuse",
+        "cephfs",
+        "cvmfs2",
+        "davfs",
+        "dfuse",
+        "gcsfuse",
+        "glusterfs",
+        "goofys",
+        "hdfs",
+        "juicefs",
+        "lizardfs",
+        "mfs",
+        "moosefs",
+        "mount-s3",
+        "rclone",
+        "s3fs",
+        "seaweedfs",
+        "smbnetfs",
+        "sshfs",
+        "vmhgfs-fuse",
+    ]
+)
+
+
+def read_mounts() -> str:
+    """This process's mounts as the kernel lists them; empty where it does not."""
+    try:
+        return _MOUNTS.read_text("utf-8", "surrogateescape")
+    except OSError:
+        return ""
+
+
+def file_system(path: str, mounts: str) -> str:
+    """The type of the file system that `path` lies on, as in `proc(5)`; empty if `mounts` does not say.
+
+    Args:
+        path: absolute, without symbolic links; what it names need not exist.
+        mounts: text in the format of `/proc/self/mountinfo`.
+    """
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields, dash, rest = line.partition(" - ")
+        parts = fields.split(" ")
+        if not dash or len(parts) < 5 or not rest:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), parts[4])
+        covers = path == point or path.startswith(point.rstrip("/") + "/")
+        if covers and len(point) >= best:  # of several at one place, the last lies on top
+            best, kind = len(point), rest.split(" ")[0]
+    return kind
+
+
+def is_shared(kind: str) -> bool:
+    """Whether machines share file systems of this type."""
+    program = kind.removeprefix("fuse.")
+    return kind in _SHARED or (program != kind and program in _SHARED_FUSE)

@@ -1,0 +1,160 @@
+"""Whether an array still has the bytes that it had, at a small part of the cost of keeping a copy of each.
+
+Small arrays are kept. Of larger ones a `Checksum` has the sums of 509 columns, into which all of the array goes, and
+words from random places. Of those above 64 KiB it has the words alone where there is no time for more.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl.protocol.tensors import Array
+
+__all__ = ["SMALL_NBYTES", "Checksum", "TimeShare"]
+
+SMALL_NBYTES = 32 << 10
+"""So much is copied in a microsecond or two, less than any sum would take."""
+_COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
+_WHOLE_NBYTES = 64 << 10  # summed up in the time that some words at random take, which are not in any cache
+_WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 1024
+"""One word of so many, within limits: 1,024 of them take some 10 µs, of the millisecond of a request of 4.8 MB."""
+_MOST_SIZES = 64  # as many as padded texts may have; beyond, places are drawn more often
+_GRACE_S = 0.02
+"""So long the first arrays of an epoch are looked at whole: some fifty of 4.8 MB, and a source that fills a buffer
+again does so from its second item on."""
+
+_TAKEN_AT_ONCE = 500
+"""Words, for which numpy keeps the GIL. To get it back behind other threads takes ten times as long as to read them."""
+_PLACES_SERVE = 16
+"""So many arrays are looked at in the same places, which take as long to draw as to look at."""
+
+_random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
+
+
+class TimeShare:
+    """Says whether there is time to look at whole arrays, a share of all the time since it was made, and where to look
+    otherwise. `places` is for one thread at a time.
+
+    Attributes:
+        always: look at whole arrays, whatever it takes.
+    """
+
+    def __init__(self, share: float, *, always: bool = False) -> None:
+        self.always = always
+        self._share = share
+        self._begin = time.perf_counter()
+        self._spent_s = 0.0
+        self._places: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
+
+    @property
+    def left(self) -> bool:
+        """Whether there is some left."""
+        return self.always or self._spent_s < _GRACE_S + self._share * (time.perf_counter() - self._begin)
+
+    def spend(self, seconds: float) -> None:
+        """So much was spent."""
+        self._spent_s += seconds
+
+    def places(self, words: int) -> Array:
+        """Where to look at an array of so many words: one at random in each of as many equal pieces."""
+        left, places = self._places.get(words, (0, None))
+        if not left or places is None:
+            left, places = _PLACES_SERVE, _drawn(words)
+            if len(self._places) >= _MOST_SIZES:
+                self._places.clear()
+        self._places[words] = left - 1, places
+        return places
+
+
+@dataclass(frozen=True, eq=False)
+class Checksum:
+    """What an array was like.
+
+    Attributes:
+        nbytes: in all.
+        content: all bytes of a small array, the last few of another one.
+        places, words: of words of 8 bytes, at random places, at least one in each of as many equal pieces.
+        columns: sums of words, modulo 2**64; empty where only some words were looked at.
+    """
+
+    nbytes: int
+    content: bytes
+    places: Array | None = None
+    words: bytes = b""
+    columns: bytes = b""
+
+    @classmethod
+    def of(cls, array: Array, time_share: TimeShare) -> Checksum:
+        """Look at an array of numbers."""
+        data = _memory(array)
+        if data.nbytes <= SMALL_NBYTES:
+            return cls(data.nbytes, data.tobytes())
+        words = _words(data)
+        places = time_share.places(len(words))
+        columns = b""
+        if data.nbytes <= _WHOLE_NBYTES:
+            columns = _columns(words)
+        elif time_share.left:
+            begin = time.perf_counter()
+            columns = _columns(words)
+            time_share.spend(time.perf_counter() - begin)
+        return cls(data.nbytes, _rest(data), places, _taken(words, places), columns)
+
+    def fits(self, array: Array, time_share: TimeShare) -> bool:
+        """Whether an array has the same bytes, as far as they were looked at."""
+        data = _memory(array)
+        if data.nbytes != self.nbytes:
+            return False
+        if self.places is None:
+            return data.tobytes() == self.content
+        words = _words(data)
+        if _taken(words, self.places) != self.words or _rest(data) != self.content:
+            return False
+        if not self.columns:
+            return True
+        begin = time.perf_counter()
+        same = _columns(words) == self.columns
+        if self.nbytes > _WHOLE_NBYTES:
+            time_share.spend(time.perf_counter() - begin)
+        return same
+
+
+def _drawn(words: int) -> Array:
+    count = min(max(words // _WORDS_SHARE, _LEAST_WORDS), _MOST_WORDS)
+    piece = words // count
+    places: Array = np.arange(0, count * piece, piece) + _random.integers(0, piece, count)
+    return places
+
+
+def _memory(array: Array) -> Array:
+    """The array's bytes, each once; a view where they are without gaps in memory, in whatever order of axes."""
+    array = np.asarray(array)  # a matrix stays two-dimensional whatever is done, and a masked array keeps its mask
+    if not array.flags.c_contiguous:
+        array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]
+        array = array[tuple([slice(None, None, -1 if stride < 0 else 1) for stride in array.strides])]
+        array = np.ascontiguousarray(array.transpose(np.argsort([-stride for stride in array.strides], kind="stable")))
+    return array.reshape(-1).view(np.uint8)
+
+
+def _words(data: Array) -> Array:
+    found: Array = data[: len(data) & ~7].view(np.uint64)
+    return found
+
+
+def _taken(words: Array, places: Array) -> bytes:
+    pieces = range(0, len(places), _TAKEN_AT_ONCE)
+    return b"".join([words[places[at : at + _TAKEN_AT_ONCE]].tobytes() for at in pieces])
+
+
+def _rest(data: Array) -> bytes:
+    """Bytes behind the last whole row of columns and the last word."""
+    return data[len(data) // (8 * _COLUMNS) * (8 * _COLUMNS) :].tobytes()
+
+
+def _columns(words: Array) -> bytes:
+    rows = len(words) // _COLUMNS
+    sums: Array = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
+    return sums.tobytes()

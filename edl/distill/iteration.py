@@ -1,0 +1,109 @@
+"""Going through the user's data so that no error in it passes for its end.
+
+Python ends a `for` loop at the first `StopIteration`, and one over an object that has only `__getitem__` at the first
+`IndexError` as well, wherever they were raised. In a sample's `__getitem__`, a transform or a collate function they are
+bugs, and the rest of the epoch would be missing without a word.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+from edl.errors import SourceError
+
+__all__ = ["SourceIterator"]
+
+_FRAMEWORKS = ("torch", "paddle")
+
+
+class SourceIterator(Iterator[Any]):
+    """An iterator over a user's source that tells its end from a `StopIteration` raised on the way.
+
+    Args:
+        source: any iterable, a `DataLoader` say; or an object with `__getitem__` alone.
+
+    Raises:
+        SourceError: from `__next__`, where the source stopped before its end.
+    """
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._expected = _batches_of(source)
+        self._seen = 0
+        alone = hasattr(source, "__getitem__") and not hasattr(type(source), "__iter__")
+        self._iterator = _by_position(source) if alone else iter(source)
+
+    def __next__(self) -> Any:
+        try:
+            value = next(self._iterator)
+        except StopIteration as exc:
+            self._check_end(exc)
+            raise
+        self._seen += 1
+        return value
+
+    def close(self) -> None:
+        """Close the source's own iterator, if it can be."""
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+
+    def _check_end(self, end: StopIteration) -> None:
+        if _came_through_fetching(end.__traceback__) or "Caught StopIteration in DataLoader worker" in str(end):
+            what = f"after {self._seen} batches the data set"
+        elif self._expected is not None and self._seen < self._expected:
+            what = f"the data loader ended after {self._seen} of its {self._expected} batches: its data set"
+        else:
+            return
+        raise SourceError(
+            f"{what}, a transform or the collate function raised StopIteration, which would end the epoch early: let "
+            "it raise another error, or catch it"
+        ) from end
+
+
+def _by_position(source: Any) -> Iterator[Any]:
+    """Items of an object with `__getitem__` alone; in a generator its `StopIteration` becomes a RuntimeError."""
+    for at in itertools.count():
+        try:
+            item = source[at]
+        except IndexError as exc:
+            if hasattr(source, "__len__") and at < len(source):
+                raise SourceError(f"the source has {len(source)} items, and raised IndexError at {at}: {exc}") from exc
+            return
+        yield item
+
+
+def _batches_of(source: Any) -> int | None:
+    """How many batches a framework's `DataLoader` yields; None where it may only guess, with samplers of the user's."""
+    if type(source).__name__ != "DataLoader" or not _is_framework(source):
+        return None
+    batches = getattr(source, "batch_sampler", None)
+    samplers = [getattr(source if batches is None else batches, "sampler", None), batches]
+    samplers = [sampler for sampler in samplers if sampler is not None]
+    if not samplers or not all(map(_is_framework, samplers)):
+        return None
+    if any("Infinite" in type(sampler).__name__ for sampler in samplers):  # stands in for an iterable data set
+        return None
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _is_framework(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _FRAMEWORKS
+
+
+def _came_through_fetching(traceback: TracebackType | None) -> bool:
+    """Whether an error was raised below PyTorch's `fetch`, in the data set or the collate function."""
+    while traceback is not None:
+        frame, below = traceback.tb_frame, traceback.tb_next
+        if frame.f_code.co_name == "fetch" and frame.f_globals.get("__name__", "").startswith("torch.utils.data."):
+            fetcher = frame.f_locals.get("self")
+            # An iterable data set that makes its own batches ends below `fetch`, and that is its end.
+            own = type(fetcher).__name__ != "_MapDatasetFetcher" and not getattr(fetcher, "auto_collation", False)
+            return below is not None and not own
+        traceback = below
+    return False

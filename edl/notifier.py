@@ -1,0 +1,82 @@
+"""A wait for what another thread does. Its wake-up may be called anywhere, also in signal handlers and finalizers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["Notifier", "ReentrantEvent"]
+
+
+class Notifier:
+    """Lets threads wait until a predicate holds, with no lock around the state that it looks at.
+
+    `threading.Condition` and `threading.Event` have a lock inside. Garbage collection and signals run code of others in
+    the middle of any function, also where that lock is held by the very thread: there `notify` and `set` wait for ever,
+    and with a lock that can be taken again they come between a predicate's look and the wait that follows it, and wake
+    no thread. Here each wait has a lock of its own, known to `notify` *before* the predicate is looked at: the event
+    count of Reed and Kanodia (1979), with a ticket for each wait in place of the count.
+
+    Whoever changes the state does so in steps that are atomic by themselves (an attribute, `deque.append`,
+    `set.discard`), and calls `notify` afterwards.
+    """
+
+    def __init__(self) -> None:
+        self._waits: deque[threading.Lock] = deque()
+
+    def wait_for(self, predicate: Callable[[], object], timeout_s: float | None = None) -> bool:
+        """Wait until the predicate holds; False if it does not after `timeout_s`."""
+        if predicate():
+            return True
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            woken = threading.Lock()
+            woken.acquire()
+            self._waits.append(woken)
+            try:
+                if predicate():
+                    return True
+                left_s = -1.0 if deadline is None else deadline - time.monotonic()
+                if deadline is not None and left_s <= 0:
+                    return False
+                woken.acquire(timeout=min(left_s, threading.TIMEOUT_MAX))
+            finally:
+                with contextlib.suppress(ValueError):  # `notify` has taken it out
+                    self._waits.remove(woken)
+
+    def notify(self) -> None:
+        """Have every wait look at its predicate again. Never blocks, and may interrupt itself."""
+        for _ in range(len(self._waits)):  # not those that come back meanwhile: their predicate is looked at first
+            try:
+                woken = self._waits[0]
+            except IndexError:
+                return
+            # In this order: what interrupts here, and waits for a thread to end, finds that thread's wait and wakes it.
+            with contextlib.suppress(RuntimeError):  # it has done so
+                woken.release()
+            with contextlib.suppress(ValueError):
+                self._waits.remove(woken)
+
+
+class ReentrantEvent:
+    """A `threading.Event` that a signal handler may set in the middle of any of its functions."""
+
+    def __init__(self) -> None:
+        self._changed = Notifier()
+        self._set = False
+
+    def is_set(self) -> bool:
+        """Whether `set` was called."""
+        return self._set
+
+    def set(self) -> None:
+        """Let every wait end, now and later."""
+        self._set = True
+        self._changed.notify()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for `set`; False if it was not called within `timeout_s`."""
+        return self._changed.wait_for(self.is_set, timeout_s)

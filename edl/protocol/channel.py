@@ -1,0 +1,115 @@
+"""gRPC channels and listening ports, with TLS and tokens or without: the only place where EDL makes any.
+
+What does not belong here: what is sent over them, and what a failed handshake means (`edl.protocol.handshake`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from edl.errors import SettingsError
+from edl.protocol.credentials import AUTHORIZATION, CredentialFiles, Material
+from edl.protocol.transport import DIRECT, grpc
+
+__all__ = ["Metadata", "Options", "aio_channel", "call_metadata", "channel", "host_of", "is_this_host", "listen"]
+
+Options: TypeAlias = Sequence[tuple[str, Any]]
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+
+def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
+    """A channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
+    material = files.current(now=True) if files is not None and files.tls else None
+    if files is None or material is None:
+        return grpc.aio.insecure_channel(endpoint, options=[*DIRECT, *options])
+    return grpc.aio.secure_channel(endpoint, _believing(material), options=[*DIRECT, *_name(endpoint, files), *options])
+
+
+def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
+    """A channel of gRPC's threads, otherwise as `aio_channel`."""
+    material = files.current(now=True) if files is not None and files.tls else None
+    if files is None or material is None:
+        return grpc.insecure_channel(endpoint, options=[*DIRECT, *options])
+    return grpc.secure_channel(endpoint, _believing(material), options=[*DIRECT, *_name(endpoint, files), *options])
+
+
+def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
+    """What goes with each call: the token, if there is any.
+
+    Raises:
+        SettingsError: it would cross the network as it is.
+    """
+    tokens = files.current(now=True).tokens if files is not None else ()
+    if files is None or not tokens:
+        return ()
+    if not files.tls and not files.settings.allow_insecure_tokens and not is_this_host(endpoint):
+        raise SettingsError(
+            f"{endpoint} gets no token over a connection without TLS, where whoever reads the network has it: set the "
+            "CA (EDL_TLS_CA, --tls-ca, ca=), or say that the network may be trusted (EDL_ALLOW_INSECURE_TOKENS=1, "
+            "--allow-insecure-tokens, allow_insecure_tokens=True)"
+        )
+    return ((AUTHORIZATION, f"Bearer {tokens[0]}"),)
+
+
+def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
+    """Have a server listen on `host:port` or `unix:/path`.
+
+    Each new connection gets the certificates and CAs that the files hold at that moment.
+
+    Returns:
+        The TCP port.
+
+    Raises:
+        RuntimeError: gRPC cannot listen there.
+    """
+    if files is None or not files.tls:
+        return int(server.add_insecure_port(address))
+    material = files.current(now=True)
+    known = [material.version]
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC before each handshake, from a thread of its own."""
+        material = files.current(now=True)
+        if material.version == known[0]:
+            return None
+        shown = _shown(material)
+        known[0] = material.version
+        return shown
+
+    mutual = material.ca is not None
+    first = _shown(material)
+    fetch: Any = changed  # gRPC's stub leaves out that None is for no change
+    credentials = grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=mutual)
+    return int(server.add_secure_port(address, credentials))
+
+
+def host_of(endpoint: str) -> str:
+    """The name that a certificate must hold by default: the host in `host:port`, localhost for `unix:/path`."""
+    return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
+
+
+def is_this_host(endpoint: str) -> bool:
+    """Whether `host:port` or `unix:/path` is reached without leaving this host."""
+    host = host_of(endpoint)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _believing(material: Material) -> grpc.ChannelCredentials:
+    chain, key = material.pair or (None, None)
+    return grpc.ssl_channel_credentials(material.ca, key, chain)
+
+
+def _shown(material: Material) -> grpc.ServerCertificateConfiguration:
+    assert material.pair is not None, "a server with TLS has a certificate"
+    chain, key = material.pair
+    return grpc.ssl_server_certificate_configuration([(key, chain)], material.ca)
+
+
+def _name(endpoint: str, files: CredentialFiles) -> Options:
+    name = files.settings.server_name or (host_of(endpoint) if endpoint.startswith("unix:") else "")
+    return (("grpc.ssl_target_name_override", name),) if name else ()

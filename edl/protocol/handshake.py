@@ -1,0 +1,178 @@
+"""Why a TLS handshake failed, in words that say what to do.
+
+gRPC's own words name a code of its TLS library at best, and "Socket closed" where the other side refused. So the
+handshake is made once more, with the standard library, which tells the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from edl.protocol import certificates, verification
+from edl.protocol.certificates import Identity
+from edl.protocol.channel import host_of
+from edl.protocol.credentials import CredentialFiles, Material
+
+__all__ = ["explain_handshake", "looks_like_handshake"]
+
+T = TypeVar("T")
+
+_TIMEOUT_S: Final = 2.0
+"""For each of two connections: less than a student waits between two attempts to connect to a teacher that is away."""
+
+_ABOUT_CERTIFICATES: Final = (
+    "ALERT_CERTIFICATE",
+    "ALERT_BAD_CERT",
+    "ALERT_UNKNOWN_CA",
+    "ALERT_ACCESS",
+    "ALERT_NO_CERT",
+)
+_SIGNS: Final = (
+    "andshake",
+    "Verification Check",
+    "Socket closed",
+    "reset by peer",
+    "ALPN",
+    "SSL_ERROR",
+    "Broken pipe",
+)
+
+
+def looks_like_handshake(words: str) -> bool:
+    """Whether gRPC's words for a failed connection may hide a failed handshake."""
+    return any(sign in words for sign in _SIGNS)
+
+
+async def explain_handshake(endpoint: str, files: CredentialFiles | None, *, says_tls: bool = False) -> str:
+    """Connect once more, and say why the connection does not come to be.
+
+    Args:
+        says_tls: the registry says that this server speaks TLS. It is not believed, but mentioned.
+
+    Returns:
+        Words that begin with the endpoint, empty if the reason has nothing to do with TLS.
+    """
+    if files is None or not files.tls:
+        return await _explain_plain(endpoint, says_tls=says_tls)
+    material = files.current(now=True)
+    expected = files.settings.server_name or host_of(endpoint)
+    try:
+        context = certificates.context_for(material.ca, material.pair, serving=False)
+        ended = await _shake(endpoint, context, expected)
+    except ssl.SSLCertVerificationError as exc:
+        return await _explain_certificate(endpoint, files, material, expected, exc)
+    except ssl.SSLError as exc:
+        reason = exc.reason or ""
+        if reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "UNKNOWN_PROTOCOL"):
+            return (
+                f"{endpoint} does not speak TLS, and this side has a CA set: give the server a certificate "
+                "(edl serve --tls-cert --tls-key), or leave the CA out here (EDL_TLS_CA)"
+            )
+        if any(word in reason for word in _ABOUT_CERTIFICATES):
+            return _explain_refusal(endpoint, files, material, reason)
+        return f"{endpoint}: the TLS handshake failed: {certificates.reason_of(exc)}"
+    except (OSError, asyncio.TimeoutError, ValueError):
+        return ""  # it is away, or silent: gRPC's words are as good
+    return _explain_refusal(endpoint, files, material, "") if ended else ""
+
+
+async def _explain_plain(endpoint: str, *, says_tls: bool) -> str:
+    try:
+        await _shake(endpoint, certificates.without_identity(), "")
+    except ssl.SSLError:
+        return ""
+    except (OSError, asyncio.TimeoutError, ValueError):
+        return f"{endpoint} speaks TLS by its registration, and {_NO_CA}" if says_tls else ""
+    return f"{endpoint} speaks TLS, and {_NO_CA}"
+
+
+_NO_CA: Final = "this side has no CA set: name the one that signs its certificate (EDL_TLS_CA, --tls-ca, ca=)"
+
+
+async def _explain_certificate(
+    endpoint: str, files: CredentialFiles, material: Material, expected: str, exc: ssl.SSLCertVerificationError
+) -> str:
+    names = await _names(endpoint, material) if exc.verify_code in verification.WRONG_NAME else None
+    return verification.explain(f"the certificate of {endpoint}", exc, files.settings.ca or "", expected, names)
+
+
+def _explain_refusal(endpoint: str, files: CredentialFiles, material: Material, alert: str) -> str:
+    """The server ended the connection instead of speaking; gRPC's servers do not say why."""
+    if material.pair is None:
+        return (
+            f"{endpoint} wants a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT and "
+            "EDL_TLS_KEY, --tls-cert and --tls-key)"
+        )
+    own = files.explain_certificate()
+    if own:
+        return f"{endpoint} does not take this side's certificate: {own}"
+    words = f" ({alert.lower().replace('_', ' ')})" if alert else ""
+    return (
+        f"{endpoint} does not take this side's certificate {files.settings.cert!r}{words}: it is signed by no CA that "
+        "the server knows (its --tls-ca), perhaps since that was replaced; have a new one issued, or, if an "
+        "intermediate CA signed it, put that one's certificate behind it in the file"
+    )
+
+
+async def _names(endpoint: str, material: Material) -> str | None:
+    """Which names the certificate is for, None if it cannot be found out. It is signed by a CA that is trusted."""
+    context = certificates.context_for(material.ca, material.pair, serving=False)
+    context.check_hostname = False
+    found: list[Identity] = []
+    with contextlib.suppress(OSError, asyncio.TimeoutError, ValueError):
+        await _shake(endpoint, context, "", found)
+    return ", ".join(repr(name) for name in found[0].names[:8]) if found else None
+
+
+async def _shake(endpoint: str, context: ssl.SSLContext, name: str, found: list[Identity] | None = None) -> bool:
+    """Connect, and wait for the server's first byte. Returns whether it ended the connection instead.
+
+    By hand, since asyncio's own TLS leaves sockets open where a handshake fails or is given up.
+    """
+    context.set_alpn_protocols(["h2"])  # without it gRPC's servers refuse
+    if endpoint.startswith("unix:"):
+        opening = asyncio.open_unix_connection("/" + endpoint.removeprefix("unix:").lstrip("/"))
+    else:
+        host, _, port = endpoint.rpartition(":")
+        opening = asyncio.open_connection(host.strip("[]"), int(port))
+    reader, writer = await asyncio.wait_for(opening, _TIMEOUT_S)
+    try:
+        connection = _Connection(reader, writer, context, name)
+        await asyncio.wait_for(connection.run(lambda tls: tls.do_handshake()), _TIMEOUT_S)
+        if found is not None:
+            found.append(certificates.identity_of(connection.tls.getpeercert() or {}))
+        try:
+            return not await asyncio.wait_for(connection.run(lambda tls: tls.read(1)), _TIMEOUT_S)
+        except (ConnectionError, ssl.SSLEOFError):
+            return True
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            await asyncio.wait_for(writer.wait_closed(), _TIMEOUT_S)
+
+
+class _Connection:
+    """TLS over a stream of asyncio."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext, name: str
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self._in, self._out, server_hostname=name or None)
+
+    async def run(self, step: Callable[[ssl.SSLObject], T]) -> T:
+        """Call `step` until it has what it needs from the network."""
+        while True:
+            try:
+                return step(self.tls)
+            except ssl.SSLWantReadError:
+                pass
+            finally:
+                self._writer.write(self._out.read())
+            data = await self._reader.read(1 << 16)
+            self._in.write(data) if data else self._in.write_eof()

@@ -1,0 +1,49 @@
+"""Text that others wrote, such as a teacher's words or a registry's names, made fit for a log, an error or a terminal.
+
+It could go on for megabytes, begin a line that looks like one of ours, or move a terminal's cursor. What does not
+belong here: text that programs read, which is JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+__all__ = ["MOST_CHARS", "clip", "listed", "quote", "shown"]
+
+MOST_CHARS = 500
+"""Of foreign words in one message: a teacher's reason with its model's own words fits; a page of HTML does not."""
+_MOST_VALUE = 120
+_MOST_LISTED = 10
+
+
+def clip(text: str, limit: int) -> str:
+    """Leave out the middle of `text` where it is longer than `limit`."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit * 2 // 3]} ... {text[-limit // 4 :]}"
+
+
+def shown(text: object, limit: int = MOST_CHARS) -> str:
+    """Escape in `text` what a line of a log cannot have, as `repr` does but without quotes, and clip it.
+
+    That is line breaks, NUL and terminal escapes, and what changes the direction of writing.
+    """
+    words = clip(text if isinstance(text, str) else str(text), limit)
+    if words.isprintable():
+        return words
+    escaped = "".join(char if char.isprintable() else repr(char)[1:-1] for char in words)
+    return clip(escaped, 2 * limit)
+
+
+def quote(value: object, limit: int = _MOST_VALUE) -> str:
+    """Write a foreign value as Python does, and never long."""
+    if isinstance(value, (str, bytes)):
+        value = value[: 8 * limit]  # before repr, which may be four times as long
+    return clip(repr(value), limit)
+
+
+def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ", ") -> str:
+    """Write the first of several foreign words, and how many more there are."""
+    given = separator.join(shown(word) for word in itertools.islice(words, most))
+    return given + (f"{separator}and {len(words) - most} more" if len(words) > most else "")

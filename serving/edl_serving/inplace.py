@@ -1,0 +1,67 @@
+"""Whether a model writes to its inputs, which are views of memory that is not its own.
+
+numpy refuses that by the array's flag. torch and native code do not look at it, and a process that writes to read-only
+shared memory is killed by SIGSEGV: so it is found out before there are students, on memory that may be written to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from edl.protocol.tensors import Array
+
+__all__ = ["complains_of_read_only", "log_copies", "lively", "writes"]
+
+_log = logging.getLogger(__name__)
+
+_COMPLAINTS = ("read-only", "readonly", "not writeable", "not writable")  # numpy, Cython, numba, torch
+
+
+def writes(predict: Callable[[Mapping[str, Array]], object], batch: Mapping[str, Array]) -> bool:
+    """Call a model, and say whether it tried to change the batch. Raises what the model raises otherwise."""
+    given = {name: np.array(array, order="C") for name, array in batch.items()}
+    before = {name: array.copy() for name, array in given.items()}
+    for array in given.values():
+        array.flags.writeable = False
+    try:
+        predict(dict(given))  # which the model may empty
+    except Exception as exc:
+        if complains_of_read_only(exc):
+            return True
+        raise
+    return any(not _same(array, before[name]) for name, array in given.items())
+
+
+def complains_of_read_only(exc: BaseException) -> bool:
+    """Whether a model was refused writing to an array; what a file system says is another thing."""
+    text = str(exc).lower()
+    return isinstance(exc, ValueError | TypeError | RuntimeError) and any(words in text for words in _COMPLAINTS)
+
+
+def lively(zeros: Mapping[str, Array]) -> dict[str, Array]:
+    """Floats in place of zeros: times two, or cut off at 0 or 1, a zero stays what it is.
+
+    Whole numbers stay zeros: they may be indices, and a GPU whose kernel was given one too large is lost.
+    """
+    batch = dict(zeros)
+    for name, array in zeros.items():
+        if array.dtype.kind == "f" and array.size:
+            batch[name] = np.where(np.arange(array.size) % 2, -1.5, 2.5).astype(array.dtype).reshape(array.shape)
+    return batch
+
+
+def log_copies() -> None:
+    """Say what writing costs."""
+    _log.warning(
+        "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to arrays of "
+        "its own to save them"
+    )
+
+
+def _same(array: Array, before: Array) -> bool:
+    if array.dtype == object:
+        return bool(array.tolist() == before.tolist())
+    return array.tobytes() == before.tobytes()  # as it lies: NaN is not equal to itself

@@ -1,0 +1,138 @@
+"""Limits at the wire: who waits is served in the end, readiness is always told, and nothing that ended counts."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from edl.protocol import bundles, codec, names
+from edl.protocol.transport import grpc
+from tests.integration.serving.conftest import Client, Connect, StartProcess, request_bytes, until
+from tests.integration.serving.test_fuzz import bad_requests
+
+GAUGES = ("in_flight", "queue_rows", "queue_bytes", "connections", "streams", "client_bytes")
+
+
+class Stream:
+    """An unordered stream of a client's."""
+
+    def __init__(self, client: Client) -> None:
+        self._requests: queue.Queue[bytes | None] = queue.Queue()
+        method = client.channel.stream_stream(names.method("ModelStreamInfer"))
+        self.call: Any = method(iter(self._requests.get, None), metadata=((names.UNORDERED, "1"),), timeout=60)
+
+    def send(self, data: bytes) -> None:
+        self._requests.put(data)
+
+    def ask(self, request_id: str) -> str:
+        """Ask for one row; the error, empty if there is none."""
+        self.send(request_bytes({"x": np.zeros((1, 4), np.float32)}) + codec.id_field(request_id))
+        found = [(number, error) for _, _, number, error in bundles.split_responses(next(self.call))]
+        assert [number for number, _ in found] == [request_id]
+        return found[0][1]
+
+    def end(self) -> None:
+        self._requests.put(None)
+
+
+def left(metrics: str) -> list[str]:
+    return [gauge for gauge in GAUGES if f'edl_teacher_{gauge}{{model="m"}} 0.0' not in metrics]
+
+
+def test_a_waiting_stream_is_served_later(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", max_streams=1, metrics_port=0)
+    first = Stream(connect(server.target))
+    assert first.ask("a") == ""
+    second = Stream(connect(server.target))
+    assert "1 streams are open" in second.ask("b")
+    assert "1 streams are open" in second.ask("c")
+    first.end()
+    assert list(first.call) == []
+    until(lambda: second.ask("d") == "")
+    second.end()
+    assert list(second.call) == []
+    until(lambda: not left(server.metrics()))
+
+
+def test_streams_that_wait_are_bounded(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", max_streams=1, metrics_port=0)
+    first = Stream(connect(server.target))
+    assert first.ask("a") == ""
+    second = Stream(connect(server.target))
+    assert "streams are open" in second.ask("b")
+    third = Stream(connect(server.target))
+    until(lambda: third.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert "1 streams wait for a place" in third.call.details()
+    assert names.RETRY_AFTER_MS in dict(third.call.trailing_metadata())
+    first.end()
+    second.end()
+    until(lambda: not left(server.metrics()))
+
+
+def test_readiness_is_told_beyond_the_limit(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", max_connections=1)
+    first = Stream(connect(server.target))
+    assert first.ask("a") == ""
+    other = connect(server.target)
+    assert other.ask("ServerReady").ready
+    assert other.ask("ModelReady", name="m").ready
+    call = other.start(np.zeros((1, 4), np.float32))
+    assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "1 clients are connected" in call.details()
+    first.end()
+
+
+def test_what_vanishes_counts_no_more(process: StartProcess, connect: Connect) -> None:
+    server = process("Sleeper", max_streams=8, max_client_bytes=1 << 20, max_message_bytes=1 << 20, metrics_port=0)
+
+    def student(number: int) -> None:
+        rng = random.Random(number)
+        bad = bad_requests(rng)
+        client = Client(server.target)
+        stream = Stream(client)
+        for _ in range(rng.randrange(1, 40)):
+            x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
+            stream.send(
+                request_bytes({"x": x}) + codec.id_field(str(rng.random())) if rng.random() < 0.7 else next(bad)[0]
+            )
+        if rng.random() < 0.5:
+            next(answers(stream.call), None)
+        if rng.random() < 0.3:
+            stream.end()
+        else:
+            stream.call.cancel()
+        client.close()
+
+    def answers(call: Any) -> Iterator[bytes]:
+        try:
+            yield from call
+        except grpc.RpcError:
+            return
+
+    for first in range(0, 40, 10):
+        threads = [threading.Thread(target=student, args=(first + number,)) for number in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    until(lambda: not left(server.metrics()))
+    stream = Stream(connect(server.target))
+    until(lambda: stream.ask("z") == "")
+    stream.end()
+    assert not [line for line in server.log if "Traceback" in line]
+
+
+def test_answers_count_until_they_are_sent(process: StartProcess, connect: Connect) -> None:
+    server = process("Sleeper", metrics_port=0)
+    client = connect(server.target)
+    slow = client.start(np.full((1, 4), 1.0, np.float32))
+    until(lambda: 'edl_teacher_client_bytes{model="m"} 0.0' not in server.metrics())
+    assert slow.exception() is None
+    for _ in range(20):
+        client.infer(np.zeros((64, 4), np.float32))
+    until(lambda: not left(server.metrics()))

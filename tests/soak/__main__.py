@@ -1,0 +1,287 @@
+"""`make soak`: everything fails at random, for half an hour, and what came of it is counted.
+
+    python -m tests.soak --minutes 30 --report docs/reliability.md
+
+Exits with 1 if anything was lost, repeated, mislabelled, hung, failed or grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tests.plugins_consul import ConsulAgent
+from tests.soak.faults import (
+    ConsulAway,
+    Fault,
+    FullDisk,
+    LockedRegistry,
+    ReadOnlyDisk,
+    StudentFault,
+    SweptMemory,
+    TeacherFault,
+    schedule,
+    wait_until,
+)
+from tests.soak.fleet import ROOT, RunningStudent, RunningTeacher, leftovers, read_journal
+from tests.soak.report import Outcome, text_of, write_report
+from tests.soak.student import StudentSpec
+from tests.soak.verdict import count, growth_of
+
+_OWN_MOUNTS = "EDL_SOAK_OWN_MOUNTS"  # set in the process that has a mount namespace of its own
+_DISK_MIB = 24  # larger than a registry and a cache's segments in the making, small enough to be filled at once
+_EVERY_S = 2.0  # a fault begins, on average
+_HANG_AFTER_S = 90.0  # above the readers' teacher_timeout_s, which is to end a wait by an error
+_START_S = 120.0
+_SWEPT_S = 30.0  # a teacher looks for students that are gone every five seconds
+_SAMPLE_EVERY_S = 5.0
+_WITNESSES = ("batch", "cached")  # of shared memory, and of a cache on disk
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the soak."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="how long faults are injected (default 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the faults")
+    parser.add_argument("--students", default="", help="some of sample,sample_list,batch,stream,ensemble,cached,torch")
+    parser.add_argument("--json", type=Path, help="write the outcome there")
+    parser.add_argument("--report", type=Path, help="put the outcome into this page, between its markers")
+    arguments = parser.parse_args(argv)
+    if _OWN_MOUNTS not in os.environ and _can_mount():
+        os.environ[_OWN_MOUNTS] = "1"
+        command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-m", "tests.soak"]
+        os.execvp("unshare", [*command, *(argv if argv is not None else sys.argv[1:])])
+    with tempfile.TemporaryDirectory(prefix="edl-soak-") as folder:
+        outcome = Soak(Path(folder), arguments.seed, arguments.students).run(arguments.minutes * 60)
+    print(text_of(outcome))
+    for error in outcome.problems:
+        print(f"\n--- {error}", file=sys.stderr)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+    if arguments.report is not None:
+        write_report(arguments.report, outcome)
+    return 0 if outcome.good else 1
+
+
+def _can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    script = 'd=$(mktemp -d) && mount -t tmpfs -o size=1m tmpfs "$d" && umount "$d"; rmdir "$d"'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+class Soak:
+    """Processes, faults and the loop that runs them."""
+
+    def __init__(self, folder: Path, seed: int, students: str) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._mounts = _OWN_MOUNTS in os.environ
+        self._disks: list[Path] = []
+        self._regions_held = 0
+        self._registry = self._disk("registry") / "registry.sqlite"
+        self._cache = self._disk("cache") / "labels"
+        self._consul = _consul(folder / "consul")
+        self._left_out: list[str] = []
+        if not self._mounts:
+            self._left_out.append("full and read-only disks: mounting is not permitted here")
+        if self._consul is None:
+            self._left_out.append("Consul: the program is not there (`make tools` fetches it)")
+        sqlite = f"sqlite:///{self._registry}"
+        consul = self._consul.url if self._consul is not None else sqlite
+        where = {"small": sqlite, "other": consul, "image": consul}
+        counts = {"small": 3, "other": 2, "image": 3}
+        self._teachers = [
+            RunningTeacher(service, where[service], anchor=index == 0)
+            for service, several in counts.items()
+            for index in range(several)
+        ]
+        wanted = {
+            "batch": StudentSpec("batch", ["image"], [where["image"]], "", "", rows=6000),
+            "sample": StudentSpec("sample", ["small"], [where["small"]], "", ""),
+            "sample_list": StudentSpec("sample_list", ["small"], [where["small"]], "", ""),
+            "stream": StudentSpec("stream", ["image"], [where["image"]], "", "", rows=400),
+            "ensemble": StudentSpec("batch", ["small", "other"], [where["small"], where["other"]], "", "", rows=4000),
+            "cached": StudentSpec("sample", ["small"], [where["small"]], "", "", cache=str(self._cache), rows=3000),
+            "torch": StudentSpec("torch", ["small"], [where["small"]], "", "", rows=1500),
+        }
+        names = students.split(",") if students else list(wanted)
+        self._students = [
+            RunningStudent(
+                _with_files(wanted[name], folder, name, seed),
+                folder,
+                _HANG_AFTER_S,
+                witness=name in ("batch", "cached"),
+            )
+            for name in names
+        ]
+
+    def run(self, seconds: float) -> Outcome:
+        """Start everything, inject faults for so long, stop everything, count."""
+        done: Counter[str] = Counter()
+        try:
+            self._start()
+            done = self._inject(seconds)
+            for student in self._students:
+                student.stop(_HANG_AFTER_S)
+            anchors = [teacher for teacher in self._teachers if teacher.anchor]
+            wait_until(lambda: not any(teacher.regions for teacher in anchors), _SWEPT_S)
+            self._regions_held = sum(teacher.regions for teacher in anchors)
+        finally:
+            for student in self._students:
+                if student.process is not None:
+                    student.process.kill()
+                    student.process.wait()
+            for teacher in self._teachers:
+                teacher.close()
+            if self._consul is not None:
+                self._consul.kill()
+            for disk in self._disks:
+                subprocess.run(["umount", "--lazy", disk], check=True)
+        return self._outcome(seconds, done)
+
+    def _start(self) -> None:
+        if self._consul is not None:
+            self._consul.start()
+        for teacher in self._teachers:
+            teacher.ensure()
+        if not wait_until(lambda: all(teacher.endpoint for teacher in self._teachers), _START_S):
+            late = next(teacher for teacher in self._teachers if not teacher.endpoint)
+            raise RuntimeError(f"not all teachers were ready within {_START_S:g} s: {late.words}")
+        for student in self._students:
+            student.ensure()
+
+    def _faults(self) -> list[Fault]:
+        faults: list[Fault] = [TeacherFault(how, self._teachers) for how in ("SIGKILL", "SIGSTOP", "SIGTERM")]
+        faults += [SweptMemory(self._students), LockedRegistry(self._registry)]
+        faults.append(StudentFault("SIGSTOP", self._students))
+        if any(not student.witness for student in self._students):
+            faults.append(StudentFault("SIGKILL", self._students))
+        if self._mounts:
+            for what, folder in (("registry", self._registry.parent), ("cache", self._cache.parent)):
+                faults += [FullDisk(what, folder), ReadOnlyDisk(what, folder, _remount)]
+        agent = self._consul
+        if agent is not None:
+            faults += [ConsulAway(how, lambda: agent.pid, agent.kill, agent.start) for how in ("SIGSTOP", "SIGKILL")]
+        return faults
+
+    def _inject(self, seconds: float) -> Counter[str]:
+        """Faults overlap, but no two of one kind."""
+        done: Counter[str] = Counter()
+        active: dict[str, tuple[Fault, float]] = {}
+        end = time.monotonic() + seconds
+        plan = schedule(self._faults(), self._random, _EVERY_S)
+        fault, after_s, lasts_s = next(plan)
+        due, sample_due, say_due = time.monotonic() + after_s, 0.0, time.monotonic() + 60
+        try:
+            while time.monotonic() < end:
+                time.sleep(0.05)
+                now = time.monotonic()
+                for name in [name for name, (_, until) in active.items() if now >= until]:
+                    active.pop(name)[0].end()
+                if now >= due:
+                    if fault.group not in active:
+                        fault.begin(self._random)
+                        done[fault.name] += 1
+                        active[fault.group] = (fault, now + lasts_s)
+                    fault, after_s, lasts_s = next(plan)
+                    due = now + after_s
+                if now >= sample_due:
+                    sample_due = now + _SAMPLE_EVERY_S
+                    self._look(active)
+                if now >= say_due:
+                    say_due = now + 60
+                    self._say(end - now, done)
+        finally:
+            for fault, _ in active.values():
+                fault.end()
+        return done
+
+    def _look(self, active: dict[str, tuple[Fault, float]]) -> None:
+        for teacher in self._teachers:
+            teacher.sample()
+            if not any(name.startswith(("teacher", "registry", "Consul")) for name in active):
+                teacher.ensure()
+        for student in self._students:
+            student.ensure()
+            if "student: SIGSTOP" not in active:
+                student.check_progress()
+
+    def _say(self, left_s: float, done: Counter[str]) -> None:
+        counts = count(record for student in self._students for record in read_journal(Path(student.spec.journal)))
+        bad = counts.lost + counts.repeated + counts.mislabelled + counts.changed
+        hung = sum(len(student.hangs) for student in self._students)
+        print(
+            f"{left_s / 60:.0f} min left: {counts.rows:,} rows in {counts.epochs} epochs, {sum(done.values())} faults; "
+            f"wrong: {bad}, hung: {hung}, failed: {len(counts.errors)}",
+            flush=True,
+        )
+
+    def _outcome(self, seconds: float, done: Counter[str]) -> Outcome:
+        records = {student.spec.journal: read_journal(Path(student.spec.journal)) for student in self._students}
+        growths = []
+        for student in self._students:
+            if student.witness:
+                samples = [
+                    (record.rss_bytes, record.descriptors, record.threads) for record in records[student.spec.journal]
+                ]
+                growths.append(growth_of(f"student {Path(student.spec.journal).stem}", samples))
+        growths += [
+            growth_of(f"teacher {teacher.service}", teacher.samples) for teacher in self._teachers if teacher.anchor
+        ]
+        return Outcome(
+            minutes=seconds / 60,
+            counts=count(record for journal in records.values() for record in journal),
+            faults=dict(sorted(done.items())),
+            hangs=[hang for student in self._students for hang in student.hangs],
+            ends=[end for student in self._students for end in student.ends],
+            growths=[growth for growth in growths if growth is not None],
+            regions_held=self._regions_held,
+            left_behind=leftovers({pid for student in self._students for pid in student.pids}),
+            left_out=self._left_out,
+            students=len(self._students),
+            teachers=len(self._teachers),
+        )
+
+    def _disk(self, name: str) -> Path:
+        folder = self._folder / name
+        folder.mkdir()
+        if self._mounts:
+            self._disks.append(folder)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", folder], check=True)
+        return folder
+
+
+def _remount(folder: Path, read_only: bool) -> None:
+    mode = "ro" if read_only else "rw"
+    # A file that is open for writing lets the kernel refuse; a lazy "emergency" one is what a broken disk gets.
+    with contextlib.suppress(subprocess.SubprocessError):
+        subprocess.run(["mount", "-o", f"remount,{mode}", folder], capture_output=True, timeout=10)
+
+
+def _consul(folder: Path) -> ConsulAgent | None:
+    if not (ROOT / ".tools/consul/consul").exists() and shutil.which("consul") is None:
+        return None
+    return ConsulAgent(folder)
+
+
+def _with_files(spec: StudentSpec, folder: Path, name: str, seed: int) -> StudentSpec:
+    journal, progress = folder / f"{name}.jsonl", folder / f"{name}.progress"
+    return replace(spec, journal=str(journal), progress=str(progress), seed=seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

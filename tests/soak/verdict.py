@@ -1,0 +1,188 @@
+"""What the soak counts: pure, from rows, epochs and samples of memory."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tests.soak.data import Array
+
+__all__ = ["Counts", "EpochRecord", "Growth", "RowCheck", "count", "growth_of", "memory_of", "regions_of"]
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+NOISE_BYTES = 16 << 20  # an allocator's arenas come and go; a leaked request a minute is more in half an hour
+NOISE_DESCRIPTORS = 4  # connections that happen to be under way when they are counted
+
+
+class RowCheck:
+    """Checks the rows of one epoch as they are delivered.
+
+    Rows are numbered from `first` on, and must come in order without a gap.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._next = self._first = first
+        self.delivered = self.lost = self.repeated = self.mislabelled = self.changed = 0
+
+    def add(self, numbers: Array, inputs_equal: bool, labels: Sequence[Array], expected: Sequence[Array]) -> None:
+        """Take in rows that were delivered together.
+
+        Args:
+            numbers: int64 [rows].
+            inputs_equal: whether the inputs are those of these numbers.
+            labels, expected: one array [rows, classes] a service.
+        """
+        for number in numbers.tolist():
+            if number < self._next:
+                self.repeated += 1
+            else:
+                self.lost += number - self._next
+                self._next = number + 1
+        self.delivered += len(numbers)
+        self.changed += 0 if inputs_equal else len(numbers)
+        wrong = np.zeros(len(numbers), bool)
+        for have, want in zip(labels, expected, strict=True):
+            if have.shape != want.shape:
+                wrong[:] = True
+            else:
+                wrong |= (have != want).any(axis=1)
+        self.mislabelled += int(wrong.sum())
+
+    def end(self, rows: int) -> None:
+        """The epoch came to its end; it has `rows` rows."""
+        self.lost += self._first + rows - self._next
+        self._next = self._first + rows
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """A line of a student's journal.
+
+    Attributes:
+        how: "whole", "break", "raise" (the student's own doing), or "failed" with `error`.
+        changed: rows whose inputs are not those that the source yielded.
+        rss_bytes, descriptors, threads: of the student after the epoch.
+    """
+
+    kind: str
+    pid: int
+    epoch: int
+    how: str
+    error: str
+    delivered: int
+    lost: int
+    repeated: int
+    mislabelled: int
+    changed: int
+    seconds: float
+    rss_bytes: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, kind: str, epoch: int, how: str, error: str, check: RowCheck, seconds: float) -> EpochRecord:
+        """Of the calling process, now."""
+        rss, descriptors, threads = memory_of(os.getpid())
+        return cls(
+            kind, os.getpid(), epoch, how, error, check.delivered, check.lost, check.repeated, check.mislabelled,
+            check.changed, seconds, rss, descriptors, threads,
+        )  # fmt: skip
+
+
+def memory_of(pid: int) -> tuple[int, int, int]:
+    """Resident bytes, without shared memory; open descriptors, without those of shared memory; threads (Linux).
+
+    A teacher has a descriptor for each region of each student that is there; how many those are changes with them.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    folder = Path(f"/proc/{pid}")
+    pages = (folder / "statm").read_text().split()
+    rss = (int(pages[1]) - int(pages[2])) * _PAGE_BYTES
+    return rss, len(descriptors_of(pid)) - regions_of(pid), len(list((folder / "task").iterdir()))
+
+
+def descriptors_of(pid: int) -> list[str]:
+    """What the open descriptors of a process are."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(str(path.readlink()))
+        except FileNotFoundError:
+            continue  # it was closed meanwhile
+    return found
+
+
+def regions_of(pid: int) -> int:
+    """Regions of students' shared memory that a teacher holds."""
+    return sum(target.startswith("/dev/shm/edl-arena-") for target in descriptors_of(pid))
+
+
+@dataclass
+class Counts:
+    """Sums over the epochs of all students."""
+
+    epochs: int = 0
+    ended_early: int = 0
+    rows: int = 0
+    lost: int = 0
+    repeated: int = 0
+    mislabelled: int = 0
+    changed: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+def count(records: Iterable[EpochRecord]) -> Counts:
+    """Add epochs up."""
+    counts = Counts()
+    for record in records:
+        counts.epochs += 1
+        counts.ended_early += record.how in ("break", "raise")
+        counts.rows += record.delivered
+        counts.lost += record.lost
+        counts.repeated += record.repeated
+        counts.mislabelled += record.mislabelled
+        counts.changed += record.changed
+        if record.how == "failed":
+            counts.errors.append(f"{record.kind}, epoch {record.epoch}: {record.error}")
+    return counts
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a process grew from the second quarter of its life to the last, by medians.
+
+    The first quarter is left out: caches fill, and allocators find their size.
+    """
+
+    name: str
+    samples: int
+    rss_bytes: int
+    rss_growth_bytes: int
+    descriptor_growth: int
+    thread_growth: int
+
+    @property
+    def grown(self) -> bool:
+        """Whether that is more than noise."""
+        allowed = max(NOISE_BYTES, self.rss_bytes // 10)
+        few = NOISE_DESCRIPTORS
+        return self.rss_growth_bytes > allowed or self.descriptor_growth > few or self.thread_growth > few
+
+
+def growth_of(name: str, samples: Sequence[tuple[int, int, int]]) -> Growth | None:
+    """From (resident bytes, descriptors, threads) taken at even intervals; None of fewer than eight."""
+    if len(samples) < 8:
+        return None
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+    before = [statistics.median(values) for values in zip(*early, strict=True)]
+    after = [statistics.median(values) for values in zip(*late, strict=True)]
+    rss, descriptors, threads = (round(b - a) for a, b in zip(before, after, strict=True))
+    return Growth(name, len(samples), round(after[0]), rss, descriptors, threads)

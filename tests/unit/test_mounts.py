@@ -1,0 +1,95 @@
+"""A registry on a network file system is refused. The mount tables are written here, but for this process's own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import open_registry, open_store
+from edl.discovery.sqlite import mounts
+from edl.errors import DiscoveryError, SettingsError
+
+TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard
+36 27 0:33 / /net rw,relatime - autofs systemd-1 rw,fd=51
+88 36 0:52 /export /net/ann rw,relatime - nfs4 filer:/export/ann rw,vers=4.2
+90 88 0:60 / /net/ann/local rw - xfs /dev/sdb1 rw
+91 27 0:61 / /mnt/with\040blank rw master:2 shared:9 - cifs //server/share rw
+92 27 0:62 / /remote rw - fuse.sshfs host:/ rw
+93 27 0:63 / /encrypted rw - fuse.gocryptfs /cipher rw
+94 27 0:64 / /over rw - nfs a:/b rw
+95 94 0:65 / /over rw - tmpfs tmpfs rw
+96 27 0:66 / /scratch rw - lustre 10.0.0.1@o2ib:/scratch rw
+torn line
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "shared"),
+    [
+        ("/var/lib/edl.sqlite", "ext4", False),
+        ("/net/ann/.cache/edl/discovery.sqlite", "nfs4", True),
+        ("/net/annette/x", "autofs", False),
+        ("/net/ann/local/x", "xfs", False),
+        ("/mnt/with blank/x", "cifs", True),
+        ("/remote/x", "fuse.sshfs", True),
+        ("/encrypted/x", "fuse.gocryptfs", False),
+        ("/over/x", "tmpfs", False),
+        ("/scratch", "lustre", True),
+    ],
+)
+def test_the_type_under_a_path_is_found(path: str, kind: str, shared: bool) -> None:
+    assert mounts.file_system(path, TABLE) == kind
+    assert mounts.is_shared(kind) is shared
+
+
+def test_nonsense_says_nothing() -> None:
+    for text in ("", "\n", "a b c", "1 2 3 4 5 - ", " - nfs", "\0" * 50):
+        assert mounts.file_system("/x", text) == ""
+
+
+def test_this_machine_s_own_table_is_read(tmp_path: Path) -> None:
+    assert mounts.file_system("/proc/self", mounts.read_mounts()) == "proc"
+    assert mounts.file_system(str(tmp_path), mounts.read_mounts())
+
+
+@pytest.fixture
+def on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    table = f"{TABLE}99 27 0:77 / {tmp_path} rw - nfs4 filer:/t rw\n"
+    monkeypatch.setattr(mounts, "read_mounts", lambda: table)  # a fake: nothing here serves NFS
+    return f"sqlite:///{tmp_path}/cache/discovery.sqlite"
+
+
+@pytest.mark.parametrize("kind", ["9p", "virtiofs", "overlay"])
+def test_roots_of_sandboxes_are_private(kind: str) -> None:
+    assert not mounts.is_shared(mounts.file_system("/var/cache/edl", f"30 29 0:9 / / rw - {kind} root rw\n"))
+
+
+def test_a_file_on_nfs_is_refused(on_nfs: str) -> None:
+    for opened in (open_registry, open_store):
+        with pytest.raises(SettingsError, match=r"nfs4.*consul://.*EDL_SHARED_FILE") as caught:
+            opened(on_nfs)
+        assert not isinstance(caught.value, DiscoveryError), "trying again does not help"
+    assert not Path(on_nfs.removeprefix("sqlite://")).parent.exists(), "nothing was made there"
+
+
+def test_a_link_to_nfs_is_seen_through(on_nfs: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = tmp_path_factory.mktemp("home") / "cache"
+    link.symlink_to(tmp_path)
+    with pytest.raises(SettingsError, match="nfs4"):
+        open_registry(f"sqlite:///{link}/discovery.sqlite")
+
+
+def test_who_knows_better_is_warned(
+    on_nfs: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("EDL_SHARED_FILE", "1")
+    caplog.set_level(logging.WARNING, "edl.discovery")
+    with open_registry(on_nfs) as registry, registry.watch("s") as watch:
+        assert watch.get(5) is not None
+    assert len([record for record in caplog.records if "nfs4" in record.getMessage()]) == 1, "once a file"
+    monkeypatch.setenv("EDL_SHARED_FILE", "maybe")
+    with pytest.raises(SettingsError, match="EDL_SHARED_FILE='maybe'"):
+        open_registry(on_nfs)

@@ -1,0 +1,94 @@
+"""A notifier wakes every wait, and can be called where a lock could not be taken."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from edl.notifier import Notifier
+
+
+def test_every_wait_is_woken() -> None:
+    notifier, go, woken = Notifier(), threading.Event(), []
+    waits = [threading.Thread(target=lambda: woken.append(notifier.wait_for(go.is_set, 10))) for _ in range(5)]
+    for thread in waits:
+        thread.start()
+    go.set()
+    notifier.notify()
+    for thread in waits:
+        thread.join(10)
+    assert woken == [True] * 5
+
+
+def test_time_runs_out() -> None:
+    assert not Notifier().wait_for(lambda: False, 0.01)
+    assert not Notifier().wait_for(lambda: False, 0.0)
+
+
+def test_no_wait_where_it_holds() -> None:
+    assert Notifier().wait_for(lambda: True)
+
+
+def test_a_wake_up_from_the_predicate_counts() -> None:
+    """A signal may come between the look at the state and the wait."""
+    notifier = Notifier()
+    state: list[bool] = []
+
+    def predicate() -> bool:
+        seen = bool(state)
+        state.append(True)
+        notifier.notify()
+        return seen
+
+    assert notifier.wait_for(predicate, 10), "the wake-up that came between the look and the wait was lost"
+
+
+def test_no_wake_up_is_lost_under_signals() -> None:
+    """A handler changes the state and notifies, at any point of the wait of its own thread."""
+    notifier, state = Notifier(), [0]
+
+    def handler(*_: Any) -> None:
+        state[0] += 1
+        notifier.notify()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for round_ in range(300):
+            state[0] = 0
+            signal.setitimer(signal.ITIMER_REAL, 1e-6 + (round_ % 50) * 4e-6)
+            assert notifier.wait_for(lambda: state[0], 10), f"round {round_}: a wake-up was lost"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("threads", [2, 4])
+def test_no_wake_up_is_lost_between_threads(threads: int) -> None:
+    """Threads pass a token around, each waiting for its turn, while every allocation collects garbage."""
+    notifier, turn, rounds = Notifier(), [0], 300 * threads
+
+    def run(me: int) -> None:
+        while turn[0] < rounds:
+            if not notifier.wait_for(lambda: turn[0] % threads == me or turn[0] >= rounds, 20):
+                return
+            if turn[0] < rounds:
+                turn[0] += 1
+            notifier.notify()
+
+    before = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        running = [threading.Thread(target=run, args=(me,), daemon=True) for me in range(threads)]
+        for thread in running:
+            thread.start()
+        deadline = time.monotonic() + 20
+        for thread in running:
+            thread.join(max(deadline - time.monotonic(), 0))
+    finally:
+        gc.set_threshold(*before)
+    assert turn[0] == rounds, "a wake-up was lost"

@@ -1,0 +1,125 @@
+"""The soak's own counting: each kind of wrong row is found, and growth beyond noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.soak.data import SERVICES, labels_of, rows_of
+from tests.soak.report import BEGIN, END, Outcome, text_of, write_report
+from tests.soak.verdict import Counts, EpochRecord, RowCheck, count, growth_of
+
+SMALL = SERVICES["small"]
+MIB = 1 << 20
+
+
+def checked(numbers: list[int], labels_for: list[int] | None = None, *, inputs_equal: bool = True) -> RowCheck:
+    """A check of rows from 100 on that has seen `numbers`, with the labels of `labels_for`."""
+    check = RowCheck(100)
+    have, want = np.array(labels_for or numbers), np.array(numbers)
+    check.add(want, inputs_equal, [labels_of(SMALL, have)], [labels_of(SMALL, want)])
+    return check
+
+
+def test_sound_rows_count_as_sound() -> None:
+    check = checked([100, 101, 102])
+    check.end(3)
+    assert (check.delivered, check.lost, check.repeated, check.mislabelled, check.changed) == (3, 0, 0, 0, 0)
+
+
+def test_gaps_are_lost_rows() -> None:
+    check = checked([100, 103])
+    check.end(6)
+    assert check.lost == 2 + 2, "two in the middle, two at the end"
+
+
+def test_rows_again_are_repeated() -> None:
+    check = checked([100, 101, 101, 100])
+    assert (check.repeated, check.lost) == (2, 0)
+
+
+def test_another_rows_label_is_found() -> None:
+    assert checked([100, 101, 102], [100, 102, 102]).mislabelled == 1
+
+
+def test_labels_of_another_width_are_found() -> None:
+    check = RowCheck(0)
+    numbers = np.arange(4)
+    check.add(numbers, True, [labels_of(SERVICES["other"], numbers)], [labels_of(SMALL, numbers)])
+    assert check.mislabelled == 4
+
+
+def test_changed_inputs_are_found() -> None:
+    assert checked([100, 101], inputs_equal=False).changed == 2
+
+
+@pytest.mark.parametrize("service", SERVICES.values(), ids=lambda service: service.name)
+def test_no_two_rows_are_alike(service: object) -> None:
+    numbers = np.array([0, 1, 127, 128, 1 << 14, 1 << 21, 1 << 28, (1 << 34) + 5])
+    rows = rows_of(service, numbers)  # type: ignore[arg-type]
+    assert len({row.tobytes() for row in rows}) == len(numbers)
+    assert len({label.tobytes() for label in labels_of(service, numbers)}) == len(numbers)  # type: ignore[arg-type]
+
+
+def record(how: str = "whole", error: str = "", **wrong: int) -> EpochRecord:
+    counts = {"delivered": 10, "lost": 0, "repeated": 0, "mislabelled": 0, "changed": 0} | wrong
+    return EpochRecord("batch", 1, 7, how, error, seconds=1.0, rss_bytes=MIB, descriptors=9, threads=3, **counts)
+
+
+def outcome(counts: Counts, **parts: object) -> Outcome:
+    nothing = {
+        "faults": {"x": 2},
+        "hangs": [],
+        "ends": [],
+        "growths": [],
+        "regions_held": 0,
+        "left_behind": [],
+        "left_out": [],
+    }
+    return Outcome(minutes=1.0, counts=counts, students=1, teachers=1, **(nothing | parts))  # type: ignore[arg-type]
+
+
+def test_epochs_add_up() -> None:
+    counts = count([record(), record("break"), record("failed", "NoTeacherError: none"), record(lost=3)])
+    assert (counts.epochs, counts.rows, counts.ended_early, counts.lost) == (4, 40, 1, 3)
+    assert counts.errors == ["batch, epoch 7: NoTeacherError: none"]
+
+
+@pytest.mark.parametrize("wrong", ["lost", "repeated", "mislabelled", "changed"])
+def test_one_wrong_row_fails_the_soak(wrong: str) -> None:
+    assert outcome(count([record()])).good
+    assert not outcome(count([record(**{wrong: 1})])).good
+
+
+@pytest.mark.parametrize("part", ["hangs", "ends", "left_behind"])
+def test_each_problem_fails_the_soak(part: str) -> None:
+    assert not outcome(count([record()]), **{part: ["something"]}).good
+
+
+def test_held_regions_fail_the_soak() -> None:
+    assert not outcome(count([record()]), regions_held=1).good
+
+
+def test_nothing_delivered_fails_the_soak() -> None:
+    assert not outcome(count([])).good
+
+
+def test_growth_beyond_noise_is_found() -> None:
+    steady = [(100 * MIB + index % 3 * MIB, 20 + index % 2, 9) for index in range(40)]
+    leak = [(100 * MIB + index * MIB, 20, 9) for index in range(40)]
+    sockets = [(100 * MIB, 20 + index, 9) for index in range(40)]
+    assert [growth_of("p", samples).grown for samples in (steady, leak, sockets)] == [False, True, True]  # type: ignore[union-attr]
+    assert growth_of("p", steady[:7]) is None, "too few samples say nothing"
+
+
+def test_report_replaces_its_part(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    found = outcome(count([record()]))
+    write_report(page, found)
+    assert page.read_text() == f"before\n{BEGIN}\n\n{text_of(found)}\n\n{END}\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match=r"page\.md"):
+        write_report(page, found)

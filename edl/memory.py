@@ -37,8 +37,8 @@ def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
     _kept = keep_bytes
     libc = ctypes.CDLL(None)
     settings = (
-        # A sixteenth and an eighth: the largest threshold, and 64 MiB, for half a GiB.
-        (_M_MMAP_THRESHOLD, min(max(keep_bytes // 16, _LEAST_THRESHOLD), _LARGEST_MMAP_THRESHOLD)),
+        # What is larger than this threshold is never kept: a request of 19 MB must be below it (9,400 page faults).
+        (_M_MMAP_THRESHOLD, min(max(keep_bytes // 4, _LEAST_THRESHOLD), _LARGEST_MMAP_THRESHOLD)),
         (_M_TRIM_THRESHOLD, min(max(keep_bytes, _LEAST_THRESHOLD), 2**31 - 1)),
         (_M_TOP_PAD, min(max(keep_bytes // 8, _LEAST_THRESHOLD), 64 << 20)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import logging
+import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -57,6 +58,7 @@ class KeptLease(Owned, Lease):
         self.claim = claim
         self._ttl_s = ttl_s
         self._expires = granted + ttl_s
+        self._late_at = -math.inf
         self._forfeited = False
         self._own(Background("edl-lease", self._renew))
 
@@ -69,9 +71,19 @@ class KeptLease(Owned, Lease):
             self._forfeited = True
         return self._forfeited
 
+    @property
+    def late_at(self) -> float:
+        self._record_lateness()
+        return self._late_at
+
     def forfeit(self) -> None:
         """The store says that the lease is gone."""
         self._forfeited = True
+
+    def _record_lateness(self) -> None:
+        now = time.monotonic()
+        if now > self._expires - self._ttl_s / 2:
+            self._late_at = now
 
     def _renew(self) -> float | None:
         if self.lost:
@@ -86,6 +98,7 @@ class KeptLease(Owned, Lease):
             log.debug("a lease of %g s could not be renewed: %s", self._ttl_s, exc)
             return min(self._ttl_s / RENEWALS / 2, RETRY_S)
         if not self.lost:
+            self._record_lateness()
             self._expires = asked + self._ttl_s
         return self._ttl_s / RENEWALS
 

@@ -36,6 +36,15 @@ class Lease(_Closing):
     def lost(self) -> bool:
         """True once the lease has expired or may have: its keys are gone or may be. It never comes back."""
 
+    @property
+    @abc.abstractmethod
+    def late_at(self) -> float:
+        """When a renewal was last late, by `time.monotonic()`; -inf if none was yet, the present while one is.
+
+        A renewal is late that comes more than half the length of the lease after the one before it. What kept it, a
+        store that is away or a machine that stood still, may have ended other holders' leases, who are alive.
+        """
+
 
 class Election(_Closing):
     """A candidate for one name; at most one candidate leads at a time. `close` steps down.

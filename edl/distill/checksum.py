@@ -19,8 +19,9 @@ SMALL_NBYTES = 32 << 10
 """So much is copied in a microsecond or two, less than any sum would take."""
 _COLUMNS = 509  # prime, so that rows which change places change columns too; enough for SIMD, and fits the L1 cache
 _WHOLE_NBYTES = 64 << 10  # summed up in the time that some words at random take, which are not in any cache
-_WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 1024
-"""One word of so many, within limits: 1,024 of them take some 10 µs, of the millisecond of a request of 4.8 MB."""
+_WORDS_SHARE, _LEAST_WORDS, _MOST_WORDS = 512, 64, 384
+"""One word of so many, within limits: each is a miss of all caches. 1,024 of them cost a tenth of the rate at which
+requests of 4.8 MB go through shared memory; 384 are still twelve in each of 32 images."""
 _MOST_SIZES = 64  # as many as padded texts may have; beyond, places are drawn more often
 _GRACE_S = 0.02
 """So long the first arrays of an epoch are looked at whole: some fifty of 4.8 MB, and a source that fills a buffer
@@ -45,18 +46,20 @@ class TimeShare:
     def __init__(self, share: float, *, always: bool = False) -> None:
         self.always = always
         self._share = share
-        self._begin = time.perf_counter()
-        self._spent_s = 0.0
+        self._left_s, self._left_at = _GRACE_S, time.perf_counter()
         self._places: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
 
     @property
     def left(self) -> bool:
-        """Whether there is some left."""
-        return self.always or self._spent_s < _GRACE_S + self._share * (time.perf_counter() - self._begin)
+        """Whether there is some left. What an epoch that waits does not use is not saved up for when it goes on."""
+        now = time.perf_counter()
+        self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
+        self._left_at = now
+        return self.always or self._left_s > 0.0
 
     def spend(self, seconds: float) -> None:
         """So much was spent."""
-        self._spent_s += seconds
+        self._left_s -= seconds
 
     def places(self, words: int) -> Array:
         """Where to look at an array of so many words: one at random in each of as many equal pieces."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +81,27 @@ def test_the_first_node_that_is_back_gives_the_others_time(stores: tuple[Store, 
         wait_for(lambda: set(one.read().nodes) == {"a"})
         other.read()
         assert set(one.read().nodes) == {"a", "b"}
+
+
+def test_a_store_that_is_only_read_loses_nobody(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    ttl_s = 2.0
+    other = stores[1].lease(ttl_s)
+    stores[1].put("jobs/job/nodes/b", Node("b", "host", 1, 1).encode(), other)
+    time.sleep(ttl_s / 8)  # so that its lease ends before the other one's
+    with contextlib.closing(Membership(stores[0], "job", Node("a", "host", 1, 1), ttl_s, lambda: None)) as first:
+        first.join()
+        members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
+        assert first.propose(World(0, State.RUNNING, members), None)
+        assert set(first.read().nodes) == {"a", "b"}
+        with locked(tmp_path):
+            wait_for(lambda: stores[0].get("jobs/job/nodes/b") is None)
+            try:
+                assert set(first.read().nodes) == {"a", "b"}, "nobody can renew while the file is locked"
+            except DiscoveryError:
+                pass  # the machine stood still, and both are over
+        assert set(first.read().nodes) == {"a", "b"}, "its own lease lives, and the other has not had the time"
+        wait_for(lambda: set(first.read().nodes) == {"a"})
+    other.close()
 
 
 def test_the_time_without_a_lease_is_counted_from_its_end(stores: tuple[Store, Store], tmp_path: Path) -> None:

@@ -84,8 +84,10 @@ class Membership:
     def read(self) -> Records:
         """The records as they are now. A node that lost its lease gets another one here, under its old name.
 
-        When the store was away, every node's lease has ended, and one node is the first to be back. For a while it
-        gives the members that it knew the time to come back too, before it believes that they are gone.
+        When the store was away, nodes' leases have ended, one after another, and one node is the first to be back. For
+        a while it gives the members that it knew the time to come back too, before it believes that they are gone. A
+        store that still answers questions, such as a locked file, lets nobody renew either: then this node's own
+        renewal is late.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -99,6 +101,8 @@ class Membership:
             self._write()
             nodes[self.node.id] = self.node
         world = self._believed(entry)
+        if self._lease is not None:
+            self._doubt_until = max(self._doubt_until, self._lease.late_at + self._ttl_s + _RETRY_S)
         if time.monotonic() < self._doubt_until:
             members = {member.id for member in world.nodes}
             nodes = {name: node for name, node in self._known.items() if name in members} | nodes
@@ -143,6 +147,7 @@ class Membership:
             DiscoveryError: the store does not answer. The record's lease ends all the same.
         """
         self._store.delete(self._nodes_prefix + node)
+        self._known.pop(node, None)
 
     def close(self) -> None:
         """Take this node's record away."""

@@ -218,7 +218,7 @@ class SqliteFile(Owned):
             )
         except sqlite3.Error as exc:
             raise SettingsError(f"discovery file {self.path}: {exc}") from exc
-        _open_files.add(self)
+        _open_files.add(weakref.ref(self, _open_files.discard))
         self._open[connection] = None
         # Nonsense in one row must not make all others unreadable.
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
@@ -237,7 +237,7 @@ class SqliteFile(Owned):
         SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
         the index of the old.
         """
-        for file in list(_open_files):
+        for file in _files():
             for identity in list(file._open.values()) if file.path == self.path else ():
                 if identity is not None and (changed := identity.change(self.path)):
                     self._discard(identity, changed)
@@ -336,12 +336,17 @@ def _never_close(connection: Any) -> None:
 
 
 _warned: set[str] = set()  # of files that machines share, by path: each process opens one several times
-_open_files: weakref.WeakSet[SqliteFile] = weakref.WeakSet()
+_open_files: set[weakref.ref[SqliteFile]] = set()
+"""Not a WeakSet: going through one fails when another thread adds to it meanwhile. Copying a set is one step."""
+
+
+def _files() -> list[SqliteFile]:
+    return [file for reference in tuple(_open_files) if (file := reference()) is not None]
 
 
 def _leak_inherited() -> None:
     # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
-    for file in _open_files:
+    for file in _files():
         for connection in file._open:
             _never_close(connection)
     _open_files.clear()

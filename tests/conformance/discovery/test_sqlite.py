@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,3 +263,28 @@ def test_killing_writers_at_any_moment_damages_nothing(path: Path, url: str) -> 
             assert store.compare_and_set("count", entry.value, entry.version), "the lock of the dead is free"
     with raw(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_threads_open_files_side_by_side(tmp_path: Path) -> None:
+    before, errors = sys.getswitchinterval(), []
+    held = [open_store(f"sqlite:///{tmp_path}/held{number}.sqlite") for number in range(200)]
+
+    def open_some(thread: int) -> None:
+        for number in range(100):
+            try:
+                open_store(f"sqlite:///{tmp_path}/{thread}-{number % 3}.sqlite").close()
+            except Exception as exc:  # noqa: BLE001 - whatever it is, another thread caused it
+                errors.append(exc)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=open_some, args=(thread,)) for thread in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+        for store in held:
+            store.close()
+    assert errors == []

@@ -24,7 +24,7 @@ demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and 
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
 test: $(VENV)/.dev lint tools ## set everything up, then lint and run all tests
-	$(BIN)/python -m pytest -p tests.plugins_house $(PYTEST_ARGS)
+	$(BIN)/python -m tests $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
 	$(BIN)/ruff check .

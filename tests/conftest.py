@@ -21,6 +21,25 @@ hypothesis.settings.load_profile("edl")
 
 pytest_plugins = ["tests.plugins_consul", "tests.plugins_triton"]
 
+SERIAL = (
+    "integration/collective",  # agents that get no turn for a second lose their place in the job, as they should
+    "integration/test_demo.py",  # teachers and a student that share the cores already
+    "integration/test_example_elastic.py",
+    "integration/test_example_paddle.py",
+    "integration/test_soak.py",
+    "integration/distill/test_limits.py",  # one student's time beside another's
+)
+"""Folders and files of tests that do not run beside others (`python -m tests`)."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest takes those that `-m` names
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    for item in items:
+        place = item.path.relative_to(folder).as_posix()
+        if any(place == name or place.startswith(f"{name}/") for name in SERIAL):
+            item.add_marker(pytest.mark.serial)
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """How much of the time is of use while nodes come, go and die, and what `edl run` costs while nothing happens.
 
-A job of one to three nodes (a rank each, two at first) on this machine; every 30 s for five minutes something happens
-to it: a node joins, one leaves by SIGTERM, one dies with its agent, or a worker dies by SIGKILL, in a seeded order. Of
-each step 150 ms are slept in place of a GPU's work, since three ranks would fight for the cores of a small machine;
-backward, the all-reduce and the snapshots (2.1 million parameters) are real.
+A job of one to three nodes (a rank each, two at first) on this machine; every 30 s something happens to it: a node
+joins, one leaves by SIGTERM, one dies with its agent, or a worker dies by SIGKILL, in the order of a seed. Each round
+has another seed, and all sides meet the same trace: `edl run`, `edl run` with `stay` (survivors go on in process),
+torchrun whose nodes meet in the same store as ours, and torchft with a join timeout of 1 s, whose ranks are started
+again at once, as its documentation wants it from a scheduler. Of each step 150 ms are slept in place of a GPU's work,
+since three ranks would fight for the cores of a small machine; backward, the all-reduce and the snapshots (2.1 million
+parameters) are real.
 
-- `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes, with the same snapshots,
-  by the time that passed; a step that was done twice counts once. `goodput_in_process`: the same with `stay`.
+- `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes without any snapshot, by
+  the time that passed; a step that was done twice counts once. `goodput_in_process`: the same with `stay`.
+- `goodput_beside_saving`: the same as `goodput`, by undisturbed worlds that make the same snapshots.
+- `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: `goodput_in_process` by torchft's. Each side is
+  measured against undisturbed worlds of its own.
 - `steady`: steps a second of two ranks under `edl run`, snapshots included, by those of the same model under torchrun
   without EDL and without any checkpoint.
 """
@@ -21,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -30,17 +37,24 @@ from pathlib import Path
 from benchmarks import _elastic_ways as ways
 from benchmarks._child import ROOT
 from benchmarks._elastic_churn import Churn, goodput, trace
-from benchmarks._elastic_diaries import longest_gap_s
+from benchmarks._elastic_diaries import Finished, longest_gap_s
 from benchmarks._elastic_job import Job
 from benchmarks._elastic_task import Task
 from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
 
-GOALS = [Goal("goodput", 0.98), Goal("goodput_in_process", 0.98), Goal("steady", 0.98)]
+GOALS = [
+    Goal("goodput", 0.985),
+    Goal("goodput_in_process", 0.985),
+    Goal("vs_torchrun_goodput", 1.0),
+    Goal("vs_torchft_goodput", 1.0),
+    Goal("steady", 0.99),
+]
 _WIDTH = 1024
 _SLEEP_S = 0.15
 _LEAST, _FIRST, _MOST = 1, 2, 3
 _EVERY_S = 30.0
-_EVENTS = 10
+_EVENTS = 6
+_SEEDS = 3
 _SETTLE_STEPS = 10
 _ALIVE_S = 10.0
 _RECOVERED_S = 10.0
@@ -51,8 +65,53 @@ def _task(stack: ExitStack, *, stay: bool = False, save_s: float = 0.0) -> Task:
     return Task(folder, "0", _WIDTH, _SLEEP_S, save_s=save_s, stay=stay)
 
 
+@dataclass(frozen=True)
+class Side:
+    """A way to train under the trace.
+
+    Attributes:
+        name: for tables.
+        start: a job of up to three nodes, none of them started yet.
+        stay: survivors go on in process.
+        restarts: a rank that died is started again by the benchmark, since nobody else does.
+        has_ledger: `edl status` knows the job's goodput, too.
+    """
+
+    name: str
+    start: Callable[[Task, ExitStack], Job]
+    stay: bool = False
+    restarts: bool = False
+    has_ledger: bool = False
+
+
+def _edl(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.edl_nodes(task, _MOST))
+
+
+def _torchrun(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchrun_nodes_in_store(task, _MOST))
+
+
+def _torchft(task: Task, stack: ExitStack) -> Job:
+    return stack.enter_context(ways.torchft(task, 1.0, stack))
+
+
+def _sides(quick: bool) -> dict[str, Side]:
+    """By the figure that each of them gives."""
+    sides = {"goodput": Side("edl run", _edl, has_ledger=True)}
+    if quick:
+        return sides
+    sides["goodput_in_process"] = Side("edl run, in process", _edl, stay=True, has_ledger=True)
+    sides["goodput_torchrun"] = Side("torchrun in the same store", _torchrun)
+    if ways.TORCHFT.exists():
+        sides["goodput_torchft"] = Side("torchft, join timeout 1 s", _torchft, restarts=True)
+    else:
+        note("torchft is not installed (tools/torchft.sh): not compared.\n")
+    return sides
+
+
 def measure(options: Options) -> dict[str, list[float]]:
-    """Two traces, with undisturbed runs before them, and rounds of the steady state."""
+    """Rounds of the steady state, and the trace of each seed on every side, with undisturbed runs before."""
     window_s = 2.0 if options.quick else 3 * options.seconds
     rounds = take_turns(
         {
@@ -61,11 +120,20 @@ def measure(options: Options) -> dict[str, list[float]]:
         },
         options.repeats,
     )
-    figures = {"steady": divide(rounds["edl"], rounds["torchrun"])}
-    for key, stay in (("goodput", False), ("goodput_in_process", True)):
-        if not (stay and options.quick):
-            figures[key] = [_churn(stay, window_s, options.quick)]
-    return figures
+    sides = _sides(options.quick)
+    usual = {key: _reference(side, math.inf, window_s) for key, side in sides.items()}
+    saving = _reference(sides["goodput"], 0.0, window_s)
+    seeds = {key: iter(range(_SEEDS)) for key in sides}
+    runs = take_turns(
+        {key: partial(_run, side, seeds[key], usual[key], options.quick) for key, side in sides.items()},
+        1 if options.quick else _SEEDS,
+    )
+    figures = {key: [run.goodput(usual[key]) for run in found] for key, found in runs.items()}
+    figures["goodput_beside_saving"] = [run.goodput(saving) for run in runs["goodput"]]
+    for key, ours in (("goodput_torchrun", "goodput"), ("goodput_torchft", "goodput_in_process")):
+        if key in figures:
+            figures[f"vs_{key.removeprefix('goodput_')}_goodput"] = divide(figures[ours], figures[key])
+    return figures | {"steady": divide(rounds["edl"], rounds["torchrun"])}
 
 
 def _steady(start: Callable[[Task, int], Job], save_s: float, window_s: float) -> float:
@@ -86,46 +154,64 @@ def _undisturbed(job: Job, window_s: float) -> list[float]:
     return [after - before for before, after in pairwise(ends)]
 
 
-def _churn(stay: bool, window_s: float, quick: bool) -> float:
-    """The goodput of one trace, and a note of how it went."""
+@dataclass(frozen=True)
+class Run:
+    """What the ranks of one job wrote under a trace, which ended at `until` (`time.monotonic()`)."""
+
+    steps: list[list[Finished]]
+    until: float
+
+    def goodput(self, step_s: dict[int, float]) -> float:
+        """The useful part of the time, given the time of an undisturbed step by the size of the world."""
+        return goodput(self.steps, step_s, self.until)
+
+
+def _run(side: Side, seeds: Iterator[int], usual: dict[int, float], quick: bool) -> Run:
+    """Let a job live through the trace of the next seed, and note how it went."""
     events, every_s = (2, 6.0) if quick else (_EVENTS, _EVERY_S)
-    plan = trace(seed=int(stay), events=events, nodes=_FIRST, least=_LEAST, most=_MOST)
+    seed = next(seeds)
+    plan = trace(seed=seed, events=events, nodes=_FIRST, least=_LEAST, most=_MOST)
     with ExitStack() as stack:
-        step_s = _reference(stay, window_s)
-        task = _task(stack, stay=stay)
-        job = stack.enter_context(ways.edl_nodes(task, _MOST))
+        task = _task(stack, stay=side.stay)
+        job = side.start(task, stack)
         for number in range(_FIRST):
             job.start(number)
         job.together(count=_SETTLE_STEPS)
-        ledger = _ledger(task)
+        ledger = _ledger(task) if side.has_ledger else None
         begin = time.monotonic()
-        lines = [_one(job, kind, begin + (number + 0.5) * every_s) for number, kind in enumerate(plan)]
+        lines = [_happen(side, job, kind, begin + (number + 0.5) * every_s) for number, kind in enumerate(plan)]
         _sleep_until(begin + events * every_s)
         job.diaries.look()
-        diaries = job.diaries.since(begin)
-        now = time.monotonic()
-        figure = goodput(diaries.values(), step_s, now)
-        idle_s = now - max(steps[-1].at for steps in diaries.values())
-        train_s, all_s = (after - before for before, after in zip(ledger, _ledger(task), strict=True))
-        _tell(stay, [line() for line in lines], step_s, train_s / all_s)
+        run = Run(list(job.diaries.since(begin).values()), time.monotonic())
+        note(f"\n{side.name}, seed {seed}: {run.goodput(usual):.4f}\n")
+        note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
+        note("| --- | ---: | ---: | ---: |")
+        note("\n".join(line() for line in lines))
+        if ledger is not None:
+            train_s, all_s = (after - before for before, after in zip(ledger, _ledger(task), strict=True))
+            note(f"\nThe job's own ledger says a goodput of {train_s / all_s:.3f} for that time.\n")
+        idle_s = run.until - max(steps[-1].at for steps in run.steps)
         if idle_s > _ALIVE_S:
             note(f"**No step was finished in the last {idle_s:.0f} s.**\n")
-    return figure
+    return run
 
 
-def _reference(stay: bool, window_s: float) -> dict[int, float]:
+def _reference(side: Side, save_s: float, window_s: float) -> dict[int, float]:
     """The time of a step in a world of one, two and three ranks that nobody disturbs."""
     found = {}
     with ExitStack() as stack:
-        job = stack.enter_context(ways.edl_nodes(_task(stack, stay=stay), _MOST))
+        job = side.start(_task(stack, stay=side.stay, save_s=save_s), stack)
         for number in range(_MOST):
             job.start(number)
             job.together(count=_SETTLE_STEPS)
             found[number + 1] = statistics.median(_undisturbed(job, window_s))
+    snapshots = "no snapshots" if save_s else "snapshots"
+    usual = ", ".join(f"{1e3 * seconds:.1f} ms with {size}" for size, seconds in found.items())
+    note(f"An undisturbed step of {side.name}, {snapshots}: {usual}.\n")
     return found
 
 
-def _one(job: Job, kind: Churn, at: float) -> Callable[[], str]:
+def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
     """Let one thing happen at that time. Returns what tells, once the trace is over, how it went."""
     progress(f"next: {kind.value}")
     _sleep_until(at)
@@ -143,10 +229,12 @@ def _one(job: Job, kind: Churn, at: float) -> Callable[[], str]:
             job.signal_rank(f"{numbers[-1]}-0")
     rest = [place for place in before if place in job.places()]
     happened, nodes = time.monotonic(), len(job.nodes)
+    if side.restarts and kind is Churn.KILL_RANK:
+        job.start(numbers[-1])
 
     def tell() -> str:
         gaps = [longest_gap_s(job.diaries.steps[place], happened, happened + _RECOVERED_S) for place in rest]
-        return f"| {kind.value} | {len(before)} | {nodes} | {max(gaps):.2f} |"
+        return f"| {kind.value} | {len(before)} | {nodes} | {max(gaps, default=math.nan):.2f} |"
 
     return tell
 
@@ -164,15 +252,6 @@ def _ledger(task: Task) -> tuple[float, float]:
         return math.nan, math.nan
     found = json.loads(done.stdout)
     return float(found["seconds"]["train"]), float(found["elapsed_s"])
-
-
-def _tell(stay: bool, lines: list[str], step_s: dict[int, float], ledger: float) -> None:
-    usual = ", ".join(f"{1e3 * seconds:.0f} ms with {size}" for size, seconds in step_s.items())
-    note(f"\nThe trace{' in process' if stay else ''} (an undisturbed step takes {usual}):\n")
-    note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
-    note("| --- | ---: | ---: | ---: |")
-    note("\n".join(lines))
-    note(f"\nThe job's own ledger says a goodput of {ledger:.3f} for that time.\n")
 
 
 if __name__ == "__main__":

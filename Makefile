@@ -45,11 +45,12 @@ tools: ## fetch the real Consul and Triton that some tests and benchmarks run ag
 bench-tools: tools ## fetch what only benchmarks need: torchft
 	@PYTHON=$(PYTHON) bash tools/torchft.sh
 
-# The stubs are those of a file kserve_pb2; ours is named kserve and builds its classes in a pool of its own.
-protocol: $(VENV)/.dev ## compile edl/protocol/kserve.proto
-	$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/kserve.binpb \
-		--pyi_out=edl/protocol kserve.proto
-	mv edl/protocol/kserve_pb2.pyi edl/protocol/kserve.pyi
+# The stubs are those of a file NAME_pb2; ours is named NAME and builds its classes in a pool of its own.
+protocol: $(VENV)/.dev ## compile edl/protocol/*.proto
+	for name in kserve store; do \
+		$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/$$name.binpb \
+			--pyi_out=edl/protocol $$name.proto && mv edl/protocol/$${name}_pb2.pyi edl/protocol/$$name.pyi || exit 1; \
+	done
 
 wheel: $(VENV)/.dev ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -10,10 +10,14 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from edl.discovery.registry import Registry
 from edl.discovery.store import Store
 from edl.errors import SettingsError
+from edl.settings import Credentials
 
 __all__ = ["open_registry", "open_store"]
 
-_ACCEPTED = "accepted are sqlite:///absolute/path/to/file and consul://host:8500 (consul+https:// for TLS)"
+_ACCEPTED = (
+    "accepted are sqlite:///absolute/path/to/file, consul://host:8500 (consul+https:// for TLS), and for a store"
+    " edl://host:29400"
+)
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
@@ -36,6 +40,11 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         from edl.discovery.sqlite.registry import SqliteRegistry
 
         return SqliteRegistry(_path(url, parts), timeout_s=timeout_s)
+    if scheme == "edl":
+        raise SettingsError(
+            f"discovery URL {scheme}://{parts.netloc.rpartition('@')[2]}: what an agent of `edl run` serves is a store"
+            " for a training job; teachers register in sqlite:///absolute/path/to/file or consul://host:8500"
+        )
     from edl.discovery.consul.target import Target
 
     target = Target.of(parts, timeout_s)
@@ -44,16 +53,28 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
     return ConsulRegistry(target)
 
 
-def open_store(url: str, *, timeout_s: float = 5.0) -> Store:
-    """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`.
+def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Store:
+    """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`, and one URL more.
 
     In Consul all keys lie in the folder `edl/`.
+
+    - `edl://host:port`: what an agent of `edl run --rdzv-endpoint host:port` serves. Opening does not ask it anything.
+
+    Args:
+        timeout_s: how long one request may take before it is an error.
+        credentials: what is shown to such an agent, and whom to believe: mutual TLS if CA, certificate and key are
+            there, and tokens. None for what the environment names (`EDL_TLS_CA`, ...).
     """
     scheme, parts = _split(url, timeout_s)
     if scheme == "sqlite":
         from edl.discovery.sqlite.store import SqliteStore
 
         return SqliteStore(_path(url, parts), timeout_s=timeout_s)
+    if scheme == "edl":
+        from edl.discovery.served.store import ServedStore
+        from edl.discovery.served.target import ServedTarget
+
+        return ServedStore(ServedTarget.of(parts, timeout_s, credentials))
     from edl.discovery.consul.target import Target
 
     target = Target.of(parts, timeout_s)
@@ -71,7 +92,7 @@ def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
         parts = urlsplit(url)
     except ValueError as exc:
         raise SettingsError(f"discovery URL {shown!r}: {exc}; {_ACCEPTED}") from exc
-    if parts.scheme not in ("sqlite", "consul", "consul+https"):
+    if parts.scheme not in ("sqlite", "consul", "consul+https", "edl"):
         raise SettingsError(f"discovery URL {shown!r}: unknown scheme {parts.scheme!r}; {_ACCEPTED}")
     return parts.scheme, parts
 

@@ -1,31 +1,7 @@
-"""The message classes of KServe v2, built from `kserve.binpb`; `kserve.pyi` gives their types.
-
-They live in a descriptor pool of their own. In protobuf's default pool a process that also imports `tritonclient`
-would fail with a duplicate symbol, since both define the package `inference`.
-"""
+"""The message classes of KServe v2, built from `kserve.binpb`; `kserve.pyi` gives their types."""
 
 from __future__ import annotations
 
-from importlib import resources
-from typing import Any
+from edl.protocol.messages import load_messages
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-
-def _load() -> dict[str, Any]:
-    files = descriptor_pb2.FileDescriptorSet.FromString(
-        resources.files(__package__).joinpath("kserve.binpb").read_bytes()
-    )
-    pool = descriptor_pool.DescriptorPool()
-    found: dict[str, Any] = {}
-    for file in files.file:
-        pool.AddSerializedFile(file.SerializeToString())
-        for message in file.message_type:
-            descriptor = pool.FindMessageTypeByName(f"{file.package}.{message.name}")
-            found[message.name] = message_factory.GetMessageClass(descriptor)
-        for enum in file.enum_type:
-            found.update((value.name, value.number) for value in enum.value)
-    return found
-
-
-globals().update(_load())
+globals().update(load_messages("kserve"))

@@ -12,7 +12,9 @@ import pytest
 import edl.discovery
 from edl.discovery import open_registry, open_store
 from edl.discovery.consul.target import Target
+from edl.discovery.served.target import ServedTarget, store_credentials
 from edl.errors import SettingsError
+from edl.settings import Credentials
 
 
 def target(url: str, **environ: str) -> Target:
@@ -95,6 +97,43 @@ def test_an_unusable_timeout_is_refused(tmp_path: Path) -> None:
     for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(SettingsError, match="timeout_s"):
             open_registry(f"sqlite:///{tmp_path}/x.sqlite", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("edl://", "the host is missing"),
+        ("edl://host:port", "Port could not be cast"),
+        ("edl://host:0", "a port from 1"),
+        ("edl://host/folder", "a host and a port"),
+        ("edl://host?dc=x", "a host and a port"),
+        ("edl://user:s3cret@host", "no place for a password"),
+    ],
+)
+def test_an_unusable_served_url_is_named(url: str, message: str) -> None:
+    with pytest.raises(SettingsError, match="discovery URL edl://") as caught:
+        open_store(url)
+    assert message in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_served_store_is_no_registry() -> None:
+    with pytest.raises(SettingsError, match="is a store for a training job"):
+        open_registry("edl://host:29400")
+
+
+def test_a_served_url_says_where() -> None:
+    assert repr(ServedTarget.of(urlsplit("edl://host"), 5.0).url) == "'edl://host:29400'"
+    assert ServedTarget.of(urlsplit("edl://[::1]:1"), 5.0).endpoint == "[::1]:1"
+
+
+def test_half_of_tls_is_for_teachers() -> None:
+    """A CA alone does not make a store's client speak TLS: agents do so with all three files, or not at all."""
+    assert not store_credentials(Credentials(ca="ca.pem"))
+    assert not store_credentials(Credentials(cert="cert.pem", key="key.pem"))
+    both = Credentials(ca="ca.pem", cert="cert.pem", key="key.pem")
+    assert store_credentials(both) is both
+    assert store_credentials(Credentials(ca="ca.pem", token_file="t")) == Credentials(token_file="t")
 
 
 def test_a_store_in_another_datacenter_is_refused() -> None:

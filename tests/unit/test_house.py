@@ -53,13 +53,14 @@ def test_the_layers_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_what_is_generated_from_the_protocol_is_up_to_date(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["kserve", "store"])
+def test_what_is_generated_from_the_protocol_is_up_to_date(tmp_path: Path, name: str) -> None:
     python(
-        *("-m", "grpc_tools.protoc", f"--proto_path={ROOT / 'edl/protocol'}", "kserve.proto"),
-        *(f"--descriptor_set_out={tmp_path / 'kserve.binpb'}", f"--pyi_out={tmp_path}"),
+        *("-m", "grpc_tools.protoc", f"--proto_path={ROOT / 'edl/protocol'}", f"{name}.proto"),
+        *(f"--descriptor_set_out={tmp_path / f'{name}.binpb'}", f"--pyi_out={tmp_path}"),
     )
-    assert (tmp_path / "kserve.binpb").read_bytes() == (ROOT / "edl/protocol/kserve.binpb").read_bytes()
-    assert (tmp_path / "kserve_pb2.pyi").read_text() == (ROOT / "edl/protocol/kserve.pyi").read_text(), (
+    assert (tmp_path / f"{name}.binpb").read_bytes() == (ROOT / f"edl/protocol/{name}.binpb").read_bytes()
+    assert (tmp_path / f"{name}_pb2.pyi").read_text() == (ROOT / f"edl/protocol/{name}.pyi").read_text(), (
         "run `make protocol`"
     )
 
@@ -84,7 +85,7 @@ def test_the_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None:
     assert sources <= names, f"missing in the wheel: {sorted(sources - names)}"
     others = {name for name in names - sources if f"edl-{edl.__version__}.dist-info/" not in name}
     assert others == set()
-    assert {"edl/py.typed", "edl_serving/py.typed", "edl/protocol/kserve.binpb"} <= names
+    assert {"edl/py.typed", "edl_serving/py.typed", "edl/protocol/kserve.binpb", "edl/protocol/store.binpb"} <= names
     assert metadata["License-Expression"] == "Apache-2.0"
     assert f"edl-{edl.__version__}.dist-info/licenses/LICENSE" in names
     assert "edl = edl.cli:main" in entry_points

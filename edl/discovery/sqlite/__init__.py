@@ -1,7 +1,7 @@
 """Discovery on one SQLite file: for all processes of one machine, with no server to install.
 
-`file` opens it, keeps its format and translates its errors, `leases` and `watch` are what both need; `registry` and
-`store` are the two contracts on it.
+`file` opens it, keeps its format and translates its errors, `leases` and `watch` are what both need, `entries` the rows
+of a store; `registry` and `store` are the two contracts on it.
 What does not belong here: anything that the Consul implementation needs as well.
 
 Limits. The file must lie on a local file system: SQLite's shared memory and locks do not work across machines, and on a

@@ -15,7 +15,7 @@ import sqlite3
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +96,16 @@ class SqliteFile(Owned):
                 self._give(self._connect())
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes; nobody else writes at the same time. Expired leases are gone when it begins."""
+    def write(
+        self, before: Callable[[sqlite3.Connection], None] = lambda connection: None
+    ) -> Iterator[sqlite3.Connection]:
+        """A transaction that writes; nobody else writes at the same time. Expired leases are gone when it begins.
+
+        Args:
+            before: called in the transaction while expired leases are still there.
+        """
         with self._transaction("BEGIN IMMEDIATE") as connection:
+            before(connection)
             expire(connection)
             yield connection
 

@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 import time
 
-__all__ = ["expire", "grant", "next_revision", "renew", "revoke", "supersede"]
+__all__ = ["expire", "first_expiry", "grant", "next_revision", "prolong", "renew", "renew_all", "revoke", "supersede"]
 
 REMEMBERED_S = 60.0
 """How long instances whose lease has run out are kept, at least: as long as Consul keeps them. While nobody can write
@@ -50,6 +50,22 @@ def renew(connection: sqlite3.Connection, lease: int) -> bool:
     now = time.monotonic()
     cursor = connection.execute("UPDATE lease SET expires = ttl_s + ? WHERE id = ? AND expires > ?", (now, lease, now))
     return cursor.rowcount == 1
+
+
+def first_expiry(connection: sqlite3.Connection) -> float:
+    """The monotonic time at which the first lease is over unless it is renewed; infinite without leases."""
+    found = connection.execute("SELECT min(expires) FROM lease").fetchone()[0]
+    return float("inf") if found is None else float(found)
+
+
+def prolong(connection: sqlite3.Connection, by_s: float) -> None:
+    """Let each lease end so much later, but not later than one that is granted now."""
+    connection.execute("UPDATE lease SET expires = min(expires + ?, ttl_s + ?)", (by_s, time.monotonic()))
+
+
+def renew_all(connection: sqlite3.Connection) -> None:
+    """Renew every lease that is in the file, also one that is over."""
+    connection.execute("UPDATE lease SET expires = ttl_s + ?", (time.monotonic(),))
 
 
 def revoke(connection: sqlite3.Connection, lease: int) -> None:

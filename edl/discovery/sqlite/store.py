@@ -10,19 +10,22 @@ from edl.discovery.keeping import Claim, KeptLease
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
+from edl.discovery.sqlite.entries import (
+    delete_entry,
+    has_lease,
+    live_entries,
+    read_entry,
+    refuse_foreign,
+    version_of,
+    write_entry,
+)
 from edl.discovery.sqlite.file import SqliteFile
-from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke
+from edl.discovery.sqlite.leases import grant, renew, revoke
 from edl.discovery.sqlite.watch import Poller
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
-from edl.errors import ConflictError, LeaseLostError, SettingsError
+from edl.errors import LeaseLostError, SettingsError
 
 __all__ = ["SqliteStore"]
-
-# Bound to the monotonic time, twice: see `expire` for the second condition.
-_LIVE = (
-    "entry LEFT JOIN lease ON lease.id = entry.lease"
-    " WHERE (entry.lease IS NULL OR lease.expires > ? AND lease.expires <= ? + lease.ttl_s)"
-)
 
 
 class SqliteStore(Owned, Store):
@@ -48,15 +51,13 @@ class SqliteStore(Owned, Store):
         self._check()
         check_key(key)
         with self._file.read() as connection:
-            now = time.monotonic()
-            row = connection.execute(f"SELECT value, version FROM {_LIVE} AND key = ?", (now, now, key)).fetchone()
-        return None if row is None else Entry(key, row[0], row[1])
+            return read_entry(connection, key)
 
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         check_prefix(prefix)
         with self._file.read() as connection:
-            return _live_entries(connection, prefix)[0]
+            return live_entries(connection, prefix)[0]
 
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         self._check()
@@ -64,8 +65,8 @@ class SqliteStore(Owned, Store):
         check_value(value)
         with self._file.write() as connection:
             number = self._number(connection, lease)
-            _refuse_foreign(connection, key, number)
-            return _set(connection, key, value, number)
+            refuse_foreign(connection, key, number)
+            return write_entry(connection, key, value, number)
 
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
@@ -73,21 +74,16 @@ class SqliteStore(Owned, Store):
         check_value(value)
         with self._file.write() as connection:
             number = self._number(connection, lease)
-            if _version(connection, key) != version:
+            if version_of(connection, key) != version:
                 return None
-            _refuse_foreign(connection, key, number)
-            return _set(connection, key, value, number)
+            refuse_foreign(connection, key, number)
+            return write_entry(connection, key, value, number)
 
     def delete(self, key: str, version: int | None = None) -> bool:
         self._check()
         check_key(key)
         with self._file.write() as connection:
-            present = _version(connection, key)
-            if present is None or version not in (None, present):
-                return False
-            connection.execute("DELETE FROM entry WHERE key = ?", (key,))
-            next_revision(connection)
-            return True
+            return delete_entry(connection, key, version)
 
     def watch(self, prefix: str) -> StoreWatch:
         self._check()
@@ -104,7 +100,7 @@ class SqliteStore(Owned, Store):
         if not isinstance(lease, KeptLease) or not isinstance(lease.claim, _RowClaim) or lease.claim.file != self._file:
             raise SettingsError(f"{lease!r} is not a lease of {self!r}")
         number = lease.claim.number
-        if lease.lost or not connection.execute("SELECT 1 FROM lease WHERE id = ?", (number,)).fetchone():
+        if lease.lost or not has_lease(connection, number):
             lease.forfeit()
             raise LeaseLostError("the lease has expired")
         return number
@@ -145,37 +141,5 @@ class _PrefixWatch(Poller["dict[str, Entry]", StoreSnapshot], StoreWatch):
 
 
 def _by_key(connection: sqlite3.Connection, prefix: str) -> tuple[dict[str, Entry], float]:
-    entries, expires = _live_entries(connection, prefix)
+    entries, expires = live_entries(connection, prefix)
     return {entry.key: entry for entry in entries}, expires
-
-
-def _live_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Entry], float]:
-    """All entries under `prefix`, and when the first of their leases expires unless it is renewed."""
-    now = time.monotonic()
-    rows = connection.execute(
-        # U+10FFFF sorts behind every other character, in UTF-8 as well, so that the range is the prefix.
-        f"SELECT key, value, version, expires FROM {_LIVE} AND key >= ? AND key < ? ORDER BY key",
-        (now, now, prefix, prefix + "\U0010ffff"),
-    ).fetchall()
-    first = min((expires for *_, expires in rows if expires is not None), default=float("inf"))
-    return [Entry(key, value, version) for key, value, version, _ in rows], first
-
-
-def _version(connection: sqlite3.Connection, key: str) -> int | None:
-    row = connection.execute("SELECT version FROM entry WHERE key = ?", (key,)).fetchone()
-    return None if row is None else int(row[0])
-
-
-def _refuse_foreign(connection: sqlite3.Connection, key: str, lease: int | None) -> None:
-    """Raise ConflictError if another lease than `lease` holds `key`."""
-    row = connection.execute("SELECT lease FROM entry WHERE key = ?", (key,)).fetchone()
-    if row is not None and row[0] is not None and row[0] != lease:
-        raise ConflictError(f"key {key!r} is held by another lease: it can be written with that one only")
-
-
-def _set(connection: sqlite3.Connection, key: str, value: bytes, lease: int | None) -> Entry:
-    version = next_revision(connection)
-    connection.execute(
-        "INSERT OR REPLACE INTO entry (key, value, version, lease) VALUES (?, ?, ?, ?)", (key, value, version, lease)
-    )
-    return Entry(key, value, version)

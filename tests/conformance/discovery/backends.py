@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edl.discovery import Instance
-from tests.plugins_consul import ConsulAgent
+from edl.discovery.served.server import ListenAddress, StoreServer
+from tests.plugins_consul import ConsulAgent, free_ports
 
 T = TypeVar("T")
 
@@ -93,6 +94,37 @@ class SqliteBackend(Backend):
 
     def mend_it(self) -> None:
         self.path.unlink()
+
+
+class ServedBackend(Backend):
+    """A store only: a server in this process, at a port of its own, which it comes back to."""
+
+    name = "served"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.port = free_ports(1)[0]
+        self.url = f"edl://127.0.0.1:{self.port}"
+        self._server: StoreServer | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._server = StoreServer(str(self.path), ListenAddress("127.0.0.1", self.port))
+
+    def stop(self) -> None:
+        """End the server; its file stays."""
+        if self._server is not None:
+            self._server.close()
+
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+        raise NotImplementedError("it is no registry")
+
+    def break_it(self) -> None:
+        self.stop()
+
+    def mend_it(self) -> None:
+        remove_database(self.path)
+        self.start()
 
 
 class ConsulBackend(Backend):

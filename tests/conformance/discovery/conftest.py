@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
-from tests.conformance.discovery.backends import Backend, ConsulBackend, SqliteBackend, eventually
+from tests.conformance.discovery.backends import Backend, ConsulBackend, ServedBackend, SqliteBackend, eventually
 from tests.conformance.discovery.processes import Member
 
 
@@ -35,11 +35,24 @@ def _nothing_stays_open() -> Iterator[None]:
     assert _open_things() - before == set()
 
 
-@pytest.fixture(params=["sqlite", pytest.param("consul", marks=pytest.mark.consul)])
-def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests run over each implementation, and those that are marked `stores` over a store that is served as well."""
+    if "backend" in metafunc.fixturenames:
+        backends = ["sqlite", pytest.param("consul", marks=pytest.mark.consul)]
+        served = ["served"] if metafunc.definition.get_closest_marker("stores") else []
+        metafunc.parametrize("backend", [*backends, *served], indirect=True)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     if request.param == "sqlite":
-        return SqliteBackend(tmp_path / "discovery.sqlite")
-    return ConsulBackend(request.getfixturevalue("consul_agent"))
+        yield SqliteBackend(tmp_path / "discovery.sqlite")
+    elif request.param == "consul":
+        yield ConsulBackend(request.getfixturevalue("consul_agent"))
+    else:
+        served = ServedBackend(tmp_path / "discovery.sqlite")
+        yield served
+        served.stop()
 
 
 @pytest.fixture

@@ -6,11 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from edl.discovery import Store
 from tests.conformance.discovery.backends import eventually
 from tests.conformance.discovery.processes import Member
 
 Start = Callable[..., Member]
+
+pytestmark = pytest.mark.stores
 
 
 def test_exactly_one_leads_and_the_next_follows_when_it_steps_down(store: Store, service: str) -> None:

@@ -73,6 +73,7 @@ def test_who_does_not_come_back_is_dropped_in_the_end(
         assert last == Snapshot(service, ())
 
 
+@pytest.mark.stores
 def test_leases_are_lost_elections_are_held_again_and_watches_recover(backend: Backend, service: str) -> None:
     with (
         open_store(backend.url, timeout_s=2.0) as store,

@@ -17,6 +17,8 @@ from tests.conformance.discovery.processes import Member
 
 Start = Callable[..., Member]
 
+pytestmark = pytest.mark.stores
+
 
 def seen(watch: StoreWatch, wanted: dict[str, bytes], timeout_s: float = 20.0) -> StoreSnapshot:
     """Follow until exactly the keys and values `wanted` are there."""

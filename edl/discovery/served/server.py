@@ -1,0 +1,200 @@
+"""The serving side of a Store: a gRPC server with an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.discovery.owned import Background, Owned
+from edl.discovery.served.servicer import StoreLimits, StoreServicer
+from edl.discovery.sqlite.file import SqliteFile
+from edl.errors import DiscoveryError, SettingsError
+from edl.protocol.channel import listen
+from edl.protocol.credentials import AUTHORIZATION, CredentialFiles
+from edl.protocol.transport import grpc
+
+__all__ = ["ListenAddress", "PortTakenError", "StoreServer"]
+
+logger = logging.getLogger(__name__)
+
+_START_S: Final = 10.0
+_STOP_S: Final = 0.2
+_FILE_S: Final = 1.0
+"""How long a transaction may wait for another process; none has business in the file."""
+_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
+    ("grpc.max_receive_message_length", 1 << 20),  # the largest value has a fourth of it
+    ("grpc.keepalive_time_ms", 10_000),  # hosts that vanished are not to hold watches, and whoever waits for their end
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
+    ("grpc.http2.max_ping_strikes", 0),
+)
+_AGE_MS: Final = 3_600_000
+"""With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
+
+
+class PortTakenError(DiscoveryError):
+    """Another program listens at the port."""
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where a server listens: an IP address, `::` for all of this host's, IPv4 as well; port 0 for any."""
+
+    host: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def check_free(self) -> None:
+        """Find out whether a server can listen here; gRPC does not say why it cannot.
+
+        Raises:
+            PortTakenError: another program listens here.
+            SettingsError: it cannot for another reason.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                probe.bind((self.host, self.port))
+                probe.listen()
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                raise PortTakenError(f"port {self.port} of this host is taken by another program") from exc
+            if exc.errno == errno.EAFNOSUPPORT and self.host == "::":
+                ListenAddress("0.0.0.0", self.port).check_free()
+                return
+            raise SettingsError(f"the store cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
+
+
+class StoreServer(Owned):
+    """Serves the store in a file until closed. No other process may have the file open meanwhile.
+
+    Args:
+        path: the SQLite file, made if it is not there.
+        address: where to listen.
+        files: certificates and tokens; None for neither.
+        limits: what is refused.
+
+    Raises:
+        PortTakenError: another program listens there.
+        SettingsError: the address or the file cannot be used.
+        DiscoveryError: the file cannot be opened just now.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        address: ListenAddress,
+        files: CredentialFiles | None = None,
+        limits: StoreLimits | None = None,
+    ) -> None:
+        super().__init__()
+        self.name: Final = secrets.token_hex(8)
+        self.port = 0
+        self._address = address
+        self._files = files
+        self._limits = limits or StoreLimits()
+        self._servicer: StoreServicer | None = None
+        self._failure: BaseException | None = None
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        address.check_free()
+        self._file = self._own(SqliteFile(path, _FILE_S))
+        # Closed before the file: parts are closed from the last to the first.
+        self._own(Background("edl-store-server", self._run, self._interrupt))
+        if not self._started.wait(_START_S):
+            self._failure = DiscoveryError(f"the store at {address.endpoint} did not start within {_START_S:g} s")
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    @property
+    def watches(self) -> int:
+        """How many watches clients have open: each agent that lives has some."""
+        return 0 if self._servicer is None else self._servicer.watches
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except (DiscoveryError, SettingsError) as exc:
+            self._failure = exc
+        except Exception as exc:
+            logger.exception("the store at %s ended", self._address.endpoint)
+            self._failure = exc
+        finally:
+            self._started.set()
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        if self._closed:  # before there was anything to stop
+            return
+        checks = [_TokenInterceptor(self._files)] if self._files is not None and self._files.settings.token_file else []
+        age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
+        server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=checks)
+        servicer = StoreServicer(self._file, self._limits, self.name)
+        server.add_generic_rpc_handlers((servicer.handler(),))
+        try:
+            self.port = listen(server, self._address.endpoint, self._files)
+        except RuntimeError as exc:
+            raise PortTakenError(f"the store cannot listen at {self._address.endpoint}: {exc}") from exc
+        ticking = asyncio.create_task(servicer.tick())
+        try:
+            await server.start()
+            self._servicer = servicer
+            self._started.set()
+            await self._stop.wait()
+        finally:
+            ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticking
+            servicer.end()
+            await server.stop(_STOP_S)
+
+    def _interrupt(self) -> None:
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(stop.set)
+
+
+class _TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a token that is valid at this moment."""
+
+    def __init__(self, files: CredentialFiles) -> None:
+        self._files = files
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See `grpc.aio.ServerInterceptor`."""
+        shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
+        valid = [f"Bearer {token}".encode() for token in self._files.current().tokens]
+        # All are compared, so that a token's place in the file does not show in the time.
+        matches = [hmac.compare_digest(shown[0].encode(), each) for each in valid] if len(shown) == 1 else []
+        if any(matches):
+            return await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(_refuse)
+
+
+async def _refuse(request: Any, context: Any) -> Any:
+    context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+    context.set_details("no token, or none that is valid here")
+    return b""

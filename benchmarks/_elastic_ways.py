@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks._child import ROOT
@@ -18,6 +20,7 @@ from benchmarks._elastic_task import Task
 __all__ = [
     "TORCHFT",
     "edl_nodes",
+    "edl_script",
     "edl_workers",
     "job_name",
     "store_url",
@@ -48,6 +51,13 @@ def edl_nodes(task: Task, most: int) -> Job:
     return _edl(task, ["--nnodes", f"1:{most}", "--nproc-per-node", "1"], 1)
 
 
+def edl_script(folder: Path, most: int, script: str, arguments: Sequence[str]) -> Job:
+    """Up to `most` nodes of ours with a rank each that run another script; it is told its node by `--name NUMBER`."""
+    command = [str(ROOT / "benchmarks" / script), *arguments]
+    options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1"]
+    return _edl(Task(folder, "0", 0, 0.0), options, 1, lambda node: [*command, "--name", str(node)])
+
+
 def job_name(task: Task) -> str:
     """What a job of ours is called in its store."""
     return f"bench-{task.folder.name}"
@@ -58,12 +68,13 @@ def store_url(task: Task) -> str:
     return f"sqlite:///{task.folder}/store.sqlite"
 
 
-def _edl(task: Task, options: list[str], workers: int) -> Job:
+def _edl(task: Task, options: list[str], workers: int, script: Callable[[int], list[str]] | None = None) -> Job:
     name = job_name(task)
     command = [*_EDL, *options, "--rdzv-id", name, "--store", store_url(task)]
     digest = hashlib.sha256(f"{store_url(task)} {name}".encode()).hexdigest()[:16]
     memory = Path(f"/dev/shm/edl-{os.getuid()}") / digest
-    return Job(task.folder, lambda node: Launch([*command, *_script("_elastic_edl.py", task, node)]), workers, memory)
+    script = script or partial(_script, "_elastic_edl.py", task)
+    return Job(task.folder, lambda node: Launch([*command, *script(node)]), workers, memory)
 
 
 def torchrun_workers(task: Task, workers: int) -> Job:

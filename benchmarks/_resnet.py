@@ -1,13 +1,10 @@
-"""A small ResNet, and one rank's part of training it for a while: between two changes of the world."""
+"""A script for `edl run`: a small ResNet on CIFAR-10, trained by whoever is there."""
 
 from __future__ import annotations
 
-import datetime
+import argparse
 import os
-import signal
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,41 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from edl.collective.update.sampler import ElasticSampler
+from benchmarks._elastic_task import Diary, Task
+from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 from edl.collective.update.schedule import SampleSchedule
-from edl.collective.update.trainer import ElasticTrainer
 
-__all__ = ["Phase", "accuracy", "resnet", "train_phase"]
-
-_TIMEOUT = datetime.timedelta(seconds=60)
-_RATE = 0.005
-"""For batches of 32: half of the best one of 0.002, 0.005, 0.01 and 0.1. With 0.1 larger batches learn as well at the
-same rate, so that a rule which ignores the batch would not show."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What every rank of one world does: resume, train, leave.
-
-    Attributes:
-        folder: holds train.npz, and state.pt once there is one.
-        seed: of weights, order and flips.
-        base_batch: that the rate belongs to, and steps of the schedule are counted in.
-        global_batch: of each step.
-        world: ranks.
-        until: samples trained in all when the phase ends.
-        total: samples of the whole training.
-        killed: end by SIGKILL instead of saving, a few steps after the last save.
-    """
-
-    folder: Path
-    seed: int
-    base_batch: int
-    global_batch: int
-    world: int
-    until: int
-    total: int
-    killed: bool = False
+__all__ = ["accuracy", "resnet"]
 
 
 class _Block(nn.Module):
@@ -100,47 +67,69 @@ def accuracy(folder: Path) -> float:
     return float((torch.cat(logits).argmax(1) == labels).float().mean())
 
 
-def train_phase(rank: int, phase: Phase) -> None:
-    """One rank of a world: resume from `state.pt`, train until it is time to leave."""
+def main() -> None:
+    """Train until `--samples` are trained; a node's place in the diary is the number of samples so far."""
+    options = _parse()
     torch.set_num_threads(1)  # several wait for one another far longer than they compute, on a busy machine
-    torch.manual_seed(phase.seed)
-    store = f"file://{phase.folder}/store-{phase.global_batch}-{phase.world}-{phase.until}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=phase.world, timeout=_TIMEOUT)
+    torch.manual_seed(options.seed)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
     model = resnet()
     wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=_RATE, momentum=0.9, weight_decay=5e-4)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=phase.total // phase.base_batch)
-    with np.load(phase.folder / "train.npz") as train:
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=options.rate, momentum=0.9, weight_decay=5e-4)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.samples // options.batch)
+    with np.load(options.folder / "train.npz") as train:
         dataset = TensorDataset(torch.from_numpy(train["images"]), torch.from_numpy(train["labels"]))
-    sampler = ElasticSampler(len(dataset), global_batch=phase.global_batch, seed=phase.seed)
-    schedule = SampleSchedule(cosine, samples_per_step=phase.base_batch)
-    trainer = ElasticTrainer(wrapped, optimizer, sampler=sampler, base_batch=phase.base_batch, schedule=schedule)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": sampler, "trainer": trainer}
-    saved = phase.folder / "state.pt"
-    if saved.exists():
-        for name, found in torch.load(saved, weights_only=True).items():
-            state[name].load_state_dict(found)
-    for _ in sampler.epochs(10**6):
-        for batch in DataLoader(dataset, batch_sampler=sampler):
-            for images, labels in trainer.micro_batches(batch):
-                flipped = torch.where(_flips(images, phase.seed + sampler.epoch), images.flip(3), images)
-                trainer.backward(F.cross_entropy(wrapped(normalized(flipped)), labels))
-            trainer.step()
-            left = phase.until - trainer.samples
-            if phase.killed and left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            # A world that is killed loses what it trained in its last steps, and nothing else.
-            if rank == 0 and (left <= 0 or (phase.killed and left > 4 * phase.global_batch)):
-                partial = saved.with_suffix(".partial")
-                torch.save({name: one.state_dict() for name, one in state.items()}, partial)
-                partial.replace(saved)
-            if left <= 0:
-                dist.barrier()
-                dist.destroy_process_group()
-                return
+    batch_size = options.batch * (world if options.ignoring else 1)
+    sampler = ElasticSampler(len(dataset), global_batch=batch_size, seed=options.seed)
+    schedule = SampleSchedule(cosine, samples_per_step=options.batch)
+    trainer = ElasticTrainer(wrapped, optimizer, sampler=sampler, base_batch=options.batch, schedule=schedule)
+    state = State(model=model, optimizer=optimizer, sampler=sampler, trainer=trainer, step=-1)
+    diary = Diary(Task(options.folder, options.name, 0, 0.0))
+    generation = int(os.environ["EDL_GENERATION"])
+    with Checkpointer(state) as checkpointer:
+        checkpointer.restore()
+        for _ in sampler.epochs(10**6):
+            for batch in DataLoader(dataset, batch_sampler=sampler):
+                for images, labels in trainer.micro_batches(batch):
+                    flipped = torch.where(_flips(images, options.seed + sampler.epoch), images.flip(3), images)
+                    trainer.backward(F.cross_entropy(wrapped(normalized(flipped)), labels))
+                trainer.step()
+                state.step += 1
+                diary.finished(trainer.samples, generation, world)
+                if trainer.samples >= options.samples:
+                    _leave(options.folder, model)
+                    return
+                checkpointer.save(state.step)
+
+
+def _leave(folder: Path, model: nn.Module) -> None:
+    """The first rank keeps the model, and nobody ends before it has."""
+    if dist.get_rank() == 0:
+        partial = folder / "state.partial"
+        torch.save({"model": model.state_dict()}, partial)
+        partial.replace(folder / "state.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True, help="holds train.npz and test.npz")
+    parser.add_argument("--name", required=True, help="of the node")
+    parser.add_argument("--seed", type=int, required=True, help="of weights, order and flips")
+    parser.add_argument("--batch", type=int, required=True, help="that the rate belongs to")
+    parser.add_argument("--samples", type=int, required=True, help="of the whole training")
+    parser.add_argument("--rate", type=float, required=True)
+    parser.add_argument("--ignoring", action="store_true", help="each process has that batch, however many there are")
+    return parser.parse_args()
 
 
 def _flips(images: Tensor, seed: int) -> Tensor:
     """Which images are mirrored: a function of the picture and the epoch, not of the rank that happens to train it."""
     sums = images.flatten(1).sum(1, dtype=torch.int64)
     return ((sums * 2654435761 + seed * 40503) >> 7 & 1).bool().view(-1, 1, 1, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,24 +1,29 @@
 """A small ResNet on CIFAR-10 images: does its accuracy depend on who was there while it was trained?
 
-Each round has another seed and trains three times over the same number of samples. *Static*: one process from beginning
-to end. *Elastic*: under a churn trace, worlds of one to four processes (real ones, gloo) that resume from one another's
-state, a third of them killed so that their last steps are lost; the global batch stays, `ElasticTrainer` sees to the
-rest. *Ignoring*: the same trace, each process with the batch of the single one and its learning rate, as a script does
-that ignores the world size.
+Each round has another seed and trains three times over the same number of samples, under `edl run` with `Checkpointer`
+and one rank a node. *Static*: one node from beginning to end. *Elastic*: under a churn trace, one to four nodes that
+come, leave by SIGTERM or are killed with their agents; the global batch stays, `ElasticTrainer` sees to the rest.
+*Ignoring*: the same trace, each process with the batch of the single one and its learning rate, as a script does that
+ignores the world size: it shows that the benchmark would notice.
 
-`elastic_off` and `ignoring_off` say by how many spreads a round's accuracy lies away from the mean of the static ones.
-A spread is the standard deviation over the static seeds, or what the size of the test set alone makes of it if that is
-more. Seeds differ by less than two spreads as a rule, and so should the elastic side.
+Sides of one seed begin with the same weights and meet the images in the same order, so they are compared in pairs.
+`elastic_off` and `ignoring_off` say by how many standard errors the mean of a side's differences from its static twins
+lies away from 0; a single difference spreads as those of all seeds do, or as the size of the test set alone makes it if
+that is more. `elastic` and `ignoring` are accuracies by those of the static twin.
+
+The learning rate (`--rate`) is 0.005 for batches of 32. Of 0.002, 0.005, 0.01 and 0.1, tried with the static side
+alone, 0.01 was the best; half of it is used because larger batches learn about as well with the best one or more, so
+that a rule which ignores the batch would hardly show. The elastic side has nothing to gain by either.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +31,17 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import _elastic_ways as ways
 from benchmarks._cifar import find_pictures, load_pictures
+from benchmarks._elastic_job import Job
 from benchmarks._harness import Goal, Options, Spread, main, note, take_turns
-from benchmarks._resnet import Phase, accuracy, train_phase
+from benchmarks._resnet import accuracy
 
 GOALS = [Goal("elastic_off", 2.0, "at most"), Goal("ignoring_off", 3.0)]
-_PHASE_TIMEOUT_S = 600.0
+_MOST_NODES = 4
+_RUN_TIMEOUT_S = 1800.0
+_POLL_S = 0.05
+_RATE = 0.005
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ _QUICK = Size(train=500, test=500, epochs=2, batch=32, changes=2)
 
 @dataclass(frozen=True)
 class Stay:
-    """A world of `world` processes until `until` samples are trained; `killed` if it loses its last steps then."""
+    """A world of `world` nodes until `until` samples are trained; `killed` if who goes then is killed."""
 
     world: int
     until: int
@@ -59,7 +69,7 @@ class Stay:
 
 
 def trace(seed: int, size: Size) -> list[Stay]:
-    """Which worlds train which part; the last one ends in peace with the last sample."""
+    """Which worlds train which part."""
     total = size.train * size.epochs
     chance = random.Random(seed)
     ends = [round(total * (place + chance.uniform(0.6, 1.0)) / size.changes) for place in range(size.changes)]
@@ -73,80 +83,99 @@ def trace(seed: int, size: Size) -> list[Stay]:
     ]
 
 
-def train(folder: Path, stays: list[Stay], seed: int, size: Size, *, ignoring: bool = False) -> float:
-    """Train through all stays. Returns the accuracy on the test images."""
+def train(folder: Path, stays: list[Stay], seed: int, size: Size, rate: float, *, ignoring: bool = False) -> float:
+    """Train through all stays. Returns the accuracy on the test images.
+
+    Raises:
+        RuntimeError: it did not come to its end.
+    """
+    samples = size.train * size.epochs
+    arguments = ["--folder", str(folder), "--seed", str(seed), "--batch", str(size.batch)]
+    arguments += ["--samples", str(samples), "--rate", str(rate), *(["--ignoring"] if ignoring else [])]
     (folder / "state.pt").unlink(missing_ok=True)
-    for number, stay in enumerate(stays):
-        phase = Phase(
-            folder,
-            seed,
-            base_batch=size.batch,
-            global_batch=size.batch * (stay.world if ignoring else 1),
-            world=stay.world,
-            until=stay.until,
-            total=size.train * size.epochs,
-            killed=stay.killed,
-        )
-        _run(phase, number)
+    deadline = time.monotonic() + _RUN_TIMEOUT_S
+    with ways.edl_script(folder, _MOST_NODES, "_resnet.py", arguments) as job:
+        killed = False
+        for stay in stays:
+            _change(job, stay.world, killed)
+            killed = stay.killed
+            while _trained(job, stay.world) < stay.until and not (folder / "state.pt").exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"{_trained(job)} of {samples} samples within {_RUN_TIMEOUT_S:g} s")
+                time.sleep(_POLL_S)
+        while not (folder / "state.pt").exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError("the last world did not keep its model")
+            time.sleep(_POLL_S)
     return accuracy(folder)
 
 
-def _run(phase: Phase, number: int) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks._resnet", "torch._dynamo"])
-    for leftover in phase.folder.glob("store-*"):
-        leftover.unlink()
-    ranks = [context.Process(target=train_phase, args=(rank, phase)) for rank in range(phase.world)]
-    try:
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join(_PHASE_TIMEOUT_S)
-        codes = [one.exitcode for one in ranks]
-    finally:
-        for one in ranks:
-            one.kill()
-    if phase.killed is not any(code == -9 for code in codes) or (not phase.killed and any(codes)):
-        raise RuntimeError(f"phase {number} of {phase.world} processes ended with {codes}")
+def _change(job: Job, world: int, kill: bool) -> None:
+    """Start or end nodes until there are so many."""
+    for _ in range(world - len(job.nodes)):
+        job.start(job.next_number)
+    for number in sorted(job.nodes)[world:]:
+        if kill:
+            job.kill_node(number)
+        else:
+            job.ask_to_leave(number)
 
 
-def measure(options: Options, data: Path | None = None) -> dict[str, list[float]]:
-    """Accuracies, and how far they are from the static ones, of every round."""
+def _trained(job: Job, world: int | None = None) -> int:
+    """Samples that a world of that size, or any, has trained last; 0 while the newest steps are another one's."""
+    job.diaries.look()
+    newest = max((steps[-1] for steps in job.diaries.steps.values() if steps), key=lambda one: one.at, default=None)
+    return newest.step if newest is not None and world in (None, newest.world) else 0
+
+
+def measure(options: Options, data: Path | None = None, rate: float = _RATE) -> dict[str, list[float]]:
+    """Accuracies by those of the static twins, and how far all are from them."""
     size = _QUICK if options.quick else _FULL
     pictures = find_pictures(data)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         for part, one in zip(("train", "test"), load_pictures(pictures, size.train, size.test), strict=True):
-            np.savez(folder / f"{part}.npz", images=one.images, labels=one.labels)
+            np.savez(Path(name) / f"{part}.npz", images=one.images, labels=one.labels)
         alone = [Stay(1, size.train * size.epochs, killed=False)]
         seeds = {side: iter(range(options.repeats)) for side in ("static", "elastic", "ignoring")}
 
         def run(side: str) -> float:
             seed = next(seeds[side])
             stays = alone if side == "static" else trace(seed, size)
-            found = train(folder, stays, seed, size, ignoring=side == "ignoring")
+            folder = Path(name) / f"{side}-{seed}"
+            folder.mkdir()
+            for part in ("train.npz", "test.npz"):
+                (folder / part).symlink_to(Path(name) / part)
+            found = train(folder, stays, seed, size, rate, ignoring=side == "ignoring")
             print(f"seed {seed}, {side}: {100 * found:.1f} %", file=sys.stderr, flush=True)
             return found
 
         found = take_turns({side: partial(run, side) for side in seeds}, options.repeats)
-    note(f"Trained on {size.train} images for {size.epochs} epochs with a batch of {size.batch}.")
+    note(
+        f"Trained on {size.train} images for {size.epochs} epochs with a batch of {size.batch} and a rate of {rate:g}."
+    )
     for side, values in found.items():
         note(f"Accuracy, {side}: {Spread.of([100 * value for value in values])} %.")
     return compared(found, size.test)
 
 
 def compared(found: Mapping[str, list[float]], tested: int) -> dict[str, list[float]]:
-    """The figures of the table: accuracies relative to the mean static one, and distances in spreads."""
-    static = statistics.mean(found["static"])
-    seeds = statistics.stdev(found["static"]) if len(found["static"]) > 1 else 0.0
-    spread = max(seeds, (static * (1 - static) / tested) ** 0.5)
-    figures = {side: [value / static for value in found[side]] for side in ("elastic", "ignoring")}
+    """The figures of the table: accuracies by the static twin's, and mean differences in standard errors."""
+    static = found["static"]
+    mean = statistics.mean(static)
+    of_test_set = (2 * mean * (1 - mean) / tested) ** 0.5  # of a difference of two
+    figures = {}
     for side in ("elastic", "ignoring"):
-        figures[f"{side}_off"] = [abs(value - static) / spread for value in found[side]]
+        differences = [value - twin for value, twin in zip(found[side], static, strict=True)]
+        of_seeds = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        error = max(of_seeds, of_test_set) / len(differences) ** 0.5
+        figures[side] = [value / twin for value, twin in zip(found[side], static, strict=True)]
+        figures[f"{side}_off"] = [abs(statistics.mean(differences)) / error]
     return figures
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--data", type=Path, help="a folder or .tar.gz with train/CLASS/*.jpg and test/CLASS/*.jpg")
-    main("accuracy_parity", partial(measure, data=parser.parse_known_args()[0].data), GOALS, __doc__, own=[parser])
+    parser.add_argument("--rate", type=float, default=_RATE, help="learning rate (default %(default)s)")
+    given = parser.parse_known_args()[0]
+    main("accuracy_parity", partial(measure, data=given.data, rate=given.rate), GOALS, __doc__, own=[parser])

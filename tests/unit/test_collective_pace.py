@@ -73,6 +73,30 @@ def test_a_sharded_state_in_a_world_of_another_size_is_put_together() -> None:
     assert (choice.holders, choice.sources) == ((0, 1), ())
 
 
+# Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
+_HSDP = [Label(1, 8, 4, rank, sharded=True) for rank in range(4)]
+_SAME = {label: (label.rank % 2, label.rank % 2 + 2) for label in _HSDP}
+
+
+def test_ranks_with_the_same_shards_stand_in() -> None:
+    again = choose([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
+    assert again is not None
+    assert (again.sources, again.parts, again.holders) == ((2, 3, 2, 3), (2, 3, 2, 3), (-1, -1, 2, 3))
+    smaller = choose([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
+    assert smaller is not None
+    assert (smaller.sources, smaller.holders) == ((), (0, -1, -1, 1))
+    assert choose([[_HSDP[1]], [_HSDP[3]]], same=_SAME) is None, "half of the shards is no state"
+    assert choose([[_HSDP[2]], [_HSDP[3]]]) is None, "nothing is known of who holds the same"
+
+
+def test_a_stand_in_comes_before_a_replica() -> None:
+    choice = choose([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
+    assert choice is not None
+    assert not choice.from_replicas
+    choice = choose([[_HSDP[0]], []], [[], [_HSDP[3]]], _SAME)
+    assert choice is None, "a replica does not say who else held its shards"
+
+
 @given(st.lists(st.lists(st.builds(Label, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
                          max_size=2), min_size=1, max_size=5))  # fmt: skip
 def test_whoever_gives_a_state_has_it(offers: list[list[Label]]) -> None:

@@ -247,6 +247,75 @@ def test_what_cannot_be_saved_is_named() -> None:
         State(a={"b.c": torch.ones(1), "b": {"c": torch.ones(1)}}).capture()
 
 
+class Odd(torch.Tensor):
+    """A tensor of a kind that only its maker knows."""
+
+
+class Greedy:
+    """An object whose `load_state_dict` wants more than the state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": 1.0}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool) -> None:
+        raise AssertionError(f"called with {state}, {strict}")
+
+
+class Fickle(Greedy):
+    """An object whose `load_state_dict` wants another structure than its `state_dict` gives."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        self.scale = state["scales"][0]
+
+
+def test_what_would_not_come_back_is_refused() -> None:
+    """At the first save, since a restart that fails helps nobody."""
+    odd, lazy, ones = torch.ones(2).as_subclass(Odd), nn.LazyLinear(2), [torch.ones(1), torch.ones(2)]
+    for value, words in {
+        "odd": ([odd], r"value\.0 is a .*\.Odd, which would come back as a plain tensor"),
+        "set": ({"a": {torch.ones(1)}}, r"value\.a has a tensor in a set or as a key"),
+        "key": ({torch.ones(1): 1}, r"value has a tensor in a set or as a key"),
+        "lazy": (lazy, r"value\.weight has no shape yet"),
+        "meta": ({"w": torch.ones(2, device="meta")}, r"value\.w is a .* tensor on meta"),
+        "nested": ([torch.nested.nested_tensor(ones, layout=torch.jagged)], r"value\.0 is a nested tensor"),
+        "greedy": (Greedy(), r"value: its load_state_dict\(\) is called with the saved state alone"),
+    }.values():
+        with pytest.raises(SettingsError, match=words):
+            State(rng=False, value=value).capture()
+
+
+def test_an_object_that_does_not_load_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"ema: its load_state_dict.* does not take .*KeyError: 'scales'"):
+        through(State(rng=False, ema=Fickle()), State(rng=False, ema=Fickle()))
+
+
+def test_nothing_is_restored_to_the_meta_device() -> None:
+    with pytest.raises(SettingsError, match=r"net\.weight is on the meta device.*to_empty"):
+        through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 2, device="meta")))
+
+
+def test_parameters_in_containers_stay_an_optimizers() -> None:
+    def job() -> State:
+        weights = [nn.Parameter(torch.rand(2)), torch.rand(2, requires_grad=True), torch.zeros(2, dtype=torch.bfloat16)]
+        fixed = nn.Parameter(torch.arange(3), requires_grad=False)
+        return State(rng=False, weights=weights, fixed={"n": fixed, 0: None, "s": "x", "np": np.float32(3)})
+
+    source, target, bare = job(), job(), State(rng=False)
+    optimizer = torch.optim.SGD(target.weights[:2], lr=0.5)
+    through(source, target)
+    through(source, bare)
+    for restored in (target, bare):
+        assert [bits(one) for one in restored.weights] == [bits(one) for one in source.weights]
+        assert [type(one) for one in restored.weights] == [nn.Parameter, torch.Tensor, torch.Tensor]
+        assert [one.requires_grad for one in restored.weights] == [True, True, False]
+        assert type(restored.fixed["n"]) is nn.Parameter
+        assert restored.fixed == {**source.fixed, "n": restored.fixed["n"]}
+    sum(one.sum() for one in target.weights[:2]).backward()
+    optimizer.step()
+    assert torch.equal(target.weights[0], source.weights[0] - 0.5)
+    assert torch.equal(target.weights[1], source.weights[1] - 0.5)
+
+
 @pytest.mark.parametrize("name", ["capture", "adjust", "rng", "_fields"])
 def test_a_fields_name_may_not_hide_what_a_state_can_do(name: str) -> None:
     with pytest.raises(SettingsError, match=name):

@@ -21,7 +21,7 @@ from edl.collective.checkpoint.storage_run import new_run
 from edl.collective.checkpoint.writing import Writer
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ClosedError, SettingsError, TemporaryError
-from edl.settings import positive_float, read
+from edl.settings import positive_float, positive_int, read
 
 __all__ = ["Checkpointer"]
 
@@ -99,7 +99,8 @@ class Checkpointer:
         self._board = board or Board.from_env()
         self._group = group
         self._keeping = Keeping.from_env(self._slots.prefix)
-        self._keep_next = self._sharded = False
+        self._keep_next = False
+        self._holders: frozenset[int] = frozenset()
         self._usual_s = 0.0
         self._last: tuple[int, float] | None = None
         self._ahead_of = self._step = self._saved = NOTHING
@@ -141,6 +142,7 @@ class Checkpointer:
         """
         self._check_open()
         self._writer.settle()
+        self.state.begin_restore()
         reached = self._board.read().step
         with self._board.phase(Phase.LOAD):
             restored = checkpoint_memory.restore(
@@ -305,7 +307,7 @@ class Checkpointer:
                 self._background.notify()
 
         # What goes to storage is read as soon as it is complete, so no doubt may come up later.
-        self._sharded = self._writer.write(self.state, slots, label, complete, at_once=wait or persist)
+        self._holders = self._writer.write(self.state, slots, label, complete, at_once=wait or persist)
         self._saved, self._place = step, place
         self._saved_for_good = slots is self._slots and (persist or self._storage is None)
         return time.perf_counter() - begin
@@ -320,23 +322,34 @@ class Checkpointer:
         self._last = (step, now)
         steps = self._pace.wanted(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
-        keep = not first and self._sharded and self._keeping is not None and self._keeping.wanted()
+        keep = not first and self._keeping is not None and self._keeping.wanted()
+        alone = self._is_alone()
         # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
         busy = self._slots.marked
         if world_of(self._group) > 1:
-            values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy)]
+            values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
             with self._board.phase(Phase.AGREE):
-                steps, stored, kept_not, self._run, longest_us, waiting = transfer.agree_on_most(values, self._group)
+                agreed = transfer.agree_on_most(values, self._group)
+                steps, stored, kept_not, self._run, longest_us, waiting, any_alone = agreed
                 # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
                 self._board.count_as(Phase.SAVE, longest_us / 1e6 - save_s)
-            store, keep, busy = bool(stored), not kept_not, bool(waiting)
+            store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
         self._pace.agreed(step, steps)
-        self._store_next, self._keep_next = store, keep
+        self._store_next, self._keep_next = store, keep and alone
         if self._background is not None:
             self._background.agreed(self._run)
         if store:
             self._stored_at = now
+
+    def _is_alone(self) -> bool:
+        """Whether no other node has the shards of this rank, as far as is known: then its loss would lose them."""
+        rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
+        count = read("LOCAL_WORLD_SIZE", positive_int)
+        if rank is None or local_rank is None or count is None or self._group is not None:
+            return bool(self._holders)
+        first = rank - local_rank
+        return bool(self._holders) and self._holders <= set(range(first, first + count))
 
     def _pause(self, step: int) -> None:
         """Wait to be stopped, or for the agent to change its mind."""

@@ -2,16 +2,22 @@
 
 A generation that was formed later counts before one that got further: what a world did that others had given up on
 does not come back.
+
+Where tensors are sharded within groups of ranks and the same from group to group (HSDP), several ranks hold the same
+shards. Each says so in what it saves, so that one of them is enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edl.collective.checkpoint.slots import Label
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Holders", "choose"]
+
+Holders = Mapping[Label, Collection[int]]
+"""For a part of a sharded state, the ranks each of which held the same shards."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,8 @@ class Choice:
 
     Attributes:
         generation, step, world: which state; `world` is how many ranks saved it.
-        holders: for each rank of that world, the present rank whose slot has its part; -1 where nobody needs it.
+        holders: for each rank of that world, the present rank whose slot has its part; -1 where nobody needs it, as
+            another rank of that world held the same.
         sources: for each present rank, the one whose slot it takes its state from: its own if it has it. Empty if the
             parts must be put together anew, because the state is sharded and the world had another size.
         parts: for each present rank, of which rank of that world the slot is that it takes.
@@ -45,13 +52,17 @@ class Choice:
         )
 
 
-def choose(offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]] = ()) -> Choice | None:
+def choose(
+    offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]] = (), same: Holders | None = None
+) -> Choice | None:
     """The newest state of which every part that is needed is in somebody's memory.
 
     Args:
         offers: what is in the slots of each present rank.
         replicas: of which lost ranks' slots each present rank finds a replica on its host. They count for sharded
             states, where nobody has the part in slots of its own.
+        same: which ranks held the same shards as the one that saved a part. One that is offered is as good as another,
+            and better than a replica, which costs the same and has to be asked storage about.
     """
     held = _by_state(offers)
     copied = _by_state([[one for one in labels if one.sharded] for labels in replicas])
@@ -60,10 +71,24 @@ def choose(offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]
         parts = held.get(state, {})
         if state not in sharded:
             return _replicated(state, parts, len(offers))
-        lost = {part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts}
-        if parts.keys() | lost.keys() >= set(range(state[2])):
-            return replace(_sharded(state, parts | lost, len(offers)), from_replicas=bool(lost))
+        stand_ins = _stand_ins(state, parts, same or {})
+        lost = {
+            part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts and part not in stand_ins
+        }
+        if parts.keys() | lost.keys() | stand_ins.keys() >= set(range(state[2])):
+            return replace(_sharded(state, parts | lost, stand_ins, len(offers)), from_replicas=bool(lost))
     return None
+
+
+def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: Holders) -> dict[int, int]:
+    """For each part that nobody offers, one that is offered and has the same shards; who stands in takes turns."""
+    alike: dict[int, list[int]] = {}
+    for label, ranks in sorted(same.items()):
+        if _state(label) == state and label.rank in parts:
+            for rank in ranks:
+                if rank not in parts:
+                    alike.setdefault(rank, []).append(label.rank)
+    return {part: found[part % len(found)] for part, found in alike.items()}
 
 
 def _state(label: Label) -> tuple[int, int, int]:
@@ -100,11 +125,14 @@ def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: 
     return Choice(*state, (-1,) * state[2], tuple(sources), tuple(taken))
 
 
-def _sharded(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> Choice:
-    """Each takes its rank's part; in a world of another size all parts are shown to all."""
+def _sharded(
+    state: tuple[int, int, int], parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int
+) -> Choice:
+    """Each takes its rank's part or one with the same shards; in a world of another size all are shown to all."""
     world = state[2]
-    holders = tuple(parts[part][0] for part in range(world))
+    holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:
         return Choice(*state, holders, (), ())
-    sources = tuple(rank if rank in parts[rank] else holders[rank] for rank in range(size))
-    return Choice(*state, holders, sources, tuple(range(size)))
+    taken = tuple(rank if rank in parts else stand_ins[rank] for rank in range(size))
+    sources = tuple(rank if rank in parts[part] else parts[part][0] for rank, part in enumerate(taken))
+    return Choice(*state, holders, sources, taken)

@@ -33,7 +33,7 @@ Back = Callable[[int], Any]
 
 _DEEPEST: Final = 64
 _JSON_INT: Final = 1 << 62
-_ARRAY, _TENSOR = "array", "tensor"
+_ARRAY, _TENSOR, _LEAF, _PARAMETER = "array", "tensor", "leaf", "parameter"
 
 
 def encode(value: Any, aside: Aside, path: Path = ()) -> bytes:
@@ -42,7 +42,7 @@ def encode(value: Any, aside: Aside, path: Path = ()) -> bytes:
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
             frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and
-            torch tensors, nested at most 64 deep.
+            torch tensors (not in sets, nor as keys), nested at most 64 deep.
         aside: is given each tensor and numpy array.
         path: where `value` is, for messages and for `aside`.
 
@@ -104,7 +104,7 @@ def _encode(value: Any, aside: Aside, path: Path) -> Any:
             return {tag: _encode_items(value, aside, path)}
     for tag, container in _SETS.items():
         if kind is container:
-            return {tag: _encode_all(value, aside, path)}
+            return {tag: _encode_all(value, _no_tensor, path)}
     if kind is collections.deque:
         return {"deque": [value.maxlen, _encode_all(value, aside, path)]}
     if kind is bytes:
@@ -119,7 +119,12 @@ def _encode_all(values: Iterable[Any], aside: Aside, path: Path) -> list[Any]:
 
 
 def _encode_items(value: dict[Any, Any], aside: Aside, path: Path) -> list[Any]:
-    return [[_encode(key, aside, (*path, "key")), _encode(one, aside, (*path, key))] for key, one in value.items()]
+    return [[_encode(key, _no_tensor, (*path, key)), _encode(one, aside, (*path, key))] for key, one in value.items()]
+
+
+def _no_tensor(value: Any, path: Path) -> int:
+    """Refuse a tensor in a set or as a key: it is found there by its identity, which a restored one does not have."""
+    raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where no restored one is found again")
 
 
 def _encode_numpy(value: Any, aside: Aside, path: Path) -> dict[str, Any] | None:
@@ -147,8 +152,10 @@ def _encode_torch(value: Any, aside: Aside, path: Path) -> dict[str, Any] | None
     torch = sys.modules.get("torch")
     if torch is None:
         return None
+    if isinstance(value, torch.nn.Parameter):
+        return {_PARAMETER: [aside(value, path), value.requires_grad]}
     if isinstance(value, torch.Tensor):
-        return {_TENSOR: aside(value, path)}
+        return {_LEAF if value.requires_grad and value.is_leaf else _TENSOR: aside(value, path)}
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype):
@@ -228,6 +235,14 @@ def _decode_device(content: Any, back: Back) -> Any:
     return torch.device(content)
 
 
+def _decode_parameter(content: Any, back: Back) -> Any:
+    import torch
+
+    number, requires_grad = content
+    tensor = back(number)
+    return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad)
+
+
 _DICTS: Final = {"ordered": collections.OrderedDict, "counter": collections.Counter}
 _SETS: Final = {"set": set, "frozenset": frozenset}
 _DECODERS: Final[dict[str, Callable[[Any, Back], Any]]] = {
@@ -248,4 +263,6 @@ _DECODERS: Final[dict[str, Callable[[Any, Back], Any]]] = {
     "device": _decode_device,
     _ARRAY: _decode_array,
     _TENSOR: lambda content, back: back(content),
+    _LEAF: lambda content, back: back(content).requires_grad_(),
+    _PARAMETER: _decode_parameter,
 }

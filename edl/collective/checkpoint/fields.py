@@ -6,17 +6,18 @@ by the names of parameters instead of their numbers, so that what one wrapping s
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.parts import box_of
+from edl.collective.checkpoint.sharding import box_of, tensors_in
 from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
-__all__ = ["Kind", "aliased", "kind_of", "load", "names_of", "take", "templates"]
+__all__ = ["Kind", "aliased", "check_loadable", "kind_of", "load", "names_of", "take", "templates"]
 
 Kind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
@@ -60,7 +61,8 @@ def aliased(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
     """Which tensors of a field may be overwritten where they are, by their keys in the state.
 
     A module's parameters and buffers, if what its `state_dict` gives is their memory and not a copy; an optimizer's
-    state; a tensor that is the field itself. An object's own tensors are its business.
+    state; a tensor that is the field itself, and parameters in a field of plain values, which an optimizer may know. An
+    object's own tensors are its business.
     """
     if isinstance(value, nn.Module):
         module = unwrapped(value)
@@ -78,7 +80,13 @@ def aliased(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
             for key, tensor in one.items()
             if isinstance(tensor, torch.Tensor)
         }
-    return {field: value} if isinstance(value, torch.Tensor) else {}
+    if kind_of(value) == "object":
+        return {}
+    return {key: tensor for key, tensor in tensors_in(value, (field,)) if key == field or _is_trained(tensor)}
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def templates(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
@@ -99,7 +107,7 @@ def load(field: str, value: Any, form: Any, names: Names) -> Any:
     elif isinstance(value, torch.optim.Optimizer):
         _load_optimizer(field, value, form, names)
     elif kind_of(value) == "object":
-        value.load_state_dict(form)
+        _load_object(field, value, form)
     else:
         return form
     return value
@@ -117,6 +125,32 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
         module.load_state_dict(form)
     except RuntimeError as exc:
         raise SettingsError(f"{field}: the saved state does not fit the model: {exc}") from exc
+
+
+def check_loadable(field: str, value: Any) -> None:
+    """See that what an object's `state_dict` gives can be handed to its `load_state_dict`; nothing is called.
+
+    Raises:
+        SettingsError: that takes no argument, or wants more than one.
+    """
+    if kind_of(value) != "object":
+        return
+    try:
+        inspect.signature(value.load_state_dict).bind({})
+    except TypeError as exc:
+        raise SettingsError(f"{field}: its load_state_dict() is called with the saved state alone: {exc}") from exc
+    except ValueError:
+        pass  # written in C, without a signature
+
+
+def _load_object(field: str, value: Any, form: Any) -> None:
+    try:
+        value.load_state_dict(form)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as exc:
+        what = f"{type(exc).__name__}: {exc}"
+        raise SettingsError(
+            f"{field}: its load_state_dict() does not take what its state_dict() gave ({what})"
+        ) from exc
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
 and the state is in one more place. Only a sharded state in a world of another size is put together on the way. A part
-of a sharded state that is in no rank's own slots any more comes from a replica (`edl.collective.checkpoint.keeping`).
+of a sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else
+from a replica (`edl.collective.checkpoint.keeping`).
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def restore(
         What was restored, or None if there is nothing in memory, or something newer on storage.
     """
     held = _look(slots, keeping)
-    own, replicas, first = _offers(held, since, group)
-    choice = choose(own, replicas)
+    own, replicas, same, first = _offers(held, since, group)
+    choice = choose(own, replicas, same)
     if choice is None:
         return None
     inherited = first > choice.generation
@@ -110,12 +111,31 @@ def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
     return _Held(own, replicas)
 
 
-def _offers(held: _Held, since: int, group: transfer.Group) -> tuple[list[list[Label]], list[list[Label]], int]:
-    """What each rank has in slots of its own, of which it finds replicas, and since when any agent has taken part."""
-    mine: list[Any] = [*([_row(found.label) for found in kind] for kind in (held.own, held.replicas)), since]
+def _offers(
+    held: _Held, since: int, group: transfer.Group
+) -> tuple[list[list[Label]], list[list[Label]], dict[Label, list[int]], int]:
+    """What each rank has in slots of its own, of which it finds replicas, who held the same shards as those that are
+    offered, and since when any agent has taken part.
+    """
+    mine: list[Any] = [
+        *([_row(found.label) for found in kind] for kind in (held.own, held.replicas)),
+        [_holders(found, group) for found in held.own],
+        since,
+    ]
     said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
     own, replicas = ([[Label(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
-    return own, replicas, min(offer[2] for offer in said)
+    same = {
+        label: ranks
+        for labels, offer in zip(own, said, strict=True)
+        for label, ranks in zip(labels, offer[2], strict=True)
+    }
+    return own, replicas, same, min(offer[3] for offer in said)
+
+
+def _holders(found: Found, group: transfer.Group) -> list[int]:
+    """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
+    meta = found.meta() if found.label.sharded and group is None else None
+    return [] if meta is None else list(parse_meta(meta).holders)
 
 
 def _row(label: Label) -> list[int | bool]:
@@ -194,14 +214,19 @@ def _unchanged(read: T | None, found: Found) -> T:
 def _put_together(state: State, choice: Choice, held: _Held, group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
     loading, seen = None, set()
-    for part, holder in enumerate(choice.holders):
+    offered = [(part, holder) for part, holder in enumerate(choice.holders) if holder >= 0]
+    for part, holder in offered:
         copy = _give(held, choice, part) if holder == rank_of(group) else None
         src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
         for entry in meta.entries:
             new = (entry.key, entry.starts) not in seen  # some ways to shard keep a part on several ranks
-            if entry.nbytes and new and (entry.scope == "shard" or (entry.scope == "replicated" and part == 0)):
+            if (
+                entry.nbytes
+                and new
+                and (entry.scope == "shard" or (entry.scope == "replicated" and part == offered[0][0]))
+            ):
                 seen.add((entry.key, entry.starts))
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)

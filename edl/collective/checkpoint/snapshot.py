@@ -14,7 +14,18 @@ from typing import Any, Final, Literal
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = ["ALIGN", "Entry", "Meta", "lay_out", "overlap", "pack_meta", "pack_table", "parse_meta", "read_meta"]
+__all__ = [
+    "ALIGN",
+    "Entry",
+    "Layout",
+    "Meta",
+    "lay_out",
+    "overlap",
+    "pack_meta",
+    "pack_table",
+    "parse_meta",
+    "read_meta",
+]
 
 ALIGN: Final = 64
 """Each tensor begins at a multiple of this many bytes."""
@@ -22,6 +33,24 @@ ALIGN: Final = 64
 _FORMAT: Final = 1
 
 Scope = Literal["replicated", "shard", "local"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sharded tensor lies over the ranks that saved it.
+
+    Attributes:
+        names: of the mesh's dimensions, None where they have none.
+        mesh_shape: of the mesh.
+        ranks: in the mesh, row-major.
+        placements: for each dimension of the mesh nothing for a replica, or the tensor's dimension that is sharded, and
+            where shards are not in the order of ranks, torch's split factor.
+    """
+
+    names: tuple[str, ...] | None
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    placements: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -37,6 +66,8 @@ class Entry:
         scope: the same on all ranks, one rank's part of a whole, or of one rank alone (`local`).
         offset: where its bytes begin in the data, row-major.
         nbytes: how many.
+        device: the type of the one that it was on.
+        layout: number of its `Layout` in the metadata, -1 for a tensor that is not sharded.
     """
 
     key: str
@@ -47,6 +78,8 @@ class Entry:
     scope: Scope
     offset: int
     nbytes: int
+    device: str = "cpu"
+    layout: int = -1
 
     @property
     def numel(self) -> int:
@@ -63,12 +96,16 @@ class Meta:
         tree: fields that all ranks share, encoded, by name.
         local: fields of the one rank, encoded, by name.
         entries: the tensors, by the numbers that the encoded fields use.
+        layouts: of those that are sharded.
+        holders: the ranks, as torch counts them in all, each of which holds the same shards as the one that saved this.
     """
 
     kinds: dict[str, str]
     tree: dict[str, Any]
     local: dict[str, Any]
     entries: tuple[Entry, ...]
+    layouts: tuple[Layout, ...] = ()
+    holders: tuple[int, ...] = ()
 
     @property
     def data_nbytes(self) -> int:
@@ -90,15 +127,19 @@ def lay_out(sizes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def pack_table(entries: Sequence[Entry]) -> bytes:
+def pack_table(entries: Sequence[Entry], layouts: Sequence[Layout] = (), holders: Sequence[int] = ()) -> bytes:
     """The table as JSON: the part of the metadata that stays the same from step to step."""
-    return to_json([[e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes] for e in entries])
+    rows = [
+        [e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes, e.device, e.layout] for e in entries
+    ]
+    forms = [[one.names, one.mesh_shape, one.ranks, one.placements] for one in layouts]
+    return b'"tensors":%b,"layouts":%b,"holders":%b' % (to_json(rows), to_json(forms), to_json(holders))
 
 
 def pack_meta(kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes) -> bytes:
     """The metadata, from fields already encoded and a table already packed."""
     parts = (to_json(kinds), _join(tree), _join(local), table)
-    return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"tensors":%b}' % (_FORMAT, *parts)
+    return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,%b}' % (_FORMAT, *parts)
 
 
 def _join(fields: dict[str, bytes]) -> bytes:
@@ -123,17 +164,30 @@ def read_meta(form: Any) -> Meta:
     if not isinstance(form, dict) or form.get("format") != _FORMAT:
         raise ProtocolError(f"metadata of a state of another format than {_FORMAT}: another version of EDL saved it")
     try:
-        entries = tuple(
-            Entry(str(key), str(dtype), tuple(shape), tuple(whole), tuple(starts), scope, int(offset), int(nbytes))
-            for key, dtype, shape, whole, starts, scope, offset, nbytes in form["tensors"]
-        )
-        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries)
+        entries = tuple(map(_entry, form["tensors"]))
+        layouts = tuple(map(_layout, form.get("layouts", [])))
+        holders = tuple(map(int, form.get("holders", [])))
+        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders)
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"metadata of a state cannot be read: {exc!r}") from exc
     for entry in entries:
-        if not _holds_together(entry):
+        if not _holds_together(entry) or entry.layout >= len(layouts):
             raise ProtocolError(f"metadata of a state has an impossible tensor: {entry}")
     return meta
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    """One of the table; without the last two columns, an earlier version of EDL wrote it."""
+    key, dtype, shape, whole, starts, scope, offset, nbytes, *more = row
+    device, layout = more or ("cpu", -1)
+    place = (tuple(shape), tuple(whole), tuple(starts))
+    return Entry(str(key), str(dtype), *place, scope, int(offset), int(nbytes), str(device), int(layout))
+
+
+def _layout(row: Sequence[Any]) -> Layout:
+    names, mesh_shape, ranks, placements = row
+    words = tuple(tuple(map(int, one)) for one in placements)
+    return Layout(None if names is None else tuple(names), tuple(mesh_shape), tuple(map(int, ranks)), words)
 
 
 def _holds_together(entry: Entry) -> bool:

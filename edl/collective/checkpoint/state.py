@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,8 +12,9 @@ import torch
 from edl.collective.checkpoint import fields as state_fields
 from edl.collective.checkpoint import rng as state_rng
 from edl.collective.checkpoint.encoding import decode, encode
-from edl.collective.checkpoint.parts import Gathered, Target, view_of
-from edl.collective.checkpoint.snapshot import Entry, Meta, pack_meta, pack_table
+from edl.collective.checkpoint.parts import Gathered, LiveTensors, Target, refusal, view_of
+from edl.collective.checkpoint.sharding import LiveMeshes, tensors_in
+from edl.collective.checkpoint.snapshot import Entry, Layout, Meta, pack_meta, pack_table
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["Captured", "Loading", "State", "WorldChange"]
@@ -48,11 +49,13 @@ class Captured:
         meta: as `edl.collective.checkpoint.snapshot.parse_meta` reads it.
         entries: where each tensor goes in the data.
         tensors: this rank's parts, on whatever device they are.
+        holders: the ranks that hold the same shards, this one among them; empty if nothing is sharded.
     """
 
     meta: bytes
     entries: tuple[Entry, ...]
     tensors: list[torch.Tensor]
+    holders: frozenset[int] = frozenset()
 
     @property
     def data_nbytes(self) -> int:
@@ -87,7 +90,7 @@ class State:
         """
         own = vars(self)
         own["_fields"], own["_adjust"], own["_rng"], own["_local"] = {}, [], rng, frozenset(local)
-        own["_table"] = ((), b"[]")
+        own["_table"], own["_meshes"] = (None, b""), None
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -134,7 +137,8 @@ class State:
         local: dict[str, bytes] = {}
         for name, value in self._fields.items():
             gathered.scope = "local" if name in self._local else "replicated"
-            kinds[name] = state_fields.kind_of(value)
+            kinds[name] = kind = state_fields.kind_of(value)
+            gathered.made_anew = kind in ("object", "value")
             form = encode(state_fields.take(value, names), gathered, (name,))
             (local if name in self._local else tree)[name] = form
         if self._rng:
@@ -142,8 +146,38 @@ class State:
             local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
         entries = gathered.entries()
         if entries != self._table[0]:
-            vars(self)["_table"] = (entries, pack_table(entries))
-        return Captured(pack_meta(kinds, tree, local, self._table[1]), entries, gathered.tensors)
+            self._check_restorable(entries, gathered.layouts)
+            vars(self)["_table"] = (entries, pack_table(entries, gathered.layouts, sorted(gathered.holders)))
+        holders = gathered.holders
+        return Captured(pack_meta(kinds, tree, local, self._table[1]), entries, gathered.tensors, holders)
+
+    def begin_restore(self) -> None:
+        """Remember what this state has before it is restored: a restarted script has as much, and no more.
+
+        What is saved later is compared with that, so that a save which no restart could make use of is refused.
+        """
+        vars(self)["_meshes"] = self._live(self._fields).meshes
+
+    def _check_restorable(self, entries: Iterable[Entry], layouts: Sequence[Layout]) -> None:
+        for name, value in self._fields.items():
+            state_fields.check_loadable(name, value)
+        for entry in entries:
+            if entry.layout >= 0 and self._meshes is not None and self._meshes.match(layouts[entry.layout]) is None:
+                raise refusal(entry, layouts[entry.layout])
+
+    def _live(self, wanted: Collection[str]) -> LiveTensors:
+        """The tensors of the fields `wanted`, and all meshes."""
+        in_place: dict[str, torch.Tensor] = {}
+        alike: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
+        names = state_fields.names_of(self._fields.items())
+        for name, value in self._fields.items():
+            if name in wanted:
+                taken = state_fields.take(value, names)
+                in_place.update(state_fields.aliased(name, value, taken))
+                alike.update(tensors_in(taken, (name,)))
+                parameters.update(state_fields.templates(name, value, names))
+        return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
 
     def begin_load(self, meta: Meta, *, local: bool = True) -> Loading:
         """Prepare to restore: `fill` the result with tensors, then `finish` it.
@@ -163,12 +197,12 @@ class Loading:
         self._meta = meta
         self._forms = {**meta.tree, **(meta.local if local else {})}
         self._names = state_fields.names_of(state._fields.items())
-        live, templates = self._current()
+        live = state._live(self._forms)
         self._targets: dict[str, Target] = {}
         for entry in meta.entries:
             if entry.key.partition(".")[0] in self._forms:
-                template = templates.get(entry.key.rpartition(".")[0])
-                self._targets[entry.key] = Target.of(entry, live.get(entry.key), template)
+                layout = meta.layouts[entry.layout] if entry.layout >= 0 else None
+                self._targets[entry.key] = live.target(entry, layout)
 
     @property
     def targets(self) -> dict[str, Target]:
@@ -222,14 +256,3 @@ class Loading:
     def _back(self, number: int) -> Any:
         target = self._targets[self._meta.entries[number].key]
         return target.value
-
-    def _current(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Live tensors that may be overwritten, and parameters that new ones are sharded like; by keys."""
-        live: dict[str, torch.Tensor] = {}
-        templates: dict[str, torch.Tensor] = {}
-        for name, value in self._state._fields.items():
-            if name in self._forms:
-                taken = state_fields.take(value, self._names)
-                live.update(state_fields.aliased(name, value, taken))
-                templates.update(state_fields.templates(name, value, self._names))
-        return live, templates

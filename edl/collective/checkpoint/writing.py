@@ -30,7 +30,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from edl.collective.checkpoint import transfer
 from edl.collective.checkpoint.copying import Copier
-from edl.collective.checkpoint.parts import is_sharded, view_of
+from edl.collective.checkpoint.parts import view_of
+from edl.collective.checkpoint.sharding import is_sharded
 from edl.collective.checkpoint.slots import Label, SlotPair
 from edl.collective.checkpoint.snapshot import Entry
 from edl.collective.checkpoint.state import Captured, State
@@ -102,7 +103,7 @@ class Writer:
 
     def write(
         self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object], *, at_once: bool = False
-    ) -> bool:
+    ) -> frozenset[int]:
         """Copy `state` into the older one of two slots.
 
         Args:
@@ -111,7 +112,7 @@ class Writer:
             then: called when the state can be restored, with the seconds that this took; in whichever thread.
 
         Returns:
-            Whether other ranks hold parts of the state.
+            The ranks that hold the same shards as this one, empty if the state is not sharded.
 
         Raises:
             SettingsError: the state cannot be saved, or there is not enough shared memory.
@@ -144,7 +145,7 @@ class Writer:
                 self._copier.begin(copies, watched.tensors, commit)
             else:
                 commit()
-            return sharded
+            return captured.holders
 
     def settle(self) -> bool:
         """Help to finish the last save. Returns whether it is complete, rather than dropped."""

@@ -124,7 +124,9 @@ def digest(tensors: list[Any]) -> str:
 def job(kind: str, seed: int) -> Any:
     """A model of uneven sizes, wrapped as `kind` says, with AdamW and a scheduler, in a `State`."""
     import torch
+    import torch.distributed as dist
     from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from edl.collective.checkpoint.state import State
@@ -135,6 +137,9 @@ def job(kind: str, seed: int) -> Any:
         model = nn.parallel.DistributedDataParallel(model)
     elif kind == "fsdp":
         fully_shard(model)
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return State(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, history=[])
@@ -321,7 +326,51 @@ def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
     return {key: said[key] for key in ("model", "optimizer")}
 
 
+class Averages:
+    """Averaged weights, which are there after the first step only."""
+
+    def __init__(self) -> None:
+        self.shadow: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": list(self.shadow), "nested": [{"again": tuple(self.shadow[:1])}]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+        (self.first,) = state["nested"][0]["again"] or (None,)
+
+
+def averages(step: int, lost_mesh: bool = False) -> dict[str, Any]:
+    """Restore, or begin, a sharded job that clones its weights in the first step, and save it at `step`."""
+    import torch
+
+    from edl.collective.checkpoint.checkpointer import Checkpointer
+    from edl.collective.checkpoint.state import State
+    from edl.errors import SettingsError
+
+    whole = job("fsdp", 1)
+    state = State(averages=Averages(), values=None) if lost_mesh else whole
+    state.averages, state.values = Averages(), None
+    with Checkpointer(state, interval_steps=1) as checkpointer:
+        first = checkpointer.restore()
+        if first < 0:
+            weights = [one.detach().clone() for one in whole.model.parameters()]
+            state.averages.shadow = [2 * one for one in weights]
+            state.values = {"deep": [(weights[0], None)], 3: weights[1].to(torch.bfloat16), "count": torch.tensor(7)}
+            try:
+                checkpointer.save(step)
+            except SettingsError as exc:
+                return {"refused": str(exc)}
+        sharded = [*state.averages.shadow, state.values["deep"][0][0], state.values[3]]
+        said = {"first": first, "bits": digest([*sharded, state.values["count"]])}
+        said["placed"] = [str(one.placements) for one in sharded]
+        state.values["deep"][0][0].add_(whole.model[0].weight.detach())  # on the same mesh, or torch refuses it
+        checkpointer.close()
+    return said
+
+
 CASES: dict[str, Case] = {
+    "averages": averages,
     "save": save,
     "restore": restore,
     "resume": resume,

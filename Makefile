@@ -38,8 +38,9 @@ bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write
 soak: $(VENV)/.dev tools ## let everything fail at random for half an hour, and write docs/reliability.md
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(SOAK_ARGS)
 
-tools: ## fetch the real Consul and Triton that some tests and benchmarks run against, into .tools
+tools: ## fetch the real Consul, etcd and Triton that some tests and benchmarks run against, into .tools
 	@bash tools/consul.sh
+	@bash tools/etcd.sh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
 
 bench-tools: tools ## fetch what only benchmarks need: torchft
@@ -47,7 +48,7 @@ bench-tools: tools ## fetch what only benchmarks need: torchft
 
 # The stubs are those of a file NAME_pb2; ours is named NAME and builds its classes in a pool of its own.
 protocol: $(VENV)/.dev ## compile edl/protocol/*.proto
-	for name in kserve store; do \
+	for name in etcd kserve store; do \
 		$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/$$name.binpb \
 			--pyi_out=edl/protocol $$name.proto && mv edl/protocol/$${name}_pb2.pyi edl/protocol/$$name.pyi || exit 1; \
 	done

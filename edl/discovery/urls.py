@@ -12,12 +12,14 @@ from edl.discovery.store import Store
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
-__all__ = ["open_registry", "open_store"]
+__all__ = ["open_registry", "open_store", "servers_of"]
 
 _ACCEPTED = (
-    "accepted are sqlite:///absolute/path/to/file, consul://host:8500 (consul+https:// for TLS), and for a store"
-    " edl://host:29400"
+    "accepted are sqlite:///absolute/path/to/file, consul://host:8500 and etcd://host:2379,host2:2379"
+    " (consul+https:// and etcd+https:// for TLS), and for a store edl://host:29400"
 )
+_ETCD = ("etcd", "etcd+https")
+_SCHEMES = ("sqlite", "consul", "consul+https", *_ETCD, "edl")
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
@@ -27,6 +29,9 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
     - `consul://host:port`: a Consul agent, best the one on this machine; `consul+https://` speaks TLS. `?dc=NAME`
       reads from another datacenter. The token and certificates come from Consul's own variables (`CONSUL_HTTP_TOKEN`,
       `CONSUL_CACERT`, ...), never from the URL, which is logged. Opening does not ask the agent anything.
+    - `etcd://host:port,host2:port`: members of an etcd cluster, of which the first that answers is asked; `etcd+https://`
+      speaks TLS. User and certificates come from the variables of etcd's own command line (`ETCDCTL_USER`,
+      `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). Opening does not ask the members anything.
 
     Args:
         timeout_s: how long one request may take before it is an error.
@@ -43,8 +48,14 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
     if scheme == "edl":
         raise SettingsError(
             f"discovery URL {scheme}://{parts.netloc.rpartition('@')[2]}: what an agent of `edl run` serves is a store"
-            " for a training job; teachers register in sqlite:///absolute/path/to/file or consul://host:8500"
+            " for a training job; teachers register in sqlite:///absolute/path/to/file, consul://host:8500 or"
+            " etcd://host:2379"
         )
+    if scheme in _ETCD:
+        from edl.discovery.etcd.registry import EtcdRegistry
+        from edl.discovery.etcd.target import EtcdTarget
+
+        return EtcdRegistry(EtcdTarget.of(parts, timeout_s))
     from edl.discovery.consul.target import Target
 
     target = Target.of(parts, timeout_s)
@@ -56,7 +67,7 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
 def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Store:
     """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`, and one URL more.
 
-    In Consul all keys lie in the folder `edl/`.
+    In Consul all keys lie in the folder `edl/`, in etcd in `edl/store/`.
 
     - `edl://host:port`: what an agent of `edl run --rdzv-endpoint host:port` serves. Opening does not ask it anything.
 
@@ -75,12 +86,24 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
         from edl.discovery.served.target import ServedTarget
 
         return ServedStore(ServedTarget.of(parts, timeout_s, credentials))
+    if scheme in _ETCD:
+        from edl.discovery.etcd.store import EtcdStore
+        from edl.discovery.etcd.target import EtcdTarget
+
+        return EtcdStore(EtcdTarget.of(parts, timeout_s))
     from edl.discovery.consul.target import Target
 
     target = Target.of(parts, timeout_s)
     with _naming_the_extra():
         from edl.discovery.consul.store import ConsulStore
     return ConsulStore(target)
+
+
+def servers_of(url: str) -> list[tuple[str, int | None]]:
+    """Hosts, and ports where they are given, of the servers that a URL names; none for a file."""
+    parts = urlsplit(url)
+    each = (urlsplit(f"//{member}") for member in parts.netloc.split(","))
+    return [(member.hostname, member.port) for member in each if member.hostname]
 
 
 def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
@@ -92,7 +115,7 @@ def _split(url: str, timeout_s: float) -> tuple[str, SplitResult]:
         parts = urlsplit(url)
     except ValueError as exc:
         raise SettingsError(f"discovery URL {shown!r}: {exc}; {_ACCEPTED}") from exc
-    if parts.scheme not in ("sqlite", "consul", "consul+https", "edl"):
+    if parts.scheme not in _SCHEMES:
         raise SettingsError(f"discovery URL {shown!r}: unknown scheme {parts.scheme!r}; {_ACCEPTED}")
     return parts.scheme, parts
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-from urllib.parse import urlsplit
 
+from edl.discovery.urls import servers_of
 from edl.settings import Credentials
 
 __all__ = ["is_loopback", "outward_address", "warn_of_loopback", "warn_of_no_credentials"]
@@ -21,9 +21,9 @@ def outward_address(discovery_url: str | None) -> str:
 
     Nothing is sent: connecting a datagram socket only asks the kernel which way it would go.
     """
-    registry = urlsplit(discovery_url or "").hostname
-    for host in (registry, _ANYWHERE):
-        if host is None or is_loopback(host):
+    registry = [host for host, _ in servers_of(discovery_url or "")]
+    for host in (*registry, _ANYWHERE):
+        if is_loopback(host):
             continue
         try:
             ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -37,7 +37,7 @@ def outward_address(discovery_url: str | None) -> str:
 
 def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
     """Log a warning where a registry for many machines is told an address that means this one only."""
-    if discovery_url is not None and discovery_url.startswith("consul") and is_loopback(address):
+    if discovery_url is not None and discovery_url.startswith(("consul", "etcd")) and is_loopback(address):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
 
 

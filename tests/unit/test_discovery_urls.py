@@ -1,4 +1,4 @@
-"""URLs and Consul's environment variables: what is accepted, what is refused, and that no secret is repeated."""
+"""URLs and the variables of Consul and etcd: what is accepted, what is refused, and that no secret is repeated."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ import pytest
 import edl.discovery
 from edl.discovery import open_registry, open_store
 from edl.discovery.consul.target import Target
+from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.served.target import ServedTarget, store_credentials
+from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 from edl.settings import Credentials
+
+
+def members(url: str, **environ: str) -> EtcdTarget:
+    return EtcdTarget.of(urlsplit(url), 5.0, environ)
 
 
 def target(url: str, **environ: str) -> Target:
@@ -51,7 +57,7 @@ def test_without_py_consul_it_is_named() -> None:
     [
         ("", "unknown scheme ''"),
         ("discovery.sqlite", "unknown scheme ''"),
-        ("etcd://host:2379", "unknown scheme 'etcd'"),
+        ("zookeeper://host:2181", "unknown scheme 'zookeeper'"),
         ("http://host:8500", "unknown scheme 'http'"),
         ("consul://[::1", "Invalid IPv6"),
         ("sqlite:relative.sqlite", "not the absolute path"),
@@ -67,6 +73,13 @@ def test_without_py_consul_it_is_named() -> None:
         ("consul://host:8500/folder", "a host, a port"),
         ("consul://host:8500?datacenter=x", "unknown or empty option datacenter"),
         ("consul://host:8500?dc=", "unknown or empty option dc"),
+        ("etcd://", "a host is missing"),
+        ("etcd://a:2379,,b:2379", "a host is missing"),
+        ("etcd://:2379", "a host is missing"),
+        ("etcd://a,b:port", "Port could not be cast"),
+        ("etcd://a,b:99999", "Port out of range"),
+        ("etcd://host:2379/folder", "hosts and ports are expected"),
+        ("etcd://host:2379?timeout=3", "hosts and ports are expected"),
     ],
 )
 def test_an_unusable_url_is_named(url: str, message: str) -> None:
@@ -83,6 +96,8 @@ def test_an_unusable_url_is_named(url: str, message: str) -> None:
         "consul://s3cret@host",
         "consul://host:8500?token=s3cret",
         "consul://host:8500?dc=a&token=s3cret",
+        "etcd://user:s3cret@host:2379",
+        "etcd://host:2379,user:s3cret@host2:2379",
         "nothing://user:s3cret@host?token=s3cret",
         "nothing://s3cret@[::1?s3cret",
     ],
@@ -173,3 +188,44 @@ def test_a_token_is_taken_from_the_environment_and_not_shown() -> None:
     found = target("consul://host", CONSUL_HTTP_TOKEN=" s3cret ")
     assert found.token == "s3cret"
     assert "s3cret" not in f"{found} {found!r}"
+
+
+def test_etcd_url_names_members() -> None:
+    assert members("etcd://a").endpoints == ("a:2379",)
+    several = members("etcd://a:1,b,[::1]:3/")
+    assert (several.endpoints, several.files) == (("a:1", "b:2379", "[::1]:3"), None)
+    assert str(several) == "etcd at http://a:1,b:2379,[::1]:3"
+    secure = members("etcd+https://a")
+    assert secure.files is not None, "believes the system's CAs"
+    assert str(secure) == "etcd at https://a:2379"
+    assert servers_of("etcd://a:1,b,[::1]:3/") == [("a", 1), ("b", None), ("::1", 3)]
+    assert servers_of("consul://[::1]:8500") == [("::1", 8500)]
+    assert servers_of("sqlite:///a/b") == servers_of("") == []
+
+
+def test_etcds_user_is_not_shown() -> None:
+    for environ in (
+        {"ETCDCTL_USER": "edl:s3cret:x"},
+        {"ETCDCTL_USER": "edl", "ETCDCTL_PASSWORD": "s3cret:x"},
+    ):
+        found = members("etcd://host", **environ)
+        assert (found.user, found.password) == ("edl", "s3cret:x")
+        assert "s3cret" not in f"{found} {found!r}"
+    with pytest.raises(SettingsError, match="set ETCDCTL_PASSWORD"):
+        members("etcd://host", ETCDCTL_USER="edl")
+
+
+def test_unusable_etcd_variables_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    missing, empty = str(tmp_path / "missing.pem"), str(tmp_path / "empty.pem")
+    for environ, message in (
+        ({"ETCDCTL_CACERT": missing}, "ETCDCTL_CACERT.*missing.pem"),
+        ({"ETCDCTL_CACERT": empty}, "ETCDCTL_CACERT.*empty.pem"),
+        ({"ETCDCTL_CERT": missing}, "ETCDCTL_CERT is set without ETCDCTL_KEY"),
+        ({"ETCDCTL_KEY": missing}, "ETCDCTL_KEY is set without ETCDCTL_CERT"),
+        ({"ETCDCTL_CERT": missing, "ETCDCTL_KEY": missing}, "ETCDCTL_CERT.*missing.pem"),
+        ({"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "true"}, "name the CA.*ETCDCTL_CACERT"),
+        ({"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "perhaps"}, "ETCDCTL_INSECURE_SKIP_TLS_VERIFY"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            members("etcd+https://host", **environ)

@@ -53,7 +53,7 @@ def test_the_layers_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["kserve", "store"])
+@pytest.mark.parametrize("name", ["etcd", "kserve", "store"])
 def test_what_is_generated_from_the_protocol_is_up_to_date(tmp_path: Path, name: str) -> None:
     python(
         *("-m", "grpc_tools.protoc", f"--proto_path={ROOT / 'edl/protocol'}", f"{name}.proto"),
@@ -85,7 +85,8 @@ def test_the_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None:
     assert sources <= names, f"missing in the wheel: {sorted(sources - names)}"
     others = {name for name in names - sources if f"edl-{edl.__version__}.dist-info/" not in name}
     assert others == set()
-    assert {"edl/py.typed", "edl_serving/py.typed", "edl/protocol/kserve.binpb", "edl/protocol/store.binpb"} <= names
+    compiled = {f"edl/protocol/{name}.binpb" for name in ("etcd", "kserve", "store")}
+    assert {"edl/py.typed", "edl_serving/py.typed"} | compiled <= names
     assert metadata["License-Expression"] == "Apache-2.0"
     assert f"edl-{edl.__version__}.dist-info/licenses/LICENSE" in names
     assert "edl = edl.cli:main" in entry_points

@@ -6,8 +6,8 @@ import contextlib
 import ipaddress
 import socket
 from typing import Final
-from urllib.parse import urlsplit
 
+from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 
 __all__ = ["own_address"]
@@ -28,13 +28,14 @@ def own_address(store_url: str) -> str:
     Raises:
         SettingsError: there is no way to the store's host.
     """
-    parts = urlsplit(store_url)
-    if not parts.hostname:
+    servers = servers_of(store_url)
+    if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
+    host, port = servers[0]
     try:
-        address = _towards(parts.hostname, parts.port or 1)
+        address = _towards(host, port or 1)
     except OSError as exc:
-        what = f"no way to the store's host {parts.hostname}: {exc}"
+        what = f"no way to the store's host {host}: {exc}"
         raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
     if ipaddress.ip_address(address).is_loopback:
         with contextlib.suppress(OSError):

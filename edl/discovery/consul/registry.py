@@ -7,9 +7,9 @@ import secrets
 import time
 from typing import Any
 
+from edl.discovery.blocking_watch import BlockingWatch
 from edl.discovery.consul.client import Client, Service
 from edl.discovery.consul.target import Target
-from edl.discovery.consul.watch import BlockingWatch
 from edl.discovery.follow import Follower, snapshot_of
 from edl.discovery.keeping import InstanceClaim, KeptRegistration
 from edl.discovery.owned import Owned
@@ -100,14 +100,14 @@ class _ServiceClaim(InstanceClaim):
 
 class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
     def __init__(self, target: Target, service: str) -> None:
-        follower = Follower(service)
+        follower, client = Follower(service), Client(target)
 
-        def query(client: Client, index: int | None, wait_s: float) -> tuple[int, Snapshot]:
+        def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             index, entries = client.instances(service, index, wait_s)
             return index, _snapshot(service, entries)
 
         super().__init__(
-            target,
+            client,
             query,
             answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
             failed=follower.failed,

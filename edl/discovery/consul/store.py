@@ -10,10 +10,10 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
+from edl.discovery.blocking_watch import BlockingWatch
 from edl.discovery.consul.client import Client, Pair
 from edl.discovery.consul.lease import SessionClaim
 from edl.discovery.consul.target import Target
-from edl.discovery.consul.watch import BlockingWatch
 from edl.discovery.election import StoreElection
 from edl.discovery.keeping import KeptLease
 from edl.discovery.keys import check_key, check_prefix, check_value
@@ -150,9 +150,10 @@ class ConsulStore(Owned, Store):
 class _PrefixWatch(BlockingWatch["list[Pair]", StoreSnapshot], StoreWatch):
     def __init__(self, target: Target, prefix: str) -> None:
         self._last: dict[str, Entry] = {}
+        client = Client(target)
         super().__init__(
-            target,
-            lambda client, index, wait_s: client.pairs(ROOT + prefix, index, wait_s),
+            client,
+            lambda index, wait_s: client.pairs(ROOT + prefix, index, wait_s),
             answered=self._take,
             failed=lambda reason: StoreSnapshot(self._last, stale=reason),
         )

@@ -1,4 +1,4 @@
-"""The two implementations as the conformance tests see them, and what tests do behind EDL's back."""
+"""The implementations as the conformance tests see them, and what tests do behind EDL's back."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from edl.discovery import Instance
 from edl.discovery.served.server import ListenAddress, StoreServer
 from tests.plugins_consul import ConsulAgent, free_ports
+from tests.plugins_etcd import EtcdServer
 
 T = TypeVar("T")
 
@@ -153,3 +154,32 @@ class ConsulBackend(Backend):
     def mend_it(self) -> None:
         self.agent.forget()
         self.agent.start()
+
+
+class EtcdBackend(Backend):
+    name = "etcd"
+
+    def __init__(self, server: EtcdServer) -> None:
+        self.server = server
+        self.url = server.url
+
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+        text = fields["raw"] if "raw" in fields else json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
+        claim = secrets.token_hex(8)
+        folder = f"edl/registry/{service}"
+        keys = {f"{folder}/records/{claim}/{name}": text, f"{folder}/alive/{claim}": "yes"}
+        for key, value in keys.items():
+            self.server.ctl("put", key, stdin=value)
+
+        def remove() -> None:
+            for key in keys:
+                self.server.ctl("del", key)
+
+        return remove
+
+    def break_it(self) -> None:
+        self.server.kill()
+
+    def mend_it(self) -> None:
+        self.server.forget()
+        self.server.start()

@@ -1,4 +1,4 @@
-"""Every test of this folder runs over both implementations, and must leave nothing open."""
+"""Every test of this folder runs over all implementations, and must leave nothing open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
-from tests.conformance.discovery.backends import Backend, ConsulBackend, ServedBackend, SqliteBackend, eventually
+from tests.conformance.discovery.backends import (
+    Backend,
+    ConsulBackend,
+    EtcdBackend,
+    ServedBackend,
+    SqliteBackend,
+    eventually,
+)
 from tests.conformance.discovery.processes import Member
 
 
@@ -31,16 +38,16 @@ def _open_things() -> set[str]:
 def _nothing_stays_open() -> Iterator[None]:
     before = _open_things()
     yield
-    eventually(lambda: not _open_things() - before, 5.0)  # a socket of a Consul fixture may be closing
+    eventually(lambda: not _open_things() - before, 5.0)  # a socket of a fixture, or of gRPC, may be closing
     assert _open_things() - before == set()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests run over each implementation, and those that are marked `stores` over a store that is served as well."""
     if "backend" in metafunc.fixturenames:
-        backends = ["sqlite", pytest.param("consul", marks=pytest.mark.consul)]
+        servers = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd")]
         served = ["served"] if metafunc.definition.get_closest_marker("stores") else []
-        metafunc.parametrize("backend", [*backends, *served], indirect=True)
+        metafunc.parametrize("backend", ["sqlite", *servers, *served], indirect=True)
 
 
 @pytest.fixture
@@ -49,6 +56,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         yield SqliteBackend(tmp_path / "discovery.sqlite")
     elif request.param == "consul":
         yield ConsulBackend(request.getfixturevalue("consul_agent"))
+    elif request.param == "etcd":
+        yield EtcdBackend(request.getfixturevalue("etcd_server"))
     else:
         served = ServedBackend(tmp_path / "discovery.sqlite")
         yield served
@@ -69,7 +78,7 @@ def store(backend: Backend) -> Iterator[Store]:
 
 @pytest.fixture
 def service() -> str:
-    """A service that nobody else uses: the Consul agent serves all tests."""
+    """A service that nobody else uses: the servers serve all tests."""
     return f"test-{uuid.uuid4().hex[:12]}"
 
 

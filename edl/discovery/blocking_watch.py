@@ -1,14 +1,12 @@
-"""Following Consul with blocking queries: the agent answers when there is something new, and has peace till then."""
+"""Following a server that keeps a question waiting until there is something new, and has peace till then."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from edl.discovery.consul.client import Client
-from edl.discovery.consul.target import Target
 from edl.discovery.newest import Newest
 from edl.discovery.owned import Background, Owned
 from edl.errors import ClosedError, DiscoveryError
@@ -16,7 +14,7 @@ from edl.errors import ClosedError, DiscoveryError
 __all__ = ["BlockingWatch"]
 
 WAIT_S = 10.0
-"""How long the agent waits for a change. An agent that hangs is noticed this much, and a request's timeout, later."""
+"""How long the server waits for a change. A server that hangs is noticed this much, and a request's timeout, later."""
 PAUSE_S = 0.05
 """Between two queries: changes that come in quick succession are read together."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
@@ -25,10 +23,15 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+class _Connection(Protocol):
+    def close(self) -> None: ...
+
+
 class BlockingWatch(Owned, Generic[T, S]):
     """Fills a `Newest` with what a watcher is to see.
 
     Args:
+        client: a connection of this watch's own; closing it must end a query that is under way.
         query: asks for what is newer than an index (None: for what there is), waiting some seconds for it; returns
             the new index with it.
         answered, failed: turn the answer, or the reason why there is none, into what the watcher sees.
@@ -37,8 +40,8 @@ class BlockingWatch(Owned, Generic[T, S]):
 
     def __init__(
         self,
-        target: Target,
-        query: Callable[[Client, int | None, float], tuple[int, T]],
+        client: _Connection,
+        query: Callable[[int | None, float], tuple[int, T]],
         answered: Callable[[T], S],
         failed: Callable[[str], S],
         recheck_at: Callable[[], float | None] = lambda: None,
@@ -50,9 +53,9 @@ class BlockingWatch(Owned, Generic[T, S]):
         self._recheck_at = recheck_at
         self._index: int | None = None
         self._retry_s = FIRST_RETRY_S
-        self._client = self._own(Client(target))
+        self._own(client)
         self._newest: Newest[S] = Newest()
-        self._own(Background("edl-consul-watch", self._follow, self._client.close))
+        self._own(Background("edl-watch", self._follow, client.close))
 
     def take(self, timeout_s: float | None) -> S | None:
         """See `Watch.get`."""
@@ -67,7 +70,7 @@ class BlockingWatch(Owned, Generic[T, S]):
         recheck_at = self._recheck_at()
         wait_s = WAIT_S if recheck_at is None else min(WAIT_S, max(0.1, recheck_at - time.monotonic()))
         try:
-            index, found = self._query(self._client, self._index, round(wait_s, 3))
+            index, found = self._query(self._index, round(wait_s, 3))
         except ClosedError:
             return None
         except DiscoveryError as exc:
@@ -75,7 +78,7 @@ class BlockingWatch(Owned, Generic[T, S]):
                 return None
             self._newest.put(self._failed(str(exc)))
             self._index = None
-            # Many watchers lose one agent at the same moment, and should not all come back at the same one.
+            # Many watchers lose one server at the same moment, and should not all come back at the same one.
             self._retry_s = min(LAST_RETRY_S, self._retry_s * 2)
             return self._retry_s * random.uniform(0.5, 1.0)
         self._retry_s = FIRST_RETRY_S

@@ -1,0 +1,314 @@
+"""etcd's gRPC API behind one boundary: what EDL asks of etcd, with every error of gRPC translated here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from edl.discovery.etcd.target import EtcdTarget
+from edl.discovery.owned import Owned
+from edl.errors import DiscoveryError
+from edl.protocol import etcd as wire
+from edl.protocol.channel import Metadata, channel
+from edl.protocol.transport import grpc
+from edl.quoting import shown
+
+__all__ = ["EtcdClient"]
+
+Q = TypeVar("Q", bound=Any)
+A = TypeVar("A", bound=Any)
+
+_MOST_BYTES: Final = 64 * 1024**2
+"""Of an answer: some hundred thousand teachers. gRPC's own limit is 4 MiB, which 16 values of a store may exceed."""
+_PING_EVERY_S: Final = 10.0
+"""How often a connection with a request under way is tried. etcd hangs up on who tries more often than every 5 s."""
+_RECONNECT_S: Final = (0.1, 1.0)
+"""The first and the longest wait between two attempts of gRPC to connect: who comes back is found within a second."""
+
+
+@dataclass(frozen=True)
+class _Method(Generic[Q, A]):
+    """A method of etcd's API.
+
+    LeaseKeepAlive is a stream in both directions there, and used with one message in each. On the wire that is a unary
+    call, which has a deadline and needs no thread.
+
+    Attributes:
+        repeatable: it may be asked of another member where nobody knows whether the first one did it.
+    """
+
+    path: str
+    request: type[Q]
+    answer: type[A]
+    repeatable: bool
+
+
+_RANGE = _Method("/etcdserverpb.KV/Range", wire.RangeRequest, wire.RangeResponse, True)
+_TXN = _Method("/etcdserverpb.KV/Txn", wire.TxnRequest, wire.TxnResponse, False)
+_DELETE = _Method("/etcdserverpb.KV/DeleteRange", wire.DeleteRangeRequest, wire.DeleteRangeResponse, False)
+_GRANT = _Method("/etcdserverpb.Lease/LeaseGrant", wire.LeaseGrantRequest, wire.LeaseGrantResponse, True)
+_RENEW = _Method("/etcdserverpb.Lease/LeaseKeepAlive", wire.LeaseKeepAliveRequest, wire.LeaseKeepAliveResponse, True)
+_REVOKE = _Method("/etcdserverpb.Lease/LeaseRevoke", wire.LeaseRevokeRequest, wire.LeaseRevokeResponse, True)
+_LOGIN = _Method("/etcdserverpb.Auth/Authenticate", wire.AuthenticateRequest, wire.AuthenticateResponse, True)
+_WATCH = _Method("/etcdserverpb.Watch/Watch", wire.WatchRequest, wire.WatchResponse, True)
+_UNARY: Final = (_RANGE, _TXN, _DELETE, _GRANT, _RENEW, _REVOKE, _LOGIN)
+
+
+class _Member:
+    """A channel to one member, which connects when it is first used, and again whenever it has to."""
+
+    def __init__(self, target: EtcdTarget, endpoint: str) -> None:
+        options = (
+            ("grpc.max_receive_message_length", _MOST_BYTES),
+            ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
+            ("grpc.keepalive_timeout_ms", math.ceil(target.timeout_s * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", int(_RECONNECT_S[0] * 1000)),
+            ("grpc.max_reconnect_backoff_ms", int(_RECONNECT_S[1] * 1000)),
+        )
+        self.endpoint = endpoint
+        self._channel = channel(endpoint, target.files, options)
+        self.unary: Mapping[str, Any] = {
+            method.path: self._channel.unary_unary(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.answer.FromString,
+            )
+            for method in _UNARY
+        }
+        # A stream in both directions as well. etcd goes on answering after the last request.
+        self.watch: Any = self._channel.unary_stream(
+            _WATCH.path,
+            request_serializer=_WATCH.request.SerializeToString,
+            response_deserializer=_WATCH.answer.FromString,
+        )
+
+    def close(self) -> None:
+        """Hang up on calls that are under way."""
+        self._channel.close()
+
+
+class EtcdClient(Owned):
+    """Calls to one cluster. Closing it ends calls that are under way.
+
+    All methods raise DiscoveryError when no member can be reached, or etcd refuses.
+
+    A call in the thread of a signal handler that closes this is a unary one, in which gRPC holds no lock while it
+    waits; streams are opened by background threads only.
+    """
+
+    def __init__(self, target: EtcdTarget) -> None:
+        super().__init__()
+        self.target = target
+        self._members = tuple(_Member(target, endpoint) for endpoint in target.endpoints)
+        self._preferred = 0
+        self._token: str | None = None  # of the user's session; None: to be asked for
+
+    def _release(self) -> None:
+        for member in self._members:
+            member.close()
+
+    # Keys
+
+    def entry(self, key: bytes) -> wire.KeyValue | None:
+        """One key."""
+        found = self._call(_RANGE, wire.RangeRequest(key=key)).kvs
+        return found[0] if found else None
+
+    def entries(self, prefix: bytes) -> tuple[int, list[wire.KeyValue]]:
+        """All keys that start with `prefix`, sorted, and the revision that they are of."""
+        answer = self._call(_RANGE, wire.RangeRequest(key=prefix, range_end=_end(prefix)))
+        return answer.header.revision, list(answer.kvs)
+
+    def keys(self, prefix: bytes) -> list[bytes]:
+        """All keys that start with `prefix`, sorted, without their values."""
+        answer = self._call(_RANGE, wire.RangeRequest(key=prefix, range_end=_end(prefix), keys_only=True))
+        return [entry.key for entry in answer.kvs]
+
+    def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
+        """Wait until a key under `prefix` differs from what it was at `revision`, or may; `wait_s` at most.
+
+        Not for the thread in which signal handlers run.
+        """
+        self._check()
+        index = self._preferred
+        create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
+        # A member without a leader would stay silent: with this it ends the stream.
+        metadata = (*self._session(), ("hasleader", "true"))
+        try:
+            stream = self._members[index].watch(
+                wire.WatchRequest(create_request=create), timeout=wait_s, metadata=metadata
+            )
+        except ValueError:  # the channel was closed
+            self._check()
+            raise
+        try:
+            for answer in stream:
+                if answer.canceled and not answer.compact_revision:
+                    self._token = None  # what etcd says where it has expired is that permission is denied
+                if answer.events or answer.canceled or answer.header.revision < revision:
+                    return
+        except grpc.RpcError as exc:
+            self._check()
+            if exc.code() is grpc.StatusCode.UNAVAILABLE:
+                self._avoid(index)  # whoever asks for the present state hears whether another member is there
+            elif exc.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise self._translated(exc) from exc
+        finally:
+            stream.cancel()
+
+    def transact(self, request: wire.TxnRequest) -> wire.TxnResponse | None:
+        """Do a transaction; None if a lease that it names is gone, so that nothing was done."""
+        try:
+            return self._call(_TXN, request)
+        except _Refusal as refusal:
+            if refusal.code is grpc.StatusCode.NOT_FOUND:
+                return None
+            raise
+
+    def delete(self, key: bytes) -> bool:
+        """Delete a key; whether it was there."""
+        return self._call(_DELETE, wire.DeleteRangeRequest(key=key)).deleted > 0
+
+    # Leases
+
+    def grant(self, ttl_s: float) -> int:
+        """A new lease. etcd counts in whole seconds, and grants more where its elections take longer."""
+        return self._call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
+
+    def renew(self, lease: int) -> bool:
+        """Renew; False if it is gone."""
+        return self._call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease)).TTL > 0
+
+    def revoke(self, lease: int) -> None:
+        """End a lease now, with its keys, if there is such a lease."""
+        try:
+            self._call(_REVOKE, wire.LeaseRevokeRequest(ID=lease))
+        except _Refusal as refusal:
+            if refusal.code is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+    # Calls
+
+    def _call(self, method: _Method[Q, A], request: Q) -> A:
+        self._check()
+        deadline = time.monotonic() + self.target.timeout_s
+        try:
+            return self._ask(method, request, self._session(), deadline)
+        except _Refusal as refusal:
+            if not (self._token and refusal.concerns_session):
+                raise
+        # It was refused before anything was done: the session has expired, or users have changed.
+        self._token = None
+        return self._ask(method, request, self._session(), deadline)
+
+    def _session(self) -> Metadata:
+        """What goes with each call; asks for it first, where that has not been done."""
+        if not self.target.user:
+            return ()
+        if self._token is None:
+            login = wire.AuthenticateRequest(name=self.target.user, password=self.target.password)
+            try:
+                self._token = self._ask(_LOGIN, login, (), time.monotonic() + self.target.timeout_s).token
+            except _Refusal as refusal:
+                if "not enabled" not in refusal.words:
+                    raise
+                self._token = ""  # etcd asks nobody who they are
+        return (("token", self._token),) if self._token else ()
+
+    def _ask(self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float) -> A:
+        """Ask the members in turn."""
+        failure: grpc.RpcError | None = None
+        try:
+            for index, is_last in self._in_turn():
+                left_s = max(0.001, deadline - time.monotonic())
+                # One that is silent must leave time for another. What must not be done twice waits for its answer.
+                share_s = left_s if is_last or not method.repeatable else left_s / 2
+                try:
+                    answer: A = self._members[index].unary[method.path](request, timeout=share_s, metadata=metadata)
+                except ValueError:  # the channel was closed
+                    self._check()
+                    raise
+                except grpc.RpcError as exc:
+                    self._check()
+                    failure = exc
+                    if exc.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                        break
+                    self._avoid(index)
+                    if not (method.repeatable or _was_not_sent(exc)):
+                        break
+                else:
+                    return answer
+            assert failure is not None
+            raise self._translated(failure) from failure
+        finally:
+            failure = None  # its traceback holds this frame
+
+    def _in_turn(self) -> Iterator[tuple[int, bool]]:
+        first, count = self._preferred, len(self._members)
+        for number in range(count):
+            yield (first + number) % count, number == count - 1
+
+    def _avoid(self, index: int) -> None:
+        if self._preferred == index:  # another thread may have found out before
+            self._preferred = (index + 1) % len(self._members)
+
+    def _translated(self, exc: grpc.RpcError) -> DiscoveryError:
+        code, words = exc.code(), shown(exc.details() or "").removeprefix("etcdserver: ")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DiscoveryError(f"{self.target}: timed out after {self.target.timeout_s:g} s; {words}")
+        if code is grpc.StatusCode.UNAVAILABLE and "etcdserver" not in (exc.details() or ""):
+            return DiscoveryError(f"{self.target} cannot be reached: {words}{self._about_tls(words)}")
+        return _Refusal(f"{self.target}: {words or code.name}{self._remedy(code, words)}", code, words)
+
+    def _about_tls(self, words: str) -> str:
+        if self.target.files is not None:
+            if "CERTIFICATE_VERIFY_FAILED" in words or "andshake" in words or "Peer name" in words:
+                own = "" if self.target.files.settings.cert else "; if etcd asks for a certificate, set ETCDCTL_CERT"
+                return f" (ETCDCTL_CACERT must hold the CA that signed etcd's certificate, for this host{own})"
+            return ""
+        cut = any(sign in words for sign in ("Socket closed", "reset by peer", "SETTINGS"))
+        return " (if it speaks TLS: etcd+https://)" if cut else ""
+
+    def _remedy(self, code: grpc.StatusCode, words: str) -> str:
+        if code is grpc.StatusCode.PERMISSION_DENIED:
+            return (
+                f": user {self.target.user or '(none)'} needs `etcdctl role grant-permission ROLE --prefix=true"
+                " readwrite edl/`"
+            )
+        if "user name is empty" in words:
+            return ": set ETCDCTL_USER and ETCDCTL_PASSWORD"
+        if "authentication failed" in words:
+            return ": see ETCDCTL_USER and ETCDCTL_PASSWORD"
+        if "database space exceeded" in words:
+            return ": compact and defragment it, then `etcdctl alarm disarm`"
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            return ": this is no etcd of version 3.4 or newer"
+        return ""
+
+
+class _Refusal(DiscoveryError):
+    """etcd has answered, and said no."""
+
+    def __init__(self, message: str, code: grpc.StatusCode, words: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.words = words
+
+    @property
+    def concerns_session(self) -> bool:
+        """Whether another token may help."""
+        return self.code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in self.words
+
+
+def _was_not_sent(exc: grpc.RpcError) -> bool:
+    """Whether no connection came to be, so that the request has reached nobody."""
+    return exc.code() is grpc.StatusCode.UNAVAILABLE and (exc.details() or "").startswith("failed to connect to all")
+
+
+def _end(prefix: bytes) -> bytes:
+    """The first key behind those that start with `prefix`, which is UTF-8 and not empty: 0xff is not in it."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,8 +1,8 @@
 """Elastic training from checkpoints: workers come and go, and the result does not depend on who was present.
 
-In a training script: `State` and `Checkpointer` keep what must survive, `ElasticSampler` orders the data,
-`ElasticTrainer` makes the update; each works without the others, and without `edl run`. With `stay` a script goes on in
-the same process when others are lost. Inside:
+In a training script: `State` and `Checkpointer` keep what must survive, `Evaluator` what was measured of it,
+`ElasticSampler` orders the data, `ElasticTrainer` makes the update; each works without the others, and without
+`edl run`. With `stay` a script goes on in the same process when others are lost. Inside:
 
 - `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
 - `board`: what a worker and its agent tell each other; `job`: what agents tell each other, and others, in the Store;
@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edl.collective.checkpoint.checkpointer import Checkpointer
+    from edl.collective.checkpoint.evaluator import Evaluator
     from edl.collective.checkpoint.state import State
     from edl.collective.inprocess.staying import stay
     from edl.collective.update.sampler import ElasticSampler
     from edl.collective.update.trainer import ElasticTrainer
 
-__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"]
+__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"]
 
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "ElasticSampler": "update.sampler",
     "ElasticTrainer": "update.trainer",
+    "Evaluator": "checkpoint.evaluator",
     "State": "checkpoint.state",
     "stay": "inprocess.staying",
 }

@@ -33,8 +33,9 @@ _NEVER: Final = -1
 # Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS, _WAITED = range(1, 13)
 _FIRST = 13
-_PAUSE_AT, _BEAT_AT = 16, 17
-_TOTALS, _DURATIONS = 24, 64
+_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18
+_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128
+_BUSY_WITH_BYTES = 64
 
 
 class Phase(enum.IntEnum):
@@ -52,6 +53,8 @@ class Phase(enum.IntEnum):
     EXIT = 6
     AGREE = 7
     """Waiting for other ranks, to agree with them on the next save: what a rank that is slow, or hangs, costs."""
+    BUSY = 8
+    """Something between two steps that the script has announced, such as an evaluation, with a limit of its own."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Reading:
         stays: whether the worker can go on in the next generation in the same process.
         waited_s: spent in the synchronisation of gradients, over all workers that wrote here; 0 if nobody measures it.
         first: of the steps that this worker finished one after another until `step`, -1 before it finished one.
+        busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
+        busy_limit_s: how long that may take.
     """
 
     generation: int
@@ -87,6 +92,8 @@ class Reading:
     stays: bool
     waited_s: float = 0.0
     first: int = _NEVER
+    busy_with: str = ""
+    busy_limit_s: float = 0.0
 
 
 class Board:
@@ -169,6 +176,24 @@ class Board:
         finally:
             self.enter(before)
 
+    @contextmanager
+    def busy(self, what: str, limit_s: float) -> Iterator[None]:
+        """Be in phase BUSY for the block, with `what`, for `limit_s` at most; then in the phase before it."""
+        text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
+        begin, before = _BUSY_WITH * 8, self._busy()
+        self._memory[begin : begin + _BUSY_WITH_BYTES] = text
+        self._set_time(_BUSY_LIMIT, limit_s)
+        try:
+            with self.phase(Phase.BUSY):
+                yield
+        finally:  # of a block around this one
+            self._memory[begin : begin + _BUSY_WITH_BYTES] = before[0]
+            self._set_time(_BUSY_LIMIT, before[1])
+
+    def _busy(self) -> tuple[bytes, float]:
+        begin = _BUSY_WITH * 8
+        return bytes(self._memory[begin : begin + _BUSY_WITH_BYTES]), self._get_time(_BUSY_LIMIT)
+
     def count_as(self, phase: Phase, seconds: float) -> None:
         """The first `seconds` of the present phase, or all of it if it is not that long yet, were of `phase`."""
         since, total = self._get_time(_SINCE), _TOTALS + phase
@@ -237,6 +262,7 @@ class Board:
         since = self._get_time(_SINCE)
         totals = {each: self._get_time(_TOTALS + each) for each in Phase}
         totals[phase] += max(0.0, now - since)
+        busy_with, busy_limit_s = self._busy()
         durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
         return Reading(
             generation=self._get(_GENERATION),
@@ -253,6 +279,8 @@ class Board:
             stays=self._get(_STAYS) == 1,
             waited_s=self._get_time(_WAITED),
             first=self._get(_FIRST),
+            busy_with=busy_with.rstrip(b"\0").decode(errors="replace"),
+            busy_limit_s=busy_limit_s,
         )
 
     def close(self) -> None:

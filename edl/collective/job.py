@@ -46,6 +46,8 @@ class Node:
         leaving: it wants to go, and must not be a member of the next world.
         paused: the generation in which all of its workers paused, -1 for none.
         finished: the generation in which all of its workers ended well, -1 for none.
+        busy: the generation in which a worker of it does something long between two steps, -1 for none: who waits for
+            it does not hang, and who wants to join waits until it is done.
     """
 
     id: str
@@ -58,6 +60,7 @@ class Node:
     leaving: bool = False
     paused: int = -1
     finished: int = -1
+    busy: int = -1
 
     def encode(self) -> bytes:
         """JSON, for the Store."""

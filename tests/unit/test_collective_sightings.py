@@ -33,6 +33,14 @@ def test_pausing_is_the_time_since_this_pause_was_wanted() -> None:
     assert seen.pausing_s(5.0) == 0.0, "another generation's"
 
 
+def test_a_pause_waits_for_who_is_busy() -> None:
+    seen, pausing = Sightings(0.0), World(3, State.RUNNING, pause_at=7)
+    seen.note(pausing, [], 2.0)
+    seen.note(pausing, [], 90.0, held=True)
+    seen.note(pausing, [], 91.0)
+    assert seen.pausing_s(92.0) == 2.0
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10.0
     while not condition():

@@ -17,7 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.agent.stacks import dump_stacks
-from edl.collective.agent.watch import HangLimits, Straggler, StragglerRules, Stragglers, hang, own_step_s
+from edl.collective.agent.watch import (
+    HangLimits,
+    Straggler,
+    StragglerRules,
+    Stragglers,
+    hang,
+    own_step_s,
+    progress,
+)
 from edl.collective.board import Board, Phase, Reading
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
@@ -31,40 +39,45 @@ def reading(phase: Phase = Phase.TRAIN, **fields: object) -> Reading:
 # --- Hangs. ---
 
 
+def why_hung(one: Reading, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
+    found = progress(one, limits, forked_s=forked_s)
+    return None if found is None else hang(found, now_s, limits)
+
+
 def test_a_step_that_does_not_come_is_a_hang_after_the_floor() -> None:
-    assert hang(reading(), 110.0, LIMITS) is None
-    why = hang(reading(), 110.1, LIMITS)
+    assert why_hung(reading(), 110.0, LIMITS) is None
+    why = why_hung(reading(), 110.1, LIMITS)
     assert why == "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s"
 
 
 def test_slow_steps_have_longer() -> None:
     slow = reading(durations_s=(4.0, 4.0, 90.0))
-    assert hang(slow, 120.0, LIMITS) is None
-    assert hang(slow, 120.1, LIMITS) is not None
+    assert why_hung(slow, 120.0, LIMITS) is None
+    assert why_hung(slow, 120.1, LIMITS) is not None
 
 
 @pytest.mark.parametrize("fields", [{"step": -1, "step_at": 0.0}, {"durations_s": (0.1, 0.1)}])
 def test_the_first_steps_have_a_limit_of_their_own(fields: dict[str, object]) -> None:
-    assert hang(reading(**fields), 160.0, LIMITS) is None
-    assert "for the first steps" in (hang(reading(**fields), 160.1, LIMITS) or "")
+    assert why_hung(reading(**fields), 160.0, LIMITS) is None
+    assert "for the first steps" in (why_hung(reading(**fields), 160.1, LIMITS) or "")
 
 
 def test_so_has_the_first_step_of_a_new_worker_on_the_same_page() -> None:
-    assert hang(reading(step_at=50.0), 160.0, LIMITS, forked_s=90.0) is None
-    assert hang(reading(step_at=50.0), 160.1, LIMITS, forked_s=90.0) is not None
+    assert why_hung(reading(step_at=50.0), 160.0, LIMITS, forked_s=90.0) is None
+    assert why_hung(reading(step_at=50.0), 160.1, LIMITS, forked_s=90.0) is not None
 
 
 def test_a_save_or_a_new_worker_begins_the_time_anew() -> None:
-    assert hang(reading(step_at=50.0, phase_since=105.0), 115.0, LIMITS) is None
-    assert hang(reading(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
+    assert why_hung(reading(step_at=50.0, phase_since=105.0), 115.0, LIMITS) is None
+    assert why_hung(reading(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
 
 
 @pytest.mark.parametrize(
     ("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0), (Phase.AGREE, 120.0)]
 )
 def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
-    assert hang(reading(phase), 100.0 + limit_s, LIMITS) is None
-    assert f"in phase {phase.name}" in (hang(reading(phase), 100.1 + limit_s, LIMITS) or "")
+    assert why_hung(reading(phase), 100.0 + limit_s, LIMITS) is None
+    assert f"in phase {phase.name}" in (why_hung(reading(phase), 100.1 + limit_s, LIMITS) or "")
 
 
 @pytest.mark.parametrize("limits", [HangLimits(floor_s=3600.0), HangLimits(), HangLimits(save_s=4000.0)])
@@ -74,15 +87,15 @@ def test_the_rank_that_hangs_is_found_before_those_that_wait_for_it(
     limits: HangLimits, durations_s: tuple[float, ...], phase: Phase
 ) -> None:
     waiting, hanging = (reading(each, durations_s=durations_s) for each in (Phase.AGREE, phase))
-    found = next(now_s for now_s in range(100, 20000, 30) if hang(hanging, now_s, limits))
-    assert hang(waiting, found, limits) is None
-    assert hang(waiting, 20000.0, limits) is not None, "but not for ever"
+    found = next(now_s for now_s in range(100, 20000, 30) if why_hung(hanging, now_s, limits))
+    assert why_hung(waiting, found, limits) is None
+    assert why_hung(waiting, 20000.0, limits) is not None, "but not for ever"
 
 
 def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_alone() -> None:
-    assert hang(reading(Phase.START, step=-1), 1e9, LIMITS) is None
-    assert hang(reading(Phase.PAUSE), 1e9, LIMITS) is None
-    assert hang(reading(Phase.EXIT), 1e9, LIMITS) is None
+    assert why_hung(reading(Phase.START, step=-1), 1e9, LIMITS) is None
+    assert why_hung(reading(Phase.PAUSE), 1e9, LIMITS) is None
+    assert why_hung(reading(Phase.EXIT), 1e9, LIMITS) is None
 
 
 # --- Stragglers. ---

@@ -13,7 +13,7 @@ import edl
 PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
-    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "State", "stay"],
+    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.update": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],

@@ -71,7 +71,7 @@ class Conduct:
             self._unreachable = False
             self._say("the store answers again")
         world = records.world
-        self._sightings.note(world, records.nodes, time.monotonic())
+        self._sightings.note(world, records.nodes, time.monotonic(), held=_is_held(records))
         others = (node for name, node in records.nodes.items() if name != self._part.id)
         self._part.ending.alone = all(node.leaving for node in others)
         if world.ended:
@@ -86,6 +86,9 @@ class Conduct:
                 return code
         elif world.generation != self._crew.generation:
             self._begin(world, position)
+        self._crew.hangs.others_busy = any(
+            name != self._part.id and node.busy == world.generation for name, node in records.nodes.items()
+        )
         if self._crew.running:
             self._crew.ask_pause(world.pause_at)
         if self._signals.asked and self._crew.running and not self._crew.reports_steps:
@@ -251,11 +254,21 @@ class Conduct:
             changes["finished"] = crew.generation
         if node.port != self._spare.port:
             changes["port"] = self._spare.port
+        busy = crew.generation if crew.running and crew.hangs.busy else -1
+        if node.busy != busy:
+            changes["busy"] = busy
         slot_nbytes = nbytes_of(Path(self._part.host.slots(0)))
         if slot_nbytes > node.slot_nbytes:
             changes["slot_nbytes"] = slot_nbytes
         if changes:
             self._membership.update(**changes)
+
+
+def _is_held(records: Records) -> bool:
+    """Whether who wants to join waits for a member that is busy, with an evaluation, say. Who leaves cannot wait."""
+    members = [records.nodes[one.id] for one in records.world.nodes if one.id in records.nodes]
+    busy = any(node.busy == records.world.generation for node in members)
+    return busy and not any(node.leaving for node in members)
 
 
 def _in_a_line(fatal: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edl.collective.agent import failures, pausing
 from edl.collective.agent.failures import Failure, Verdict
+from edl.collective.agent.hang_detector import HangDetector
 from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, errors_of, forks
@@ -19,7 +20,6 @@ from edl.collective.agent.output import Output
 from edl.collective.agent.regrouping import Regrouping
 from edl.collective.agent.restarts import Restarts
 from edl.collective.agent.stacks import dump_stacks
-from edl.collective.agent.watch import hang
 from edl.collective.agent.workers import Exited, Workers, ZygoteLost
 from edl.collective.board import Board, Reading
 from edl.collective.job import World
@@ -71,6 +71,7 @@ class Crew:
         self._regrouping = Regrouping(_REGROUP_S)
         self._restarts = Restarts(told.max_restarts)
         self._began_at = 0.0
+        self.hangs = HangDetector(told.hang)
         self._forks_begin = True
         self._since = 0
         self._terminated_at: float | None = None
@@ -116,6 +117,7 @@ class Crew:
         self._output.stop()
         self.running = True
         self._began_at = time.monotonic()
+        self.hangs.begin(self._began_at)
         self._output.follow(logs, self.first_rank)
 
     def halt(self) -> None:
@@ -244,7 +246,8 @@ class Crew:
 
     def restarted(self) -> None:
         """The verdict was carried out: count it."""
-        self._restarts.count(self._step(), time.monotonic() - self._began_at)
+        hung = any(one.what.startswith(HANGING) for one in self._failures)
+        self._restarts.count(self._step(), 0.0 if hung else time.monotonic() - self._began_at)
 
     # --- Inside. ---
 
@@ -309,18 +312,19 @@ class Crew:
                 return
 
     def _look_for_hanging(self) -> None:
-        """Workers that are alive and make no step."""
+        """Find workers that are alive and make no step."""
         if self._failures or self.finished:
             return
-        now = time.monotonic()
-        for local_rank, reading in self.readings().items():
-            if reading.generation != self.generation or local_rank not in self._workers.running:
-                continue
-            why = hang(reading, now, self._told.hang, self._began_at)
-            if why is not None:
-                rank = self.first_rank + local_rank
-                self._fail(Failure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {why}"))
-                return
+        readings = self.readings()
+        watched = {
+            rank: (pid, readings[rank])
+            for rank, pid in self._workers.running.items()
+            if readings[rank].generation == self.generation
+        }
+        found = self.hangs.find_hung(watched, time.monotonic())
+        if found is not None:
+            rank = self.first_rank + found[0]
+            self._fail(Failure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {found[1]}"))
 
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""

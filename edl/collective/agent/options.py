@@ -61,7 +61,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "type": _seconds,
         "default": 300.0,
         "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
-        "show their stacks and are started anew (default: 300)",
+        "show their stacks and are started anew; those that visibly work have ten times as long, and those that say "
+        "they are busy (Checkpointer.evaluate, busy) as long as they say (default: 300)",
     },
     "--grace-period": {
         "metavar": "SECONDS",

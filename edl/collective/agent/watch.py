@@ -1,7 +1,9 @@
 """Whether a worker hangs, and which rank is slow: decisions from readings of boards, without a clock.
 
 A hang is the absence of steps, so only workers that report steps can be watched: one that never did is left alone.
-Evaluation between two steps is also an absence of steps; the floor must be longer than it takes.
+Evaluation between two steps is also an absence of steps. Three things tell it from a hang: the script says so, with a
+limit (phase BUSY); the kernel sees the worker's process work (`process_activity`), which gives it a longer limit; and
+another rank of the job does so, for which this one waits.
 
 In synchronous training every rank's step takes as long as the slowest one's, so durations of steps name nobody. What
 tells a straggler is its *own* time: what is left of a step without the wait in the gradients' synchronisation. The rank
@@ -17,7 +19,17 @@ from typing import Final, Literal
 
 from edl.collective.board import Phase, Reading
 
-__all__ = ["HangLimits", "Straggler", "StragglerRules", "Stragglers", "hang", "own_step_s"]
+__all__ = [
+    "HangLimits",
+    "ProgressLimit",
+    "Straggler",
+    "StragglerRules",
+    "Stragglers",
+    "hang",
+    "is_working",
+    "own_step_s",
+    "progress",
+]
 
 _ENOUGH_STEPS: Final = 3
 _LATER_S: Final = 60.0
@@ -38,6 +50,8 @@ class HangLimits:
             parent's other threads had, and another process takes its place.
         save_s: for copying the state. Ranks that wait to agree on that with another one, which perhaps evaluates or
             makes a long step, may do so for longer than that one may take.
+        working_factor: by how much all of these limits are longer for a worker whose process was seen to work within
+            the last half of the limit. Not for ever: a loop without an end works, too.
     """
 
     floor_s: float = 300.0
@@ -47,19 +61,51 @@ class HangLimits:
     load_s: float = 1800.0
     begin_s: float = 30.0
     save_s: float = 900.0
+    working_factor: float = 10.0
 
 
-def hang(reading: Reading, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
-    """Why the worker is taken to hang, None if it is not.
+@dataclass(frozen=True)
+class ProgressLimit:
+    """How long a worker has gone without a sign of progress, and how long it may.
+
+    Attributes:
+        since_s: the last sign, in `time.monotonic()`.
+        limit_s: after which a worker that does not work counts as hanging.
+        what: it does without one, in words.
+        of: what the limit follows from, in words.
+        declared: the script itself has set the limit.
+    """
+
+    since_s: float
+    limit_s: float
+    what: str
+    of: str = ""
+    declared: bool = False
+
+    def suspect(self, now_s: float) -> bool:
+        """Return whether half of the limit has passed: from then on the worker's process is looked at."""
+        return not self.declared and now_s - self.since_s > self.limit_s / 2
+
+
+def progress(reading: Reading, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
+    """Read from a board how long a worker may go on as it does; None if it is not watched.
 
     Args:
-        now_s: of `time.monotonic()`, as the times on the board.
         forked_s: when this worker was; a step from before was finished by another one on the same page.
     """
     if reading.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have limits of their own
+    if reading.phase is Phase.BUSY:
+        what = f"busy with {reading.busy_with}"
+        return ProgressLimit(reading.phase_since, reading.busy_limit_s, what, "that the script has set", declared=True)
     if reading.phase in (Phase.TRAIN, Phase.ROLLBACK):
-        return _no_step(reading, now_s, limits, forked_s)
+        # A copy between two steps ends a phase: what counts is the time since the last sign of either.
+        since_s = max(reading.step_at, reading.phase_since)
+        what = f"no step after step {reading.step}"
+        if reading.step < 0 or reading.step_at < forked_s or len(reading.durations_s) < _ENOUGH_STEPS:
+            return ProgressLimit(since_s, max(limits.first_step_s, limits.floor_s), what, "for the first steps")
+        usual_s = statistics.median(reading.durations_s)
+        return ProgressLimit(since_s, _step_limit_s(reading, limits), what, f"where a step takes {usual_s:.3g} s")
     if reading.phase is Phase.START and reading.step < 0:
         return None  # perhaps a script that reports nothing at all
     limit_s = {
@@ -68,24 +114,38 @@ def hang(reading: Reading, now_s: float, limits: HangLimits, forked_s: float = 0
         Phase.SAVE: limits.save_s,
         Phase.AGREE: max(limits.save_s, limits.first_step_s, _step_limit_s(reading, limits)) + _LATER_S,
     }[reading.phase]
-    passed_s = now_s - reading.phase_since
-    if passed_s <= limit_s:
-        return None
-    return f"in phase {reading.phase.name} for {passed_s:.1f} s; the limit is {limit_s:g} s"
+    return ProgressLimit(reading.phase_since, limit_s, f"in phase {reading.phase.name}")
 
 
-def _no_step(reading: Reading, now_s: float, limits: HangLimits, forked_s: float) -> str | None:
-    # A copy between two steps ends a phase: what counts is the time since the last sign of either.
-    passed_s = now_s - max(reading.step_at, reading.phase_since)
-    first = reading.step < 0 or reading.step_at < forked_s
-    if first or len(reading.durations_s) < _ENOUGH_STEPS:
-        limit_s, of = max(limits.first_step_s, limits.floor_s), "for the first steps"
-    else:
-        usual_s = statistics.median(reading.durations_s)
-        limit_s, of = _step_limit_s(reading, limits), f"where a step takes {usual_s:.3g} s"
-    if passed_s <= limit_s:
+def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bool:
+    """Return whether a worker was seen to work within the last half of its limit.
+
+    Args:
+        active_s: when its process was last seen to, None for never.
+    """
+    return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
+
+
+def hang(
+    found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
+) -> str | None:
+    """Return why a worker is taken to hang, None if it is not.
+
+    Args:
+        found: its `progress`.
+        now_s: of `time.monotonic()`, as the times on the board.
+        active_s: when its process was last seen to work, None for never.
+        awaited_s: until when another rank was known to, for which this one may have waited.
+    """
+    limit_s, since_s, seen = found.limit_s, found.since_s, ""
+    if is_working(found, now_s, active_s):
+        limit_s, seen = limit_s * limits.working_factor, " for a process that works"
+    elif not found.declared:
+        since_s = max(since_s, awaited_s)
+    if now_s - since_s <= limit_s:
         return None
-    return f"no step after step {reading.step} for {passed_s:.1f} s; the limit is {limit_s:.3g} s {of}"
+    of = f" {found.of}" if found.of else ""
+    return f"{found.what} for {now_s - since_s:.1f} s; the limit is {limit_s:.3g} s{of}{seen}"
 
 
 def _step_limit_s(reading: Reading, limits: HangLimits) -> float:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import memory as checkpoint_memory
 from edl.collective.checkpoint import storage_read, transfer
+from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
 from edl.collective.checkpoint.keeping import Keeping
 from edl.collective.checkpoint.pace import Pace
 from edl.collective.checkpoint.slots import Label, SlotPair
@@ -128,11 +129,14 @@ class Checkpointer:
         self._finished: Callable[[int], object] = _nothing
         self._interrupt: Callable[[], object] = _nothing
 
-    def restore(self) -> int:
+    def restore(self, *, evaluate: bool = True) -> int:
         """Restore the newest state there is: from the memory of any rank, or else from storage. Collective.
 
         Afterwards the functions registered with `State.register_adjust_function` are called if another number of ranks
         saved it.
+
+        Args:
+            evaluate: then make the evaluation that was under way when the state was saved, see `evaluate`.
 
         Returns:
             The last step that was finished when it was saved; -1 if there is nothing to restore.
@@ -166,6 +170,8 @@ class Checkpointer:
             _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
             if restored.world != world_of(self._group):
                 self.state.adjust(WorldChange(restored.world, world_of(self._group), step))
+        if evaluate:
+            self.finish_evaluations()
         return step
 
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
@@ -182,6 +188,7 @@ class Checkpointer:
         """
         self._check_open()
         self._finished(step)
+        self._leave_out_evaluations(step)
         self._step = step
         self._board.finish_step(step, samples)
         if not self._training and step >= self._ahead_of:
@@ -204,6 +211,54 @@ class Checkpointer:
             self._await_agent()
         self._interrupt()
         return due or force or pausing
+
+    def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
+        """Do something between two steps that takes longer than a step: for the block, no step is expected.
+
+        Without it a worker that reports no step for `edl run --hang-after` seconds and does not visibly work counts as
+        hanging. Ranks that wait for this one do not, whether or not they say that they are busy themselves.
+
+        Args:
+            what: it does, in a word or two.
+            limit_s: the longest time in seconds that it may take, before it counts as a hang after all.
+
+        Raises:
+            SettingsError: `limit_s` is not above 0.
+        """
+        if not limit_s > 0:
+            raise SettingsError(f"busy({what!r}, limit_s={limit_s}): must be above 0, the longest time it may take")
+        return self._board.busy(what, limit_s)
+
+    def evaluate(self, evaluator: Evaluator) -> Any:
+        """Evaluate the state after the last finished step, unless its result is known already. Every rank calls this.
+
+        It is saved first that this evaluation is under way, and then its result, both in memory, so that a restart in
+        between repeats it: `restore` does, for the same state. A result that is recorded is never computed again.
+
+        Args:
+            evaluator: a field of the `State`.
+
+        Returns:
+            The result, the same on every rank.
+
+        Raises:
+            SettingsError: it is no field of the `State`, or its result cannot be saved.
+        """
+        self._check_open()
+        if not any(evaluator is one for one in self._evaluators()):
+            raise SettingsError(
+                f"{evaluator.name}: the Evaluator is no field of the State, so its results would be lost with the "
+                "worker: State(..., evaluator=evaluator)"
+            )
+        return self._evaluate(evaluator, self._step)
+
+    def finish_evaluations(self) -> None:
+        """Make the evaluations that were under way when the present state was saved. Collective."""
+        for evaluator in self._evaluators():
+            agree_on_pending(evaluator, self._group)
+            if evaluator.pending is not None:
+                _log.info("%s after step %d was broken off: it is made again", evaluator.name, evaluator.pending)
+                self._evaluate(evaluator, evaluator.pending)
 
     def wait_until_finished(self) -> bool:
         """Wait until the last save is complete, to change by hand what only an optimizer changes as a rule.
@@ -277,6 +332,42 @@ class Checkpointer:
     def _lacks_the_last(self) -> bool:
         """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""
         return self._step != self._saved or not self._saved_for_good or not self._writer.settle()
+
+    def _evaluators(self) -> list[Evaluator]:
+        """Those among the fields of the state, in an order that all ranks share."""
+        fields = (getattr(self.state, name) for name in self.state)
+        return [field for field in fields if isinstance(field, Evaluator)]
+
+    def _evaluate(self, evaluator: Evaluator, step: int) -> Any:
+        if step in evaluator.results:
+            return evaluator.results[step]
+        began_at = time.monotonic()
+        evaluator.pending = step
+        self._save_again(step)
+        with self._board.busy(evaluator.name, evaluator.limit_s):
+            result = share_result(evaluator, evaluator.function(), self._group)
+        evaluator.results[step], evaluator.pending = result, None
+        self._save_again(step)
+        if self._last is not None:  # no part of a step, by whose length saves are planned
+            self._last = self._last[0], self._last[1] + time.monotonic() - began_at
+        return result
+
+    def _save_again(self, step: int) -> None:
+        """Save a state that has changed since its step was finished; before the first step there is none to save."""
+        if step < 0:
+            return
+        self._writer.settle()
+        with self._board.phase(Phase.SAVE):
+            place = world_of(self._group), rank_of(self._group)
+            self._save(step, False, self._slots, place, usual=False, wait=True)
+        self._finished(step)
+
+    def _leave_out_evaluations(self, step: int) -> None:
+        """Forget evaluations that began and never ended, since the script caught their errors and went on."""
+        for evaluator in self._evaluators():
+            if evaluator.pending is not None and evaluator.pending < step:
+                _log.warning("%s after step %d failed, and is left out", evaluator.name, evaluator.pending)
+                evaluator.pending = None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -152,7 +152,9 @@ class _Stay:
             read("RANK", int) or 0, read("WORLD_SIZE", int) or 1, self._settings.backend, self._settings.timeout_s
         )
         try:
-            self._train(self._form(group))
+            place = self._form(group)
+            self._checkpointer.finish_evaluations()
+            self._train(place)
             if self._control.path is not None:
                 # Should one be lost now, the last steps are not trained again.
                 self._board.enter(Phase.EXIT)
@@ -225,7 +227,7 @@ class _Stay:
             self._boundary.forget()
             self._report = regroup.Report()
         if plan is None:
-            step = self._checkpointer.restore()
+            step = self._checkpointer.restore(evaluate=False)
         else:
             step = plan.step
             if plan.behind:

@@ -39,6 +39,7 @@ _STATE_OF: Final = {
     Phase.PAUSE: State.RENDEZVOUS,
     Phase.EXIT: State.IDLE,
     Phase.AGREE: State.TRAIN,
+    Phase.BUSY: State.TRAIN,
 }
 
 

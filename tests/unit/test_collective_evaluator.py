@@ -1,0 +1,134 @@
+"""Evaluations that are lost to no restart and recorded once, and work that is announced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from edl.collective.board import Board, Phase
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.evaluator import Evaluator
+from edl.collective.checkpoint.slots import SlotPair
+from edl.collective.checkpoint.state import State
+from edl.errors import ProtocolError, SettingsError
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Board]:
+    board = Board.create(tmp_path / "board")
+    yield board
+    board.close()
+
+
+class Killed(BaseException):
+    """The worker is no more: nothing of the block's end happens."""
+
+
+def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1) -> Evaluator:
+    """A run of ten steps, from where the last one was; evaluates after steps 3 and 7."""
+    state = State(count=0)
+    evaluator = state.evaluator = Evaluator(lambda: function(state), limit_s=60.0)
+    board = Board.open(tmp_path / "board")
+    board.begin(1)
+    checkpointer = Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), interval_steps=1)
+    for step in range(checkpointer.restore() + 1, 10):
+        if step == kill_at:
+            raise Killed
+        state.count += 1
+        checkpointer.save(step)
+        if step in (3, 7):
+            checkpointer.evaluate(evaluator)
+    return evaluator
+
+
+def test_results_are_known_by_step(tmp_path: Path, agent: Board) -> None:
+    assert train(tmp_path, lambda state: float(state.count)).results == {3: 4.0, 7: 8.0}
+
+
+def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: Board) -> None:
+    made: list[int] = []
+
+    def fail_once(state: State) -> int:
+        made.append(state.count)
+        if made.count(8) == 1 and state.count == 8:
+            raise Killed
+        return int(state.count)
+
+    with pytest.raises(Killed):
+        train(tmp_path, fail_once)
+    assert train(tmp_path, fail_once).results == {3: 4, 7: 8}
+    assert made == [4, 8, 8], "for the same state, and the first one not again"
+
+
+def test_a_recorded_one_is_never_repeated(tmp_path: Path, agent: Board) -> None:
+    made: list[int] = []
+    with pytest.raises(Killed):
+        train(tmp_path, lambda state: made.append(state.count), kill_at=4)
+    assert train(tmp_path, lambda state: made.append(state.count)).results == {3: None, 7: None}
+    assert made == [4, 8]
+
+
+def test_the_end_of_an_epoch_may_come_again(tmp_path: Path, agent: Board) -> None:
+    state = State()
+    calls: list[int] = []
+    evaluator = state.evaluator = Evaluator(lambda: calls.append(1) or len(calls), limit_s=1.0)
+    with Checkpointer(state, slots=SlotPair(tmp_path / "own")) as checkpointer:
+        checkpointer.save(5)
+        assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
+
+
+def test_the_agent_sees_what_is_done(tmp_path: Path, agent: Board) -> None:
+    seen = []
+    train(tmp_path, lambda state: seen.append(agent.read()))
+    assert [(one.phase, one.busy_with, one.busy_limit_s) for one in seen] == [(Phase.BUSY, "evaluation", 60.0)] * 2
+    assert agent.read().phase is Phase.TRAIN
+
+
+def test_anything_else_is_announced_as_well(tmp_path: Path, agent: Board) -> None:
+    board = Board.open(tmp_path / "board")
+    with Checkpointer(State(), board=board, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0), checkpointer.busy("inner", limit_s=3.0):
+            assert (agent.read().busy_with, agent.read().busy_limit_s) == ("inner", 3.0)
+        with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0):
+            reading = agent.read()
+            assert (reading.phase, reading.busy_limit_s) == (Phase.BUSY, 5.0)
+            assert reading.busy_with.startswith("preparing ää")
+        with pytest.raises(SettingsError, match=r"busy\('x', limit_s=0\): must be above 0"):
+            checkpointer.busy("x", limit_s=0)
+
+
+def test_a_failed_one_is_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = State()
+    evaluator = state.evaluator = Evaluator(lambda: 1 / 0, limit_s=1.0, name="accuracy")
+    with Checkpointer(state, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        checkpointer.save(0)
+        with pytest.raises(ZeroDivisionError):
+            checkpointer.evaluate(evaluator)
+        checkpointer.save(1)
+    assert evaluator.pending is None
+    assert "accuracy after step 0 failed, and is left out" in caplog.text
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    state = State()
+    results: list[Any] = [torch.zeros(2), {"top": object()}, {"loss": math.nan, "top": (1, 2)}]
+    evaluator = Evaluator(lambda: results.pop(0), limit_s=1.0)
+    with Checkpointer(state, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        checkpointer.save(0)
+        with pytest.raises(SettingsError, match=r"no field of the State.*evaluator=evaluator"):
+            checkpointer.evaluate(evaluator)
+        state.evaluator = evaluator
+        with pytest.raises(SettingsError, match=r"has a Tensor.*item\(\)"):
+            checkpointer.evaluate(evaluator)
+        with pytest.raises(SettingsError, match=r"top is a builtins\.object"):
+            checkpointer.evaluate(evaluator)
+        assert str(checkpointer.evaluate(evaluator)) == "{'loss': nan, 'top': (1, 2)}"
+    with pytest.raises(SettingsError, match="limit_s=0"):
+        Evaluator(lambda: None, limit_s=0)
+    with pytest.raises(ProtocolError, match="version 2"):
+        evaluator.load_state_dict({"version": 2})

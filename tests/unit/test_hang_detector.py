@@ -1,0 +1,117 @@
+"""Who hangs on a node, in simulated time: workers that say what they do, work without a word, or wait for others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edl.collective.agent.hang_detector import HangDetector
+from edl.collective.agent.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
+from edl.collective.agent.watch import HangLimits
+from edl.collective.board import Board, Phase, Reading
+
+LIMITS = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
+
+
+class Simulation:
+    """Workers by local rank, which is their process id as well; those in `working` use a core."""
+
+    def __init__(self, *working: int) -> None:
+        self.working = set(working)
+        self.now_s = 100.0
+        self.readings = {rank: reading() for rank in (0, 1)}
+        self.detector = HangDetector(LIMITS, ActivityMonitor(self._usage))
+        self.detector.begin(0.0)
+
+    def _usage(self, pid: int) -> ProcessUsage:
+        used_s = self.now_s if pid in self.working else 0.0
+        return ProcessUsage(self.now_s, {(pid, 1): ThreadUsage(used_s, 0)})
+
+    def until_hung(self, end_s: float) -> tuple[float, int, str] | None:
+        """When, who and why; None if nobody is found until `end_s`."""
+        while self.now_s < end_s:
+            self.now_s += 0.1
+            workers = {rank: (rank, one) for rank, one in self.readings.items()}
+            if (found := self.detector.find_hung(workers, self.now_s)) is not None:
+                return round(self.now_s - 100.0, 1), *found
+        return None
+
+
+def reading(phase: Phase = Phase.TRAIN, **fields: object) -> Reading:
+    told = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
+    return replace(Board.from_env().read(), phase=phase, **told)  # type: ignore[arg-type]
+
+
+def test_workers_that_all_wait_hang() -> None:
+    found = Simulation().until_hung(200.0)
+    assert found == (10.1, 0, "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s")
+
+
+def test_a_worker_that_works_has_longer() -> None:
+    simulation = Simulation(1)
+    assert simulation.until_hung(139.0) is None, "rank 0 waits for rank 1"
+    assert simulation.detector.busy
+    found = simulation.until_hung(200.0)
+    assert found is not None
+    assert found[:2] == (40.1, 1)
+    assert found[2].endswith("the limit is 40 s where a step takes 1 s for a process that works")
+
+
+def test_ranks_that_work_do_not_excuse_each_other() -> None:
+    found = Simulation(0, 1).until_hung(300.0)
+    assert found is not None
+    assert found[0] == 40.1
+
+
+def test_a_worker_that_stops_working_hangs() -> None:
+    simulation = Simulation(1)
+    assert simulation.until_hung(130.0) is None
+    simulation.working.clear()
+    found = simulation.until_hung(200.0)
+    assert found is not None
+    assert 44.0 < found[0] < 45.5, "half a limit after it was seen to work last, and a limit for who waited for it"
+
+
+def test_what_is_declared_has_its_own_limit() -> None:
+    simulation = Simulation()
+    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    assert simulation.until_hung(599.0) is None
+    found = simulation.until_hung(700.0)
+    assert found == (
+        500.1, 0, "busy with evaluation for 500.1 s; the limit is 500 s that the script has set",
+    )  # fmt: skip
+
+
+def test_the_wait_begins_when_the_other_is_done() -> None:
+    simulation = Simulation()
+    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    assert simulation.until_hung(300.0) is None
+    simulation.readings[0] = reading(Phase.TRAIN, phase_since=300.0)
+    found = simulation.until_hung(400.0)
+    assert found is not None
+    assert 209.9 <= found[0] <= 210.2
+
+
+def test_another_nodes_worker_is_waited_for() -> None:
+    simulation = Simulation()
+    simulation.detector.others_busy = True
+    assert simulation.until_hung(300.0) is None
+    assert not simulation.detector.busy, "or two nodes would excuse each other for ever"
+    simulation.detector.others_busy = False
+    assert simulation.until_hung(400.0) is not None
+
+
+def test_a_moment_of_being_busy_is_not_told() -> None:
+    simulation = Simulation()
+    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    simulation.until_hung(100.5)
+    assert not simulation.detector.busy
+    simulation.until_hung(102.0)
+    assert simulation.detector.busy
+
+
+def test_a_new_generation_begins_anew() -> None:
+    simulation = Simulation()
+    simulation.detector.others_busy = True
+    simulation.until_hung(105.0)
+    simulation.detector.begin(106.0)
+    assert not simulation.detector.busy

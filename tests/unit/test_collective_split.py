@@ -31,6 +31,21 @@ def test_micro_batches_are_as_few_as_fit_and_even(samples: int, most: int | None
     assert len(sizes) == max(fewest, parts if parts > 1 else 0)
 
 
+@given(samples=st.integers(2, 500), world=st.integers(1, 40), most=st.none() | st.integers(3, 60))
+def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None) -> None:
+    shares = [share(samples, world, rank, least=2) for rank in range(world)]
+    assert [place for one in shares for place in one] == list(range(samples))
+    sizes = [len(one) for one in shares if one]
+    assert min(sizes) >= 2
+    assert max(sizes) - min(sizes) <= 1
+    for size in sizes:
+        for parts in (1, 2, 5):
+            micro = micro_sizes(size, most, parts, least=2)
+            assert sum(micro) == size
+            assert 1 not in micro
+            assert len(micro) >= (parts if parts > 1 else 1)
+
+
 @given(length=st.integers(1, 300), batch=st.integers(1, 80), tail=TAILS)
 def test_an_epoch_has_as_many_batches_as_it_says(length: int, batch: int, tail: Tail) -> None:
     position, sizes = 0, []

@@ -145,6 +145,53 @@ def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message:
         setup(**options)
 
 
+def batch_norm(**options: Any) -> Setup:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ElasticTrainer(model, optimizer, **options), model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 8, "max_micro_batch": 2}, r"max_micro_batch=2: .*BatchNorm1d cannot be trained with one row"),
+        ({"sampler": ElasticSampler(17, global_batch=8)}, r'17 samples in batches of 8.*tail="drop"'),
+        ({"sampler": ElasticSampler(17, global_batch=1)}, r"SyncBatchNorm and GroupNorm can"),
+    ],
+)
+def test_one_row_for_batch_norm_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        batch_norm(**options)
+
+
+def test_batch_norm_never_sees_one_row() -> None:
+    for sampler in (ElasticSampler(17, global_batch=8, tail="drop"), ElasticSampler(21, global_batch=8)):
+        setup = batch_norm(sampler=sampler, max_micro_batch=3, policy=AdaScale())
+        inputs, targets = rows(21)
+        for batch in sampler:
+            for some, wanted in setup[0].micro_batches((inputs[batch], targets[batch])):
+                assert len(some) > 1
+                setup[0].backward(nn.functional.mse_loss(setup[1](some), wanted))
+            setup[0].step()
+        assert sampler.finished
+
+
+def test_a_batch_of_ones_own_with_one_row_is_refused() -> None:
+    trainer, *_ = batch_norm(global_batch=8)
+    with pytest.raises(SettingsError, match="a rank has one row for this step, and BatchNorm1d"):
+        trainer.micro_batches(rows(1))
+
+
+def test_images_may_come_alone() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=1, max_micro_batch=1)
+    for images in trainer.micro_batches(torch.randn(1, 1, 5, 5)):
+        trainer.backward(model(images).mean())
+    trainer.step()
+    assert trainer.samples == 1
+
+
 def test_parameters_that_are_not_the_models_are_refused() -> None:
     model, stranger = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)

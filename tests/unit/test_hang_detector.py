@@ -29,7 +29,7 @@ class Simulation:
     def until_hung(self, end_s: float) -> tuple[float, int, str] | None:
         """When, who and why; None if nobody is found until `end_s`."""
         while self.now_s < end_s:
-            self.now_s += 0.1
+            self.now_s += 0.125  # exact in binary
             workers = {rank: (rank, one) for rank, one in self.readings.items()}
             if (found := self.detector.find_hung(workers, self.now_s)) is not None:
                 return round(self.now_s - 100.0, 1), *found

@@ -87,6 +87,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._sizes = [(0, global_batch)]  # from which position of this epoch on which global batch
         self._fixed_place = None if rank is None or world is None else (rank, world)
         self._place = self._fixed_place or (0, 1)
+        self._least = 1
         self._lock = threading.RLock()  # `edl.distill` and others may iterate in a thread of theirs
         self._handed = 0
         self._pass = 0
@@ -107,9 +108,22 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def share_rows(self) -> int:
-        """Samples of the next optimizer step that this rank trains; its batch has so many rows, or one if this is 0."""
+        """Samples of the next optimizer step that this rank trains; its batch has `handed_rows` rows."""
         rank, world = self._place
-        return len(share(self.batch_samples, world, rank))
+        return len(share(self.batch_samples, world, rank, self._least))
+
+    @property
+    def handed_rows(self) -> int:
+        """Rows of this rank's next batch: its share or, if that is empty, as few as a model can take, often one."""
+        return self.share_rows or min(self._least, self.batch_samples)
+
+    def require_rows(self, least: int) -> None:
+        """Give no rank fewer than `least` rows from the next iteration on: batch normalization cannot train on one.
+
+        Where a global batch has too few samples for all ranks, the last ranks have none. `ElasticTrainer` calls this.
+        Every rank must, with the same number.
+        """
+        self._least = least
 
     @property
     def place(self) -> tuple[int, int]:
@@ -216,7 +230,7 @@ class ElasticSampler(Sampler[list[int]]):
                     self._handed = max(position, self.length)  # a smaller batch must not open this epoch again
                     return
                 rank, world = self._place
-                mine = share(samples, world, rank) or range(1)
+                mine = share(samples, world, rank, self._least) or range(min(self._least, samples))
                 self._handed += samples
             yield order[(position + np.arange(mine.start, mine.stop)) % self.length].tolist()
 

@@ -33,26 +33,33 @@ def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
     return left // batch if tail == "drop" else -(-left // batch)
 
 
-def share(samples: int, world: int, rank: int) -> range:
-    """The places of a global batch of `samples` that `rank` of `world` trains.
+def share(samples: int, world: int, rank: int, least: int = 1) -> range:
+    """Return the places of a global batch of `samples` that `rank` of `world` trains.
 
     Shares are neighbours in the order of ranks and differ by one sample at most; the first ranks have the larger ones.
-    With fewer samples than ranks the last ranks' shares are empty.
+    With fewer samples than `least` for each rank the last ranks' shares are empty.
+
+    Args:
+        least: samples that a share has, unless it is empty or the batch has fewer.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
-    each, more = divmod(samples, world)
+    sharing = min(world, max(samples // least, 1))
+    if rank >= sharing:
+        return range(samples, samples)
+    each, more = divmod(samples, sharing)
     begin = rank * each + min(rank, more)
     return range(begin, begin + each + (rank < more))
 
 
-def micro_sizes(samples: int, most: int | None = None, parts: int = 1) -> list[int]:
-    """Cut a share into as few micro-batches as possible; they differ by one sample at most.
+def micro_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
+    """Cut a share into as few micro-batches as possible; those that are not empty differ by one sample at most.
 
     Args:
         samples: of the share.
         most: that fit into the memory at once; None for no limit.
-        parts: make at least so many micro-batches. If these are more than the samples, some are of 0 samples.
+        parts: make at least so many micro-batches. If these are more than the samples allow, some are of 0 samples.
+        least: samples of a micro-batch that is not empty, where `most` allows it.
 
     Returns:
         The sizes, larger ones first; empty if there is neither a sample nor a wish for `parts` above 1.
@@ -61,5 +68,6 @@ def micro_sizes(samples: int, most: int | None = None, parts: int = 1) -> list[i
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
     needed = -(-samples // most) if most is not None else min(samples, 1)
     count = max(needed, parts if parts > 1 else 0)
-    each, more = divmod(samples, count) if count else (0, 0)
-    return [each + (place < more) for place in range(count)]
+    filled = max(needed, min(count, samples // least))
+    each, more = divmod(samples, filled) if filled else (0, 0)
+    return [each + (place < more) for place in range(filled)] + [0] * (count - filled)

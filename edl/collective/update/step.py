@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,12 @@ from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.split import micro_sizes
 from edl.errors import SettingsError
 
-__all__ = ["How", "Step", "begin_counted", "begin_sampled"]
+__all__ = ["ONE_ROW", "How", "Step", "begin_counted", "begin_sampled"]
+
+
+ONE_ROW: Final = (
+    "BatchNorm1d cannot be trained with one row, whose variance is not defined; SyncBatchNorm and GroupNorm can"
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,16 @@ class How:
         parts: groups of samples that the step must have over all ranks, if there are as many samples.
         all_backward: every rank needs a backward, also one without a sample.
         lockstep: every rank needs as many micro-batches as the others.
+        least: rows that a micro-batch has to have.
+        strict: the module fails with fewer.
     """
 
     most: int | None
     parts: int
     all_backward: bool
     lockstep: bool
+    least: int = 1
+    strict: bool = False
 
 
 @dataclass
@@ -41,6 +51,7 @@ class Step:
         samples: of the global batch.
         world: ranks.
         sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
+        stand_in: rows of the batch that such a one is computed with, for no weight.
         left: micro-batches without a backward yet.
         due: rows of the micro-batch that is in the user's hands, None if there is none.
         mark: of the sampler when the step began, None without a sampler.
@@ -57,6 +68,7 @@ class Step:
     mark: tuple[int, int, int] | None = None
     begun: bool = False
     synchronized: bool = False
+    stand_in: int = 1
     began_at: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -100,16 +112,17 @@ def begin_sampled(
             f"rows={told}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), since "
             "rows= is for training without a sampler"
         )
-    if given != max(mine, 1) or not samples:
+    if given != sampler.handed_rows or not samples:
         raise SettingsError(
             f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="
             "sampler), and let nobody but step() advance it"
         )
+    _check_rows([samples], how)
     sizes = _sizes(mine, world, how)
     if how.lockstep and world > 1:
         counts = exchange([len(sizes)], group, device)
-        sizes = micro_sizes(mine, how.most, max(count for (count,) in counts))
-    return Step(samples, world, sizes or [0], mark=sampler.mark)
+        sizes = micro_sizes(mine, how.most, max(count for (count,) in counts), how.least)
+    return Step(samples, world, sizes or [0], mark=sampler.mark, stand_in=min(how.least, given))
 
 
 def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | None, device: torch.device) -> Step:
@@ -124,8 +137,9 @@ def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | No
     sizes = _sizes(mine, world, how)
     everyone = exchange([mine, len(sizes), given], group, device)
     samples = sum(rows for rows, _, _ in everyone)
+    _check_rows([rows or rows_given for rows, _, rows_given in everyone if rows_given], how)
     if how.lockstep and world > 1:
-        sizes = micro_sizes(mine, how.most, max(count for _, count, _ in everyone))
+        sizes = micro_sizes(mine, how.most, max(count for _, count, _ in everyone), how.least)
     if how.all_backward and not all(rows for _, _, rows in everyone):
         raise SettingsError(
             "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
@@ -133,9 +147,22 @@ def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | No
         )
     if not samples:
         raise SettingsError("no rank has a sample for this step")
-    return Step(samples, world, sizes or [0] * min(given, 1))
+    return Step(samples, world, sizes or [0] * min(given, 1), stand_in=min(how.least, given))
 
 
 def _sizes(mine: int, world: int, how: How) -> list[int]:
     # With one group of samples in all there is no telling the noise from the gradient; several ranks are several.
-    return micro_sizes(mine, how.most, min(mine, how.parts) if world == 1 else 1)
+    return micro_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
+
+
+def _check_rows(counts: list[int], how: How) -> None:
+    """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for who fails.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    if how.strict and any(0 < count < how.least for count in counts):
+        raise SettingsError(
+            f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "
+            'last batch of an epoch ElasticSampler(tail="drop") or tail="pad")'
+        )

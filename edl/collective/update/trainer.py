@@ -34,14 +34,16 @@ from edl.collective.update.rows import count_rows, cut_rows
 from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.schedule import SampleSchedule
 from edl.collective.update.split import micro_sizes
-from edl.collective.update.step import How, Step, begin_counted, begin_sampled
+from edl.collective.update.step import ONE_ROW, How, Step, begin_counted, begin_sampled
 from edl.collective.update.tune import Now, Tuner
 from edl.collective.update.wrapping import (
     averages_itself,
     check_averaged,
     check_wrapping,
+    fails_with_one_row,
     in_lockstep,
     is_sharded,
+    least_rows,
     without_averaging,
 )
 from edl.errors import ProtocolError, SettingsError
@@ -117,6 +119,7 @@ class ElasticTrainer:
         self._scaling = Scaling(policy, base_batch or asked, asked)
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
+        self._check_least_rows()
         self._scale, self._group, self._asked = LossScale(scaler), group, asked
         measures = needs_noise(policy) or auto is not None
         check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
@@ -182,7 +185,7 @@ class ElasticTrainer:
         for number, size in enumerate(step.sizes, 1):
             with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
                 step.due = size
-                yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, 1)
+                yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, step.stand_in)
                 if step.due is not None:
                     raise SettingsError("backward() was not called for a micro-batch")
             begin += size
@@ -348,6 +351,26 @@ class ElasticTrainer:
         """The optimizer's parameters."""
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
+    def _check_least_rows(self) -> None:
+        """Let no rank, and no micro-batch, have a single row where the model normalizes over rows.
+
+        Raises:
+            SettingsError: some would all the same.
+        """
+        self._least, self._strict = least_rows(self.model), fails_with_one_row(self.model)
+        if self.sampler is not None:
+            self.sampler.require_rows(self._least)
+        if not self._strict:
+            return
+        if self.max_micro_batch is not None and self.max_micro_batch < 3:  # three rows are cut into two and one
+            raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would be of one row, and {ONE_ROW}")
+        one = self.sampler
+        if one is not None and (one.asked == 1 or (one.tail == "keep" and one.length % one.asked == 1)):
+            raise SettingsError(
+                f"of {one.length} samples in batches of {one.asked} the last batch of an epoch has one, and {ONE_ROW}. "
+                'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
+            )
+
     def _waited(self, began: float) -> None:
         """Gradients were synchronized since `began`. On a GPU the host's clock tells when kernels were started."""
         if self._device.type == "cpu":
@@ -355,7 +378,8 @@ class ElasticTrainer:
 
     def _begin(self, given: int, rows: int | None) -> Step:
         parts = 2 if self._meter is not None else 1
-        how = How(self.max_micro_batch, parts, averages_itself(self.model), in_lockstep(self.model))
+        lockstep = in_lockstep(self.model)
+        how = How(self.max_micro_batch, parts, averages_itself(self.model), lockstep, self._least, self._strict)
         if self.sampler is None:
             return begin_counted(given, given if rows is None else rows, how, self._group, self._device)
         self._scaling.resize(self.sampler.global_batch, self.noise)

@@ -14,7 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 from edl.collective.unwrapping import layers
 from edl.errors import SettingsError
 
-__all__ = ["averages_itself", "check_averaged", "check_wrapping", "in_lockstep", "is_sharded", "without_averaging"]
+__all__ = [
+    "averages_itself",
+    "check_averaged",
+    "check_wrapping",
+    "fails_with_one_row",
+    "in_lockstep",
+    "is_sharded",
+    "least_rows",
+    "without_averaging",
+]
 
 
 def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumulates: bool) -> None:
@@ -90,6 +99,25 @@ def is_sharded(module: nn.Module) -> bool:
 def in_lockstep(module: nn.Module) -> bool:
     """Whether the forward of `module` waits for the other ranks, so that all must run as many micro-batches."""
     return any(isinstance(one, (FSDPModule, nn.SyncBatchNorm)) for one in module.modules())
+
+
+def least_rows(module: nn.Module) -> int:
+    """Return how many rows a micro-batch should have: two where `module` normalizes by the variance of one rank's."""
+    return 2 if any(map(_is_local_norm, module.modules())) else 1
+
+
+def fails_with_one_row(module: nn.Module) -> bool:
+    """Return whether `module` normalizes rows without further dimensions, so that one row has no variance.
+
+    Images have pixels to take it over: with BatchNorm2d one row is a poor estimate, and no error.
+    """
+    return any(
+        _is_local_norm(one) and not isinstance(one, (nn.BatchNorm2d, nn.BatchNorm3d)) for one in module.modules()
+    )
+
+
+def _is_local_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 @contextmanager

@@ -37,15 +37,16 @@ def evaluate():
     note(f"begin {float(state.count)}")
     if how == "declared":
         if rank == 0 and first("killed"):
-            time.sleep(1.0)
+            while "begin 7.0 1" not in (folder / "notes").read_text():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(4.0)
+        time.sleep(5.0)
     note("end")
     return float(state.count) if rank == 0 else None
 
 
 def compute():
-    until = time.monotonic() + 6.0
+    until = time.monotonic() + 8.0
     while time.monotonic() < until:
         sum(range(1000))
 
@@ -71,7 +72,7 @@ dist.destroy_process_group()
 def run(tmp_path: Path, how: str) -> tuple[str, list[str]]:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    with Job(tmp_path, options=("--nnodes", "1", "--nproc-per-node", "2", "--hang-after", "1.5")) as job:
+    with Job(tmp_path, options=("--nnodes", "1", "--nproc-per-node", "2", "--hang-after", "3")) as job:
         code, output = job.run(command=[str(script), str(tmp_path), how])
         assert code == 0, output
         job.nothing_is_left()
@@ -82,7 +83,6 @@ def test_an_evaluation_is_neither_cut_nor_lost(tmp_path: Path) -> None:
     """It is longer than a hang, and its first try is killed in the middle, on one rank of two."""
     output, notes = run(tmp_path, "declared")
     assert "the workers hang" not in output
-    assert "evaluation after step 6 was broken off" not in output or "killed by SIGKILL" in output
     assert [note for note in notes if note.startswith(("begin", "done"))] == [
         *("begin 7.0 0", "begin 7.0 0", "begin 7.0 1", "begin 7.0 1"),
         *("done {6: 7.0} 0", "done {6: 7.0} 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -84,3 +85,10 @@ def test_a_sampler_and_a_trainer_of_different_ranks_are_refused(ranks: RanksPool
         ranks.run(2, trainer_cases.other_group, None)
     with pytest.raises(AssertionError, match="the share of rank 0 of 1, but this is rank"):
         ranks.run(2, trainer_cases.other_group, (0, 1))
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_no_rank_normalizes_one_row(ranks: RanksPool, ddp: bool) -> None:
+    """Of the last four samples three ranks would have two, one and one, and torch refuses to normalize one."""
+    found = ranks.run(3, functools.partial(trainer_cases.normalized, ddp=ddp))
+    assert all(torch.equal(mine, first) for one in found for mine, first in zip(one, found[0], strict=True))

@@ -225,3 +225,20 @@ def other_group(group: dist.ProcessGroup, rank: int, world: int, place: tuple[in
         for some in trainer.micro_batches(inputs[rows]):
             trainer.backward(model(some).mean())
         trainer.step()
+
+
+def normalized(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool) -> list[Tensor]:
+    """Two epochs of a model with BatchNorm1d, whose last batch has too few samples to give each rank two."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    wrapped = DistributedDataParallel(model, process_group=group) if ddp else model
+    sampler = ElasticSampler(LENGTH + 3, global_batch=BATCH, rank=rank, world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ElasticTrainer(wrapped, optimizer, sampler=sampler, max_micro_batch=3, group=group)
+    inputs, targets = data(LENGTH + 3)
+    for _ in sampler.epochs(2):
+        for rows in sampler:
+            for some_inputs, some_targets in trainer.micro_batches((inputs[rows], targets[rows])):
+                trainer.backward(nn.functional.mse_loss(wrapped(some_inputs), some_targets))
+            trainer.step()
+    return [one.detach() for one in model.parameters()]

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
+from edl.collective.job import Exclusion
 from edl.collective.ledger.codec import Event
 from edl.collective.ledger.spans import State
 from edl.collective.ledger.summary import NodeRow, Summary, as_dict
@@ -107,6 +108,7 @@ def _shown(summary: Summary, events: int) -> RenderableType:
     if summary.message:
         parts.append(Text(printable(summary.message.strip().rpartition("\n")[2]), "dim"))
     parts += [_where_the_time_went(summary), _members(summary.nodes)]
+    parts += [_left_out(exclusion) for exclusion in summary.exclusions]
     if events and summary.events:
         parts.append(_happened(summary.events[-events:]))
     return Group(*parts)
@@ -158,6 +160,12 @@ def _members(rows: Sequence[NodeRow]) -> Table:
     if hidden:
         table.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
     return table
+
+
+def _left_out(exclusion: Exclusion) -> Text:
+    what = f"the host of {printable(exclusion.node)} is left out ({printable(exclusion.reason)}): "
+    remedy = "once its GPU is reset or replaced, a reboot or `edl run --readmit` there lets it join again"
+    return Text.assemble((what, "bold red"), remedy)
 
 
 def _cells(row: NodeRow) -> list[Text]:

@@ -14,12 +14,17 @@ from typing import Any
 
 from edl.errors import ProtocolError
 
-__all__ = ["Member", "Node", "State", "World", "prefix"]
+__all__ = ["Exclusion", "Member", "Node", "State", "World", "exclusions_prefix", "prefix"]
 
 
 def prefix(job: str) -> str:
     """Where all records of a job lie in the Store."""
     return f"jobs/{job}/"
+
+
+def exclusions_prefix(job: str) -> str:
+    """Where the hosts stand that a job leaves out."""
+    return f"{prefix(job)}left-out/"
 
 
 class State(str, Enum):
@@ -151,6 +156,46 @@ class World:
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A host that a job leaves out from now on, because a GPU of it failed. The record has no lease.
+
+    Attributes:
+        node: the agent that found it out.
+        reason: what failed, in a line.
+        clear: it is the GPU for certain, and not perhaps a kernel of the script.
+        step: the last one that the node's workers had finished, -1 if they report none.
+        at_s: wall clock, seconds since 1970.
+    """
+
+    node: str
+    reason: str
+    clear: bool = True
+    step: int = -1
+    at_s: float = 0.0
+
+    def encode(self) -> bytes:
+        """JSON, for the Store."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Exclusion:
+        """The inverse of `encode`; what a later version of EDL added is left out.
+
+        Raises:
+            ProtocolError: the bytes are something else.
+        """
+        try:
+            values = _known(cls, json.loads(data))
+            exclusion = cls(**values)
+            wrong = [name for name in ("node", "reason") if not isinstance(values[name], str)]
+            if wrong or not isinstance(exclusion.step, int) or not isinstance(exclusion.at_s, (int, float)):
+                raise TypeError(f"{wrong or 'step or at_s'} of another type")
+        except (ValueError, TypeError, KeyError) as exc:
+            raise ProtocolError(f"not the record of a host that is left out: {data[:100]!r} ({exc})") from exc
+        return exclusion
 
 
 def _known(cls: type, values: Any) -> dict[str, Any]:

@@ -32,10 +32,13 @@ class Heard:
 
 
 @contextlib.contextmanager
-def workers_of(folder: Path, script: str, prewarm: bool = False) -> Iterator[tuple[Workers, Heard]]:
+def workers_of(
+    folder: Path, script: str, prewarm: bool = False, gpu_devices: tuple[str, ...] = ()
+) -> Iterator[tuple[Workers, Heard]]:
     (folder / "script.py").write_text(textwrap.dedent(script))
     heard = Heard()
-    workers = Workers(Warm("script", str(folder / "script.py"), ("x",), prewarm=prewarm), heard.queue.put)
+    warm = Warm("script", str(folder / "script.py"), ("x",), prewarm=prewarm)
+    workers = Workers(warm, heard.queue.put, gpu_devices=gpu_devices)
     try:
         workers.warm_up()
         yield workers, heard
@@ -111,6 +114,46 @@ def test_replacing_kills_the_children_as_well_and_keeps_whom_it_should(tmp_path:
         assert {heard.next().generation for _ in range(2)} == {1}
         wait_for(lambda: all(gone(pid) for pid in third))
     wait_for(lambda: all(gone(pid) for pid in second))
+
+
+HOLDER = """
+    import mmap, os, subprocess, time
+    from pathlib import Path
+
+    def lives(pid):
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    out = Path(os.environ["OUT"])
+    if "BEFORE" in os.environ:
+        text = " ".join(str(lives(int(pid))) for pid in os.environ["BEFORE"].split())
+    else:
+        device = os.open(os.environ["DEVICE"], os.O_RDONLY)
+        memory = mmap.mmap(-1, 200 << 20)  # which the kernel takes a while to take back
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        for at in range(0, len(memory), 4096):
+            memory[at] = 1
+        child = subprocess.Popen(["sleep", "1000"], pass_fds=[device])
+        text = f"{os.getpid()} {child.pid}"
+    out.with_suffix(".new").write_text(text)
+    out.with_suffix(".new").rename(out)
+    time.sleep(1000)
+"""
+
+
+def test_new_worker_waits_for_the_gpus_memory(tmp_path: Path) -> None:
+    """A file in the place of a GPU's device: whoever has it open has ended before a new worker's first line."""
+    device = tmp_path / "nvidia0"
+    device.touch()
+    with workers_of(tmp_path, HOLDER, gpu_devices=(str(tmp_path / "nvidia[0-9]*"),)) as (workers, _):
+        workers.start(0, {0: Fork({"OUT": str(tmp_path / "out-0"), "DEVICE": str(device)})})
+        before = pids_in(tmp_path / "out-0")
+        environ = {"OUT": str(tmp_path / "out-1"), "BEFORE": " ".join(map(str, before))}
+        workers.replace(1, {0: Fork(environ)})
+        wait_for((tmp_path / "out-1").exists)
+        assert (tmp_path / "out-1").read_text() == "False False"
 
 
 def test_a_killed_zygote_takes_everybody_along_and_is_told(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edl.collective.agent.checking import check_before_joining
+from edl.collective.agent.exclusion import REMEDY, Exclusions, host_key
 from edl.collective.agent.exits import Exit
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.part import Part
@@ -37,6 +38,8 @@ def arrive(part: Part) -> int | None:
     code = _too_late(part)
     if code == Exit.DONE:
         _store_what_was_left(part)
+    if code is None and _is_left_out(part):
+        code = Exit.FAULTY_NODE
     if code is None and part.told.check is not None:
         code = _check(part, part.told.check)
     if code is not None:
@@ -86,6 +89,20 @@ def _store_what_was_left(part: Part) -> None:
     if host.unstored and host.holds_state and host.run == JobRun(part.store, part.told.job)():
         part.say(f"node {host.heir_of} could not store the last state: it is stored now")
         part.storing.begin()
+
+
+def _is_left_out(part: Part) -> bool:
+    """Whether a GPU of this host failed in this job before, and nobody said since that the host is well again."""
+    exclusions = Exclusions(part.store, part.told.job, host_key())
+    exclusion = exclusions.of_this_host()
+    if exclusion is None:
+        return False
+    if part.told.readmit:
+        exclusions.remove()
+        part.say(f"this host is left out no more ({exclusion.reason})")
+        return False
+    part.say(f"job {part.told.job} leaves this host out ({exclusion.reason}): {REMEDY}; exit code {Exit.FAULTY_NODE:d}")
+    return True
 
 
 def _agree_on_script(part: Part) -> None:

@@ -6,10 +6,12 @@ What should become of the job is decided by `world.next_world`, what ended worke
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edl.collective.agent.crew import HANGING
+from edl.collective.agent.exclusion import REMEDY, Exclusions, host_key
 from edl.collective.agent.exits import Exit
 from edl.collective.agent.failures import Verdict
 from edl.collective.agent.launch import MeetingPlace, meeting_place
@@ -20,7 +22,7 @@ from edl.collective.agent.sightings import Sightings
 from edl.collective.agent.tether import neighbours
 from edl.collective.agent.world import Moment, failed, next_world
 from edl.collective.checkpoint.slots import nbytes_of
-from edl.collective.job import State, World
+from edl.collective.job import Exclusion, State, World
 from edl.collective.ledger.node import Doing
 from edl.errors import DiscoveryError
 
@@ -38,6 +40,8 @@ class Conduct:
         self._meeting: MeetingPlace | None = None
         self._sightings = Sightings(time.monotonic())
         self._shortage = Shortage(part.told.rules.min_nodes, part.told.join_timeout_s)
+        self._exclusions = Exclusions(part.store, part.told.job, host_key())
+        self._excluded: Exclusion | None = None
         self._unreachable = False
         self._reserve = False
         self._alone_s = 0.8 * part.told.rules.takeover_s
@@ -77,6 +81,8 @@ class Conduct:
         if world.ended:
             return self._end(world)
         position = world.position(self._part.id) if world.state is State.RUNNING else None
+        if self._excluded is not None:
+            return self._leave_faulty(records, self._excluded, member=position is not None)
         if world.state is not State.FORMING:
             self._shortage.over()
         self._tell_of_place(position is None and len(world.nodes) >= self._told.rules.max_nodes, world)
@@ -197,6 +203,10 @@ class Conduct:
         ended = [rank for one in finished for rank in one.ranks]
         missing = any(one.id not in nodes for one in world.nodes)
         verdict = self._crew.verdict(world.forgiven, others_ended=ended, missing=missing)
+        if verdict is not None and verdict.leave_out:
+            verdict = self._exclude(verdict)
+            if self._excluded is not None:
+                return self.act(records)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
@@ -208,11 +218,51 @@ class Conduct:
             self._part.events.put(None)  # somebody was first: look again
             return None
         if verdict is not None:
-            self._crew.restarted()
+            if verdict.fatal and verdict.unclear:
+                self._exclusions.remove_unclear()
+            self._crew.restarted(verdict)
             self._part.storing.store_newest()
             kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
             self._part.chronicle.tell(kind, text, world.generation)
         return self.act(self._membership.read())  # the others learn of it by their watches
+
+    def _exclude(self, verdict: Verdict) -> Verdict:
+        """Leave this host out because of its GPU. Returns another verdict where the fault was on another host before.
+
+        Raises:
+            DiscoveryError: the store does not answer, and nothing is changed.
+        """
+        clear = not verdict.unclear
+        exclusion = Exclusion(self._part.id, verdict.restart, clear, self._crew.step, time.time())
+        other = None if clear else self._exclusions.same_elsewhere(exclusion)
+        if other is not None:
+            where = f"so it was on {other.node} before, and no step further: the script's own error"
+            return Verdict(fatal=f"{verdict.restart} ({where})\n{verdict.traceback}", unclear=True)
+        self._exclusions.add(exclusion)
+        self._excluded = exclusion
+        surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
+        self._say(f"{surely} ({verdict.restart}): the job goes on without this node")
+        self._part.chronicle.tell("faulty", verdict.restart, self._crew.generation)
+        self._crew.halt()
+        self._part.storing.store_newest()
+        return verdict
+
+    def _leave_faulty(self, records: Records, exclusion: Exclusion, *, member: bool) -> int | None:
+        """Leave a job that goes on without this node; first the others get what only this node's memory has."""
+        if member:
+            if not self._part.replicas.hand_over():
+                return None
+            if not self._membership.node.leaving:
+                self._membership.update(leaving=True)
+            nodes = records.nodes | {self._part.id: self._membership.node}
+            moment = replace(self._moment(Verdict()), restart=f"a GPU of {self._part.id} failed")
+            proposal = next_world(records.world, nodes, moment, self._told.rules)
+            if proposal is not None and self._membership.propose(proposal, records.version):
+                return self.act(self._membership.read())
+            return None
+        self._part.chronicle.tell("leave", "its GPU failed", records.world.generation)
+        self._say(f"left; this host is out of job {self._told.job}: {REMEDY}; exit code {Exit.FAULTY_NODE:d}")
+        return Exit.FAULTY_NODE
 
     def _stopped_before(self, world: World) -> str:
         """Why this node's part of the present generation does not run any more, if it is so.

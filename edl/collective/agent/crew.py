@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edl.collective.agent import failures, pausing
 from edl.collective.agent.failures import Failure, Verdict
+from edl.collective.agent.gpu_faults import KernelLog
 from edl.collective.agent.hang_detector import HangDetector
 from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
@@ -70,6 +71,7 @@ class Crew:
         self._stopped_since: dict[int, float] = {}
         self._regrouping = Regrouping(_REGROUP_S)
         self._restarts = Restarts(told.max_restarts)
+        self._kernel_log = KernelLog()
         self._began_at = 0.0
         self.hangs = HangDetector(told.hang)
         self._forks_begin = True
@@ -118,6 +120,7 @@ class Crew:
         self.running = True
         self._began_at = time.monotonic()
         self.hangs.begin(self._began_at)
+        self._kernel_log.clear()
         self._output.follow(logs, self.first_rank)
 
     def halt(self) -> None:
@@ -154,6 +157,7 @@ class Crew:
         self._workers.close()
         self._output.stop()
         self._heart.close()
+        self._kernel_log.close()
 
     # --- What is heard of them. ---
 
@@ -240,14 +244,22 @@ class Crew:
         ended = {*others_ended, *(self.first_rank + rank for rank in self._ended_well)}
         contact_s = _ECHO_S if ended else self._told.ttl_s + 1.0
         verdict = failures.judge(
-            self._failures, waited_s, echo_s=_ECHO_S, contact_s=contact_s, ended=ended, missing=missing
+            self._failures,
+            waited_s,
+            echo_s=_ECHO_S,
+            contact_s=contact_s,
+            ended=ended,
+            missing=missing,
+            trained=self._since > 0 or self.step >= 0,
+            xids=self._kernel_log.xids(),
         )
-        return self._restarts.limited(verdict, forgiven, self._step()) if verdict is not None else None
+        return self._restarts.limited(verdict, forgiven, self.step) if verdict is not None else None
 
-    def restarted(self) -> None:
+    def restarted(self, verdict: Verdict) -> None:
         """The verdict was carried out: count it."""
         hung = any(one.what.startswith(HANGING) for one in self._failures)
-        self._restarts.count(self._step(), 0.0 if hung else time.monotonic() - self._began_at)
+        lived_s = 0.0 if hung else time.monotonic() - self._began_at
+        self._restarts.count(self.step, lived_s, unclear=verdict.unclear)
 
     # --- Inside. ---
 
@@ -268,7 +280,9 @@ class Crew:
         for board in self._boards.values():
             board.beat()
 
-    def _step(self) -> int:
+    @property
+    def step(self) -> int:
+        """The last step that any worker finished, -1 if they report none."""
         return max(reading.step for reading in self.readings().values())
 
     def _fail(self, failure: Failure) -> None:

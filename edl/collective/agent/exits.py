@@ -19,4 +19,4 @@ class Exit(IntEnum):
     """Too few nodes came within the deadline (EX_TEMPFAIL of sysexits.h): try again later. `edl.cli` ends so as well
     where the store does not answer when a node comes."""
     FAULTY_NODE = 69
-    """This node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""
+    """A GPU of this node failed, or the node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from edl.collective.agent.gpu_faults import GpuFault, find_gpu_fault, is_nccl_misuse
+
 __all__ = ["Failure", "Kind", "Verdict", "judge", "kind_of", "read_error"]
 
 # What torch raises in a rank whose peer is gone: its own types, and else words that only gloo, NCCL and torch say. Such
@@ -44,7 +46,13 @@ class Kind(Enum):
     """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
     NCCL's watchdog do, the process ends by SIGABRT."""
     ERROR = "error"
-    """The script raised, or ended with an exit code that is not 0."""
+    """The script raised, or ended with an exit code that is not 0. A failed assertion in a kernel is one as well."""
+    HARDWARE = "hardware"
+    """A GPU of the node is broken."""
+    UNCLEAR = "unclear"
+    """A kernel did what it must not: its own error, or the GPU's."""
+    MISSING = "missing"
+    """There is no such GPU: an error of the script's, unless the GPU was there before."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class Failure:
     @property
     def reason(self) -> str:
         """Why it ended, in a line, if it was killed."""
+        if found := find_gpu_fault(self.text):
+            return f"rank {self.rank}: {found[1]}"
         return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.what
 
 
@@ -71,12 +81,18 @@ class Failure:
 class Verdict:
     """What follows: a new generation because of `restart`, or the end of the job because of `fatal`.
 
-    `after_error` says that an error of the script's own is forgiven with it.
+    Attributes:
+        after_error: an error of the script's own is forgiven with the restart.
+        unclear: a GPU failed, or a kernel of the script, and nothing tells which; `traceback` is the whole error.
+        leave_out: the node's GPU is to blame, and the job goes on without the node.
     """
 
     restart: str = ""
     fatal: str = ""
     after_error: bool = False
+    unclear: bool = False
+    leave_out: bool = False
+    traceback: str = ""
 
 
 def kind_of(status: int, text: str) -> Kind:
@@ -92,6 +108,12 @@ def kind_of(status: int, text: str) -> Kind:
         _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
     ):
         return Kind.KILLED
+    if is_nccl_misuse(text):
+        return Kind.ERROR
+    if found := find_gpu_fault(text):
+        return {GpuFault.HARDWARE: Kind.HARDWARE, GpuFault.UNCLEAR: Kind.UNCLEAR, GpuFault.MISSING: Kind.MISSING}[
+            found[0]
+        ]
     return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
 
 
@@ -103,6 +125,8 @@ def judge(
     contact_s: float,
     ended: Collection[int] = (),
     missing: bool = False,
+    trained: bool = False,
+    xids: Sequence[str] = (),
 ) -> Verdict | None:
     """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
 
@@ -112,9 +136,19 @@ def judge(
         contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
         ended: ranks whose script ended well meanwhile, with which others lose contact.
         missing: a node of the generation is gone, with whose ranks they do so too.
+        trained: the job has trained before, here or elsewhere, so that a script that asks for too many GPUs would
+            have failed then.
+        xids: what the kernel said of failed hardware of this node in this generation.
     """
-    errors = [one for one in failures if one.kind is Kind.ERROR]
-    killed = [one for one in failures if one.kind is Kind.KILLED]
+    errors = [each for each in failures if each.kind is Kind.ERROR or (each.kind is Kind.MISSING and not trained)]
+    killed = [each for each in failures if each.kind is Kind.KILLED]
+    unclear = [each for each in failures if each.kind is Kind.UNCLEAR or (each.kind is Kind.MISSING and trained)]
+    broken = next((each for each in failures if each.kind is Kind.HARDWARE), None)
+    if broken is not None:
+        return Verdict(restart=broken.reason, leave_out=True, traceback=broken.text)
+    # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
+    if xids and len(errors) < len(failures):
+        return Verdict(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
     if killed:
         return Verdict(restart=killed[0].reason)
     if errors:
@@ -126,6 +160,10 @@ def judge(
         limit_s = echo_s if error.text else contact_s
         fatal = f"rank {error.rank}: {error.what}\n{error.text or error.what}"
         return Verdict(fatal=fatal) if waited_s >= limit_s else None
+    if unclear:
+        first = unclear[0]
+        verdict = Verdict(restart=first.reason, unclear=True, traceback=first.text)
+        return verdict if waited_s >= echo_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
         what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"

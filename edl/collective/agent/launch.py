@@ -47,6 +47,7 @@ class Launch:
         max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
         hang: how long workers may go without a step before they are started anew.
+        readmit: join although the job leaves this host out since a GPU of it failed.
         check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
@@ -69,6 +70,7 @@ class Launch:
     checkpoint_interval_s: float = 300.0
     role: str = "default"
     hang: HangLimits = field(default_factory=HangLimits)
+    readmit: bool = False
     check: CheckSettings | None = None
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -21,8 +21,8 @@ and `Checkpointer` a script goes on where it was.
   edl run --nnodes 1:4 --rdzv-id resnet \\
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
 
-Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node is faulty,
-74 the script's last state could not be stored, 75 too few nodes came in time, or the store
+Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
+GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in time, or the store
 cannot be reached: try again, 143 this node was asked to leave (SIGTERM) and did."""
 
 
@@ -70,6 +70,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 30.0,
         "help": "a node that is asked to leave passes the signal on to its workers, once they have saved where they "
         "save at all, and kills those that have not ended after this long (default: 30, as torchrun)",
+    },
+    "--readmit": {
+        "action": "store_true",
+        "help": "join although the job leaves this host out since a GPU of it failed: it was reset or replaced",
     },
     "--node-check": {
         "action": "store_true",

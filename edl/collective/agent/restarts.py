@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from edl.collective.agent.failures import Verdict
@@ -23,6 +24,7 @@ class Restarts:
         self._most_forgiven = most_forgiven
         self._fruitless = 0
         self._best_step = -1
+        self._unclear_faults = 0
 
     def limited(self, verdict: Verdict, forgiven: int, step: int) -> Verdict:
         """What follows from a verdict, after all that was before it.
@@ -31,14 +33,22 @@ class Restarts:
             forgiven: how many errors of the script's own the job has gone on after.
             step: the last one that any worker finished.
         """
+        if verdict.unclear and self._unclear_faults:
+            return replace(verdict, leave_out=True)
         if verdict.fatal and forgiven < self._most_forgiven:
             return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
         if verdict.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
             return Verdict(fatal=f"{_FRUITLESS} restarts in a row led nowhere; the last because {verdict.restart}")
         return verdict
 
-    def count(self, step: int, lived_s: float) -> None:
-        """The workers begin anew, after `step` and a life of `lived_s`, which is all that is known of a script that
-        reports no steps."""
+    def count(self, step: int, lived_s: float, *, unclear: bool = False) -> None:
+        """The workers begin anew.
+
+        Args:
+            step: the last one that any of them finished.
+            lived_s: for how long they ran, which is all that is known of a script that reports no steps.
+            unclear: a GPU failed, or a kernel of the script: the next time the GPU is blamed.
+        """
+        self._unclear_faults += unclear
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)

@@ -108,6 +108,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         grace_s=options.grace_period,
         role=options.role,
         hang=HangLimits(floor_s=options.hang_after, begin_s=min(_BEGIN_S, options.hang_after)),
+        readmit=options.readmit,
         check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from edl.collective.agent.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
 from edl.collective.agent.preload import Preloaded
 from edl.collective.agent.zygote import Fork, Warm
 from edl.errors import EDLError
@@ -63,10 +64,15 @@ class Workers:
         warm: what they run.
         report: called from a thread of this object with each `Exited` and `ZygoteLost`.
         environ: of the zygote.
+        gpu_devices: patterns of the files that a process opens to use a GPU.
     """
 
     def __init__(
-        self, warm: Warm, report: Callable[[Exited | ZygoteLost], None], environ: Mapping[str, str] | None = None
+        self,
+        warm: Warm,
+        report: Callable[[Exited | ZygoteLost], None],
+        environ: Mapping[str, str] | None = None,
+        gpu_devices: Sequence[str] = GPU_DEVICES,
     ) -> None:
         self._warm = warm
         self._report = report
@@ -74,6 +80,8 @@ class Workers:
         self._lock = threading.Condition()
         self._asked: collections.deque[tuple[int, int]] = collections.deque()
         self._running: dict[int, tuple[int, int]] = {}
+        self._ended: set[int] = set()  # workers since the last `replace`, whose children may hold a GPU
+        self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: Preloaded | None = None
         self._gone = True
@@ -163,18 +171,25 @@ class Workers:
         """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
 
         The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
-        takes longer. A process to which SIGKILL was sent runs no more code of its own.
+        takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU open, the
+        new one would find that GPU's memory taken, and is forked when it has let go of it, or when the time is up.
 
         Raises:
             EDLError: the zygote has died, or a worker does not die.
         """
+        deadline = time.monotonic() + timeout_s
         with self._lock:
-            for pid, (_, rank) in self._running.items():
-                if rank in forks:
-                    _kill(pid)
+            replaced = {pid for pid, (_, rank) in self._running.items() if rank in forks}
+            holders = find_holders(replaced | self._ended, self._gpu_devices)
+            self._ended.clear()
+            for pid in replaced:
+                _kill(pid)
             self._running = {
                 pid: (before if rank in forks else generation, rank) for pid, (before, rank) in self._running.items()
             }
+        if holders:
+            self._reap(lambda before, rank: before != generation, timeout_s)
+            wait_for_release(holders, deadline)
         self.start(generation, forks)
         self._reap(lambda before, rank: before != generation, timeout_s)
 
@@ -269,6 +284,7 @@ class Workers:
         elif "exited" in message:
             pid = message["exited"]
             generation, local_rank = self._running.pop(pid)
+            self._ended.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind
             return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))

@@ -25,8 +25,8 @@ class Event:
     Attributes:
         at_us: wall clock, microseconds since 1970.
         node: whom it happened to, or who saw it.
-        kind: "join", "leave", "kill", "exit", "hang", "straggler", "restart", "generation" or "error"; others are shown
-            as they are.
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "straggler", "restart", "generation" or "error"; others
+            are shown as they are.
         text: what happened, in a few words.
         generation: of the world in which it happened, -1 before the first.
     """

@@ -4,6 +4,7 @@
 
     jobs/JOB/world                  which nodes train together (edl.collective.job), written by all agents
     jobs/JOB/ledger/NODE/BEGAN      one life of one node's agent: all of its time, rewritten about once a second
+    jobs/JOB/left-out/HOST          a host that the job leaves out (edl.collective.job)
     jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it, the last ones
 
 None of it has a lease: it stays when the agents are gone, until `forget`. BEGAN is when that life began, so that an
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from edl.collective.job import World, prefix
+from edl.collective.job import Exclusion, World, prefix
 from edl.collective.ledger.codec import Event, decode_events, decode_record, encode_events, encode_record
 from edl.collective.ledger.node import Ledger, NodeRecord
 from edl.discovery.store import Store
@@ -65,12 +66,14 @@ class JobRecord:
         world: None where no agent wrote one yet.
         nodes: one for each life of an agent, in the order in which they began.
         events: oldest first.
+        exclusions: hosts that it leaves out, in the order in which their GPUs failed.
     """
 
     job: str
     world: World | None
     nodes: tuple[NodeRecord, ...]
     events: tuple[Event, ...]
+    exclusions: tuple[Exclusion, ...] = ()
 
 
 def read_job(store: Store, job: str) -> JobRecord:
@@ -84,6 +87,7 @@ def read_job(store: Store, job: str) -> JobRecord:
     world: World | None = None
     nodes: list[NodeRecord] = []
     events: list[Event] = []
+    exclusions: list[Exclusion] = []
     found = store.list(folder)
     if not found:
         known = ", ".join(jobs(store)) or "none at all"
@@ -96,9 +100,12 @@ def read_job(store: Store, job: str) -> JobRecord:
             nodes.append(decode_record(entry.value, entry.key))
         elif part.startswith("events/"):
             events += decode_events(entry.value, entry.key)
+        elif part.startswith("left-out/"):
+            exclusions.append(Exclusion.decode(entry.value))
     nodes.sort(key=lambda record: (record.began_us, record.node))
     events.sort(key=lambda event: event.at_us)
-    return JobRecord(job, world, tuple(nodes), tuple(events))
+    exclusions.sort(key=lambda exclusion: exclusion.at_s)
+    return JobRecord(job, world, tuple(nodes), tuple(events), tuple(exclusions))
 
 
 def finished_before(store: Store, job: str, generation: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from edl.collective.job import World
+from edl.collective.job import Exclusion, World
 from edl.collective.ledger.codec import Event
 from edl.collective.ledger.job import JobLedger, join
 from edl.collective.ledger.node import NodeRecord
@@ -47,6 +47,7 @@ class Summary:
             "unknown" without a world.
         steps_known: whether any step was reported. If not, the script uses nothing of EDL that reports steps, and all
             of its time looks like LOAD.
+        exclusions: hosts that the job leaves out, since a GPU of theirs failed.
         nodes: the present members by rank, then others that live, then those that are gone, the last one first.
     """
 
@@ -62,6 +63,7 @@ class Summary:
     ledger: JobLedger
     nodes: tuple[NodeRow, ...]
     events: tuple[Event, ...]
+    exclusions: tuple[Exclusion, ...] = ()
 
 
 def summarize(record: JobRecord, now_us: int) -> Summary:
@@ -93,6 +95,7 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
         ledger=ledger,
         nodes=tuple(rows),
         events=record.events,
+        exclusions=record.exclusions,
     )
 
 
@@ -114,6 +117,10 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
         "goodput": ledger.goodput if summary.steps_known else None,
         "worker_goodput": ledger.worker_goodput if summary.steps_known else None,
         "nodes": [_row_as_dict(row) for row in summary.nodes],
+        "left_out": [
+            {"node": each.node, "reason": each.reason, "clear": each.clear, "step": each.step, "at": each.at_s}
+            for each in summary.exclusions
+        ],
         "events": [_event_as_dict(event) for event in _last(summary.events, last_events)],
     }
 

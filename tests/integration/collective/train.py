@@ -35,6 +35,10 @@ def obey(folder: Path, rank: int) -> None:
         sys.exit(3)
     elif action == "raise":
         raise LookupError("the user's own mistake")
+    elif action == "ecc":  # CUDA's words, as torch raises them: there is no GPU here
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nFor debugging consider passing ...\n")
+    elif action == "launch":
+        raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported late.\n")
     elif action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":

@@ -1,0 +1,63 @@
+"""Hosts that a job leaves out, in a real store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.collective.agent.exclusion import Exclusions, host_key
+from edl.collective.job import Exclusion
+from edl.collective.ledger.records import read_job
+from edl.discovery import Store, open_store
+from edl.errors import ProtocolError
+
+FAULT = "rank 1: RuntimeError: CUDA error: unspecified launch failure"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        yield store
+
+
+def test_host_is_left_out_until_it_is_removed(store: Store) -> None:
+    here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
+    broken = Exclusion("node-a", "rank 0: ECC", True, 7, 1.0)
+    here.add(broken)
+    assert (here.of_this_host(), there.of_this_host()) == (broken, None)
+    assert Exclusions(store, "another", "a").of_this_host() is None
+    assert read_job(store, "job").exclusions == (broken,)
+    here.remove()
+    assert here.of_this_host() is None
+
+
+@pytest.mark.parametrize(
+    ("step", "clear", "same"), [(7, False, True), (5, False, True), (8, False, False), (7, True, False)]
+)
+def test_fault_at_the_same_step_is_the_scripts(store: Store, step: int, clear: bool, same: bool) -> None:
+    here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
+    first = Exclusion("node-a", FAULT, clear, 7)
+    here.add(first)
+    assert here.same_elsewhere(first) is None, "its own record is not another host"
+    found = there.same_elsewhere(Exclusion("node-b", FAULT, False, step))
+    assert found == (first if same else None)
+    there.remove_unclear()
+    assert (here.of_this_host() is None) is not clear
+
+
+def test_host_key_is_of_a_boot_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    first = host_key()
+    assert first == host_key(), "the same from process to process"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert host_key() != first
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b'{"node": 3, "reason": ""}', b'{"node": "a", "reason": "b", "at_s": ""}']
+)
+def test_odd_record_is_an_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="left out"):
+        Exclusion.decode(data)

@@ -59,7 +59,7 @@ class Job:
 
     @property
     def nodes(self) -> set[int]:
-        """The numbers of those that were started, and neither killed nor asked to leave."""
+        """The numbers of those that were started, and neither killed nor lost nor asked to leave."""
         return set(self._nodes)
 
     def start(self, number: int) -> float:
@@ -146,6 +146,11 @@ class Job:
         now = time.monotonic()
         process.terminate()
         return now
+
+    def lose(self, number: int) -> float:
+        """Count a node as gone whose processes go on, until `close`. Returns when."""
+        self._forget(number)
+        return time.monotonic()
 
     def close(self) -> None:
         """Kill what is left of all nodes."""

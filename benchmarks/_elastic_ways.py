@@ -15,10 +15,12 @@ from pathlib import Path
 
 from benchmarks._child import ROOT
 from benchmarks._elastic_job import Job, Launch
+from benchmarks._elastic_network import Network
 from benchmarks._elastic_task import Task
 
 __all__ = [
     "TORCHFT",
+    "edl_hosts",
     "edl_nodes",
     "edl_script",
     "edl_workers",
@@ -35,6 +37,9 @@ _EDL = (sys.executable, "-m", "edl", "run")
 _TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """As torchrun comes, it does not recover from a worker's death: the ranks of the next world find old addresses."""
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def _script(name: str, task: Task, node: int) -> list[str]:
@@ -58,6 +63,12 @@ def edl_script(folder: Path, most: int, script: str, arguments: Sequence[str]) -
     return _edl(Task(folder, "0", 0, 0.0), options, 1, lambda node: [*command, "--name", str(node)])
 
 
+def edl_hosts(task: Task, network: Network, store: str) -> Job:
+    """Nodes of ours with a rank each, on the hosts of a network, which meet in a store that these reach."""
+    options = ["--nnodes", f"1:{network.hosts}", "--nproc-per-node", "1"]
+    return _edl(task, options, 1, store=store, network=network)
+
+
 def job_name(task: Task) -> str:
     """What a job of ours is called in its store."""
     return f"bench-{task.folder.name}"
@@ -68,13 +79,25 @@ def store_url(task: Task) -> str:
     return f"sqlite:///{task.folder}/store.sqlite"
 
 
-def _edl(task: Task, options: list[str], workers: int, script: Callable[[int], list[str]] | None = None) -> Job:
-    name = job_name(task)
-    command = [*_EDL, *options, "--rdzv-id", name, "--store", store_url(task)]
-    digest = hashlib.sha256(f"{store_url(task)} {name}".encode()).hexdigest()[:16]
+def _edl(
+    task: Task,
+    options: list[str],
+    workers: int,
+    script: Callable[[int], list[str]] | None = None,
+    store: str | None = None,
+    network: Network | None = None,
+) -> Job:
+    name, store = job_name(task), store or store_url(task)
+    command = [*_EDL, *options, "--rdzv-id", name, "--store", store]
+    digest = hashlib.sha256(f"{store} {name}".encode()).hexdigest()[:16]
     memory = Path(f"/dev/shm/edl-{os.getuid()}") / digest
     script = script or partial(_script, "_elastic_edl.py", task)
-    return Job(task.folder, lambda node: Launch([*command, *script(node)]), workers, memory)
+
+    def launch(node: int) -> Launch:
+        whole = [*command, *script(node)]
+        return Launch(whole) if network is None else Launch(network.command(node, whole), {_INTERFACE: "eth0"})
+
+    return Job(task.folder, launch, workers, memory)
 
 
 def torchrun_workers(task: Task, workers: int) -> Job:

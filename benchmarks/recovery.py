@@ -17,6 +17,9 @@ with `edl run`: three nodes of a rank each with `stay`, of which one dies with i
 - `vs_dynamic_rendezvous`: a node dies with its agent; seconds of torchrun, whose nodes meet by torch's own rendezvous
   (`DynamicRendezvousHandler`) in the same store as ours and notice a death after 4 s, by those of `edl run`;
   `join_vs_dynamic_rendezvous`: the pause when a node joins, likewise.
+- `lost_host_s`: three nodes, each in a network namespace of its own; from one moment on all packets of one host are
+  dropped, and nobody hears that its processes are gone. `killed_host_s`: beside it, the same nodes when the processes
+  of one are killed, so that its kernel closes their connections.
 - `p50_s`, `p99_s`, `hangs`: of `--kills N` kills, one after the other at any moment of a step.
 """
 
@@ -39,8 +42,10 @@ from benchmarks import _elastic_ways as ways
 from benchmarks._child import ROOT
 from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_node, kill_rank
 from benchmarks._elastic_job import Hang, Job
+from benchmarks._elastic_network import Network
 from benchmarks._elastic_task import Task
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
+from edl.discovery.served.server import ListenAddress, StoreServer
 
 GOALS = [
     Goal("sooner", 8),
@@ -247,6 +252,7 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     if not options.quick:
         figures |= _joins(max(1, options.repeats // 2))
         figures |= _node_deaths(max(1, options.repeats // 2))
+        figures |= _lost_hosts(max(1, options.repeats // 2))
         figures |= _many(forked, kills, "") | _many(in_process, kills, "in_process_")
         _adversaries(stay=False)
         _adversaries(stay=True)
@@ -287,6 +293,43 @@ def _node_deaths(repeats: int) -> dict[str, list[float]]:
     seconds = take_turns(starts, repeats)
     _note_seconds("A node dies", seconds)
     return _against(seconds, _IN_STORE, {"edl run": "vs_dynamic_rendezvous"})
+
+
+def _lost_hosts(repeats: int) -> dict[str, list[float]]:
+    """How long the others need when a host is cut off, and when its processes are killed."""
+    try:
+        with Network(1):
+            pass
+    except OSError as exc:
+        note(f"No lost hosts: network namespaces cannot be made here ({exc}).\n")
+        return {}
+    sides = {"lost_host_s": partial(_host_dies_s, cut=True), "killed_host_s": partial(_host_dies_s, cut=False)}
+    seconds = take_turns(sides, repeats)
+    _note_seconds("A host is", {"cut off": seconds["lost_host_s"], "killed": seconds["killed_host_s"]})
+    return seconds
+
+
+def _host_dies_s(*, cut: bool) -> float:
+    """Until the slowest of two hosts' ranks has finished a step without the third; infinite if it never has."""
+    with ExitStack() as stack:
+        network = stack.enter_context(Network(_RANKS))
+        task = _task(stack)
+        server = StoreServer(str(task.folder / "served.sqlite"), ListenAddress(network.address, 0))
+        stack.callback(server.close)
+        job = stack.enter_context(ways.edl_hosts(task, network, f"edl://{network.address}:{server.port}"))
+        for number in range(_RANKS):
+            job.start(number)
+        job.together(count=3 * _SETTLE_STEPS)
+
+        def lose_host(job: Job) -> Event:
+            network.cut(1)
+            return Event(job.lose(1), job.places(), job.places())
+
+        try:
+            return get_over(job, lose_host if cut else lambda job: kill_node(job, 1), _TIMEOUT_S).seconds
+        except Hang as hang:
+            progress(f"the loss of a host hung: {hang}")
+            return math.inf
 
 
 def _note_seconds(what: str, seconds: dict[str, list[float]]) -> None:

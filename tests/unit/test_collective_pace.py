@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +52,21 @@ def test_the_newest_state_of_the_newest_generation_is_chosen() -> None:
     assert (choice.generation, choice.step) == (2, 15)
     assert choice.sources == (1, 1, 1)
     assert choose([[], []]) is None
+
+
+def test_each_rank_gets_its_own_where_it_can() -> None:
+    both = [Label(3, 8, 2, rank) for rank in range(2)]
+    choice = choose([[Label(3, 9, 2, 0), both[0]], [both[1]]])
+    assert choice is not None
+    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
+        "rank 1 would begin its random numbers anew"
+    )
+    choice = choose([[Label(3, 9, 2, 0), both[0]], []])
+    assert choice is not None
+    assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
+    choice = choose([[Label(3, 9, 2, 0), both[0]], [both[1]], []])
+    assert choice is not None
+    assert choice.step == 9, "in a world of another size nobody's random numbers come back"
 
 
 def test_a_sharded_state_needs_all_its_parts() -> None:
@@ -103,7 +120,11 @@ def test_whoever_gives_a_state_has_it(offers: list[list[Label]]) -> None:
     choice = choose(offers)
     assert (choice is None) == (not any(offers))
     if choice is not None:
-        assert (choice.generation, choice.step) == max((one.generation, one.step) for row in offers for one in row)
+        labels = {one for row in offers for one in row}
+        newest = max((one.generation, one.step) for one in labels)
+        parts = Counter((one.generation, one.step) for one in labels)
+        entire = [state for state in parts if parts[state] == 3 == len(offers) and state[0] == newest[0]]
+        assert (choice.generation, choice.step) == max(entire, default=newest)
         for rank, (source, part) in enumerate(zip(choice.sources, choice.parts, strict=True)):
             assert any(choice.matches(label, part) for label in offers[source])
             has = [label.rank for label in offers[rank] if choice.matches(label, label.rank)]

@@ -70,7 +70,7 @@ def choose(
     for state in sorted(held.keys() | copied.keys(), reverse=True):
         parts = held.get(state, {})
         if state not in sharded:
-            return _replicated(state, parts, len(offers))
+            return _replicated(*_entire(state, held, len(offers)), len(offers))
         stand_ins = _stand_ins(state, parts, same or {})
         lost = {
             part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts and part not in stand_ins
@@ -78,6 +78,20 @@ def choose(
         if parts.keys() | lost.keys() | stand_ins.keys() >= set(range(state[2])):
             return replace(_sharded(state, parts | lost, stand_ins, len(offers)), from_replicas=bool(lost))
     return None
+
+
+def _entire(
+    newest: tuple[int, int, int], held: dict[tuple[int, int, int], dict[int, list[int]]], size: int
+) -> tuple[tuple[int, int, int], dict[int, list[int]]]:
+    """Return the newest state of which every rank has its own part, if the same world can go on from one.
+
+    A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
+    the save before, which all have, counts more. Where none has all parts, as a host was lost, it is the newest.
+    """
+    for state in sorted(held, reverse=True):
+        if state[0] == newest[0] and state[2] == size and len(held[state]) == size == newest[2]:
+            return state, held[state]
+    return newest, held[newest]
 
 
 def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: Holders) -> dict[int, int]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from edl.collective.checkpoint.sharding import box_of, tensors_in
+from edl.collective.checkpoint.stateful_loader import is_stateful_loader, place_of, resume
 from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
@@ -54,6 +55,8 @@ def take(value: Any, names: Names) -> Any:
         return dict(unwrapped(value).state_dict())
     if isinstance(value, torch.optim.Optimizer):
         return _by_name(value, names)
+    if is_stateful_loader(value):
+        return place_of(value)
     return value.state_dict() if kind_of(value) == "object" else value
 
 
@@ -106,6 +109,8 @@ def load(field: str, value: Any, form: Any, names: Names) -> Any:
         _load_module(field, unwrapped(value), form)
     elif isinstance(value, torch.optim.Optimizer):
         _load_optimizer(field, value, form, names)
+    elif is_stateful_loader(value):
+        resume(value, form)
     elif kind_of(value) == "object":
         _load_object(field, value, form)
     else:

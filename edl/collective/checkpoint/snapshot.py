@@ -7,7 +7,7 @@ its part belongs in the whole, so that a world of another size can put the whole
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -98,6 +98,7 @@ class Meta:
         entries: the tensors, by the numbers that the encoded fields use.
         layouts: of those that are sharded.
         holders: the ranks, as torch counts them in all, each of which holds the same shards as the one that saved this.
+        per_rank: of the fields of the one rank those that must not be lost, such as a place in a stream.
     """
 
     kinds: dict[str, str]
@@ -106,6 +107,7 @@ class Meta:
     entries: tuple[Entry, ...]
     layouts: tuple[Layout, ...] = ()
     holders: tuple[int, ...] = ()
+    per_rank: frozenset[str] = frozenset()
 
     @property
     def data_nbytes(self) -> int:
@@ -115,7 +117,7 @@ class Meta:
     @property
     def sharded(self) -> bool:
         """Whether other ranks hold parts that are not here."""
-        return any(entry.scope == "shard" for entry in self.entries)
+        return bool(self.per_rank) or any(entry.scope == "shard" for entry in self.entries)
 
 
 def lay_out(sizes: Sequence[int]) -> list[int]:
@@ -136,10 +138,12 @@ def pack_table(entries: Sequence[Entry], layouts: Sequence[Layout] = (), holders
     return b'"tensors":%b,"layouts":%b,"holders":%b' % (to_json(rows), to_json(forms), to_json(holders))
 
 
-def pack_meta(kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes) -> bytes:
+def pack_meta(
+    kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes, per_rank: Iterable[str] = ()
+) -> bytes:
     """The metadata, from fields already encoded and a table already packed."""
-    parts = (to_json(kinds), _join(tree), _join(local), table)
-    return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,%b}' % (_FORMAT, *parts)
+    parts = (to_json(kinds), _join(tree), _join(local), to_json(sorted(per_rank)), table)
+    return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"per_rank":%b,%b}' % (_FORMAT, *parts)
 
 
 def _join(fields: dict[str, bytes]) -> bytes:
@@ -167,7 +171,8 @@ def read_meta(form: Any) -> Meta:
         entries = tuple(map(_entry, form["tensors"]))
         layouts = tuple(map(_layout, form.get("layouts", [])))
         holders = tuple(map(int, form.get("holders", [])))
-        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders)
+        per_rank = frozenset(map(str, form.get("per_rank", [])))
+        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders, per_rank)
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"metadata of a state cannot be read: {exc!r}") from exc
     for entry in entries:

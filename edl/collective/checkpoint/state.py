@@ -15,6 +15,8 @@ from edl.collective.checkpoint.encoding import decode, encode
 from edl.collective.checkpoint.parts import Gathered, LiveTensors, Target, refusal, view_of
 from edl.collective.checkpoint.sharding import LiveMeshes, tensors_in
 from edl.collective.checkpoint.snapshot import Entry, Layout, Meta, pack_meta, pack_table
+from edl.collective.checkpoint.stateful_loader import is_stateful_loader
+from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["Captured", "Loading", "State", "WorldChange"]
@@ -49,7 +51,8 @@ class Captured:
         meta: as `edl.collective.checkpoint.snapshot.parse_meta` reads it.
         entries: where each tensor goes in the data.
         tensors: this rank's parts, on whatever device they are.
-        holders: the ranks that hold the same shards, this one among them; empty if nothing is sharded.
+        holders: the ranks that hold the same shards, this one among them; this one alone with fields `per_rank`;
+            empty if nothing is sharded.
     """
 
     meta: bytes
@@ -75,21 +78,33 @@ class State:
 
     Fields are expected to be the same on all ranks, save that a `DTensor` (FSDP2's `fully_shard`) is saved as the
     part that each rank holds, and `local` fields belong to their rank alone. Those, and the states of the random
-    number generators, come back where the world has the same size.
+    number generators, come back where the world has the same size, and the rank's host is still there.
+
+    `per_rank` fields belong to their rank alone as well, and are never lost: such as the place in a stream of which
+    each rank reads another part. They come back exactly or not at all: of a lost host they are restored from another
+    host's replica, like the part of a sharded model, and a world of another size is refused. A `StatefulDataLoader` of
+    torchdata is always such a field.
     """
 
-    def __init__(self, *, rng: bool = True, local: Iterable[str] = (), **fields: Any) -> None:
+    def __init__(
+        self, *, rng: bool = True, local: Iterable[str] = (), per_rank: Iterable[str] = (), **fields: Any
+    ) -> None:
         """A state with `fields`.
 
         Args:
             rng: also save the states of Python's, numpy's and torch's random number generators, of each rank.
             local: names of fields that differ between ranks.
+            per_rank: names of fields that differ between ranks, and without which no rank may go on.
 
         Raises:
-            SettingsError: a field has a name that means something else here.
+            SettingsError: a field has a name that means something else here, or is both local and per_rank.
         """
         own = vars(self)
         own["_fields"], own["_adjust"], own["_rng"], own["_local"] = {}, [], rng, frozenset(local)
+        own["_per_rank"] = frozenset(per_rank)
+        both = sorted(own["_local"] & own["_per_rank"])
+        if both:
+            raise SettingsError(f"field {both[0]} is local, which may be lost, and per_rank, which may not: choose one")
         own["_table"], own["_meshes"] = (None, b""), None
         for name, value in fields.items():
             setattr(self, name, value)
@@ -124,6 +139,15 @@ class State:
         for adjust in self._adjust:
             adjust(change)
 
+    def per_rank(self) -> frozenset[str]:
+        """Return the names of the fields that belong to each rank alone and must not be lost."""
+        fields: dict[str, Any] = self._fields
+        given: frozenset[str] = self._per_rank
+        loaders = frozenset(
+            name for name, value in fields.items() if is_stateful_loader(value) and name not in self._local
+        )
+        return given.intersection(fields) | loaders
+
     def capture(self) -> Captured:
         """The state now. Copies nothing yet but small values.
 
@@ -135,21 +159,23 @@ class State:
         kinds: dict[str, str] = {}
         tree: dict[str, bytes] = {}
         local: dict[str, bytes] = {}
+        per_rank = self.per_rank()
         for name, value in self._fields.items():
-            gathered.scope = "local" if name in self._local else "replicated"
+            own = name in self._local or name in per_rank
+            gathered.scope = "local" if own else "replicated"
             kinds[name] = kind = state_fields.kind_of(value)
             gathered.made_anew = kind in ("object", "value")
             form = encode(state_fields.take(value, names), gathered, (name,))
-            (local if name in self._local else tree)[name] = form
+            (local if own else tree)[name] = form
         if self._rng:
             gathered.scope = "local"
             local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
         entries = gathered.entries()
-        if entries != self._table[0]:
+        holders = frozenset([rank_of(None)]) if per_rank else gathered.holders
+        if (entries, holders) != self._table[0]:
             self._check_restorable(entries, gathered.layouts)
-            vars(self)["_table"] = (entries, pack_table(entries, gathered.layouts, sorted(gathered.holders)))
-        holders = gathered.holders
-        return Captured(pack_meta(kinds, tree, local, self._table[1]), entries, gathered.tensors, holders)
+            vars(self)["_table"] = (entries, holders), pack_table(entries, gathered.layouts, sorted(holders))
+        return Captured(pack_meta(kinds, tree, local, self._table[1], per_rank), entries, gathered.tensors, holders)
 
     def begin_restore(self) -> None:
         """Remember what this state has before it is restored: a restarted script has as much, and no more.
@@ -185,6 +211,9 @@ class State:
         Args:
             meta: of the snapshot, of any rank; of this one if `local`.
             local: restore what belongs to this rank alone, too.
+
+        Raises:
+            SettingsError: the state has places that belong to one rank each, and this is not that rank.
         """
         return Loading(self, meta, local)
 
@@ -193,6 +222,13 @@ class Loading:
     """A restore under way. Between the first `fill` and `finish` the state is neither the old nor the new."""
 
     def __init__(self, state: State, meta: Meta, local: bool) -> None:
+        lacking = sorted(meta.per_rank & set(state)) if not local else ()
+        if lacking:
+            raise SettingsError(
+                f"field {lacking[0]} of the State is each rank's own place in its data, and another world saved it: "
+                "going on would repeat some samples and leave out others. Start as many workers as before, or use "
+                "ElasticSampler, whose place holds for any number of workers"
+            )
         self._state = state
         self._meta = meta
         self._forms = {**meta.tree, **(meta.local if local else {})}

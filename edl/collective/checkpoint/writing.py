@@ -124,7 +124,6 @@ class Writer:
             nbytes = captured.data_nbytes
             number, memory = slots.begin(nbytes, len(captured.meta))
             views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
-            sharded = any(entry.scope == "shard" for entry in captured.entries)
             # New memory's pages are best paid for at once.
             later = self._may_wait(state, captured) if known and not at_once else set()
             self._passed.clear()
@@ -134,7 +133,7 @@ class Writer:
 
             def commit() -> None:
                 if watched.still() and watched.same_as(copies):
-                    slots.commit(replace(label, sharded=sharded), nbytes, captured.meta)
+                    slots.commit(replace(label, sharded=bool(captured.holders)), nbytes, captured.meta)
                     self._complete = True
                     then(time.perf_counter() - begin)
 

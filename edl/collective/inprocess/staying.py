@@ -269,6 +269,12 @@ class _Stay:
 
 
 def _check_state(state: State) -> None:
+    for name in sorted(state.per_rank()):
+        raise SettingsError(
+            f"field {name} of the State is each rank's own place in its data: a worker that is forked anew "
+            "cannot be given the place of the lost one in process. Call init_process_group() and train without stay(), "
+            "or use ElasticSampler"
+        )
     for name in state:
         value = getattr(state, name)
         if isinstance(value, DistributedDataParallel):

@@ -59,6 +59,9 @@ class ElasticSampler(Sampler[list[int]]):
             begins, or 0 and 1 without it.
     """
 
+    keeps_place = True
+    """Counts what was trained by itself, whatever a loader has read ahead."""
+
     def __init__(
         self,
         length: int,

@@ -6,18 +6,17 @@ each increment, which at thousands of requests a second costs more than all of t
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from edl.errors import SettingsError
+from edl_serving.metrics_server import MetricsServer
 from edl_serving.refusal import Refusal
 
 __all__ = ["Metrics", "WorkerMetrics"]
@@ -79,7 +78,7 @@ class Metrics(Collector):
         self._refusals: Counter[str] = Counter()
         self._workers: list[WorkerMetrics] = []
         self._gauges: list[tuple[str, str, Callable[[], float]]] = []
-        self._http: tuple[Any, threading.Thread] | None = None
+        self._http: MetricsServer | None = None
         self.registry.register(self)
 
     def worker(self) -> WorkerMetrics:
@@ -159,19 +158,16 @@ class Metrics(Collector):
             SettingsError: the address cannot be listened on.
         """
         try:
-            self._http = start_http_server(port, host, self.registry)
+            self._http = MetricsServer(self.registry, host, port)
         except OSError as exc:
             raise SettingsError(f"metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
-        return int(self._http[0].server_port)
+        return self._http.port
 
     def close(self) -> None:
         """Stop listening."""
         if self._http is not None:
-            server, thread = self._http
-            self._http = None
-            server.shutdown()
-            server.server_close()
-            thread.join()
+            server, self._http = self._http, None
+            server.close()
 
 
 def _read(gauge: Callable[[], float]) -> float:

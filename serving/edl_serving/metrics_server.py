@@ -1,0 +1,92 @@
+"""The HTTP server of `/metrics`, of which clients that say nothing, or not much, hold but a few threads."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import OrderedDict
+from socketserver import ThreadingMixIn
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+__all__ = ["MetricsServer"]
+
+_MOST_CONNECTIONS: Final = 16
+"""At once, each with a thread: some scrapers, and a person who looks. Beyond that the oldest one is closed, since an
+honest request is over within milliseconds."""
+_SILENCE_S: Final = 10.0
+"""After so long without a byte a connection is closed: Prometheus itself gives up after 10 s unless told otherwise."""
+
+
+class MetricsServer:
+    """Serves a registry's metrics from a thread until closed.
+
+    Args:
+        registry: of the metrics.
+        host: a name or an address, IPv4 or IPv6.
+        port: 0 for any that is free.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server_class = type("_Server", (_Server,), {"address_family": family})
+        self._server = make_server(str(address[0]), port, make_wsgi_app(registry), server_class, _Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="edl-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own; close the oldest one where there are too many."""
+        with self._lock:
+            oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
+            self._connections[id(request)] = request
+            if oldest is not None:
+                del self._connections[id(oldest)]
+                _shut_down(oldest)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered, or could not be."""
+        with self._lock:
+            self._connections.pop(id(request), None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a client that goes away, or talks nonsense, is no news."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+        """Log no requests."""
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the client was faster
+        connection.shutdown(socket.SHUT_RDWR)

@@ -35,15 +35,15 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server_class = type("_Server", (_Server,), {"address_family": family})
-        self._server = make_server(str(address[0]), port, make_wsgi_app(registry), server_class, _Handler)
+        server_class: type[_Server] = type("_Server", (_Server,), {"address_family": family})
+        self._server: _Server = make_server(str(address[0]), port, make_wsgi_app(registry), server_class, _Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="edl-metrics", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        return self._server.server_port
+        return int(self._server.server_port)
 
     def close(self) -> None:
         """Stop listening."""

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from edl.collective.update.goodput import AutoBatch, choose, efficiency, shape  # noqa: E402
 from edl.collective.update.noise import Noise  # noqa: E402
-from edl.collective.update.step_time import Measured, StepTime, fit  # noqa: E402
+from edl.collective.update.step_time import LoaderTime, Measured, StepTime, fit, fit_loader  # noqa: E402
 from edl.collective.update.tune import Now, Tuner  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
@@ -152,11 +152,94 @@ def test_the_tuner_remembers_through_its_state_and_logs_what_it_decides(caplog: 
             second.load_state_dict(first.state_dict())
     assert decided == [64, 64, 128, 128, 128, 256]
     assert [record.message.split(":")[0] for record in caplog.records] == ["batch 64 -> 128", "batch 128 -> 256"]
-    assert first.state_dict()["measured"] == [[1, 32, 2, 0.061]]
+    assert first.state_dict()["measured"] == [[1, 32, 2, 0.061, 0.0]]
 
 
 def test_times_of_another_batch_and_of_no_usual_steps_are_left_out() -> None:
     tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
     for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
         tuner.stepped(Now(1, batch, 16, Noise()), seconds, None, CPU)
-    assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5]]}
+    assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5, 0.0]]}
+
+
+# --- Loaders. ---
+
+FAST = StepTime(fixed_s=0.010, row_s=0.0001)
+NONE, SLOW = LoaderTime(), LoaderTime(0.0, 0.0008, ahead=True)
+ASKED = LoaderTime(0.030, 0.0002)
+
+
+def loaded(loader: LoaderTime, batches: list[int], error: float = 0.0) -> list[Measured]:
+    """One rank's steps, and its waits for a loader."""
+    random, found = np.random.default_rng(5), []
+    for batch in batches:
+        rows, parts = shape(batch, 1, None)
+        step_s = FAST.seconds(1, rows, parts)
+        noise = math.exp(error * random.standard_normal())
+        found.append(Measured(1, rows, parts, step_s * noise, loader.waited_s(rows * parts, step_s) * noise))
+    return found
+
+
+@pytest.mark.parametrize("error", [0.0, 0.03])
+@pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.0, 0.0004), LoaderTime(0.020, 0.0010, ahead=True)])
+def test_a_loaders_time_is_found(loader: LoaderTime, error: float) -> None:
+    found = fit_loader(loaded(loader, [32, 64, 128, 64, 128], error))
+    for batch in (64, 128, 256):
+        rows, parts = shape(batch, 1, None)
+        step_s = FAST.seconds(1, rows, parts)
+        wanted = step_s + loader.waited_s(rows * parts, step_s)
+        assert step_s + found.waited_s(rows * parts, step_s) == pytest.approx(wanted, rel=0.02 + 4 * error)
+
+
+def test_a_loader_seen_once_is_no_reason_to_grow() -> None:
+    (one,) = loaded(SLOW, [64])
+    found = fit_loader([one])
+    assert found.waited_s(128, 2 * one.seconds) >= 2 * one.waited_s - 1e-9
+    assert fit_loader([]) == NONE
+    assert fit_loader(loaded(NONE, [64])).waited_s(128, 0.02) == 0.0
+
+
+class SimulatedRun:
+    """A run in simulated time with the automatic batch: as many samples a second as its loader lets through."""
+
+    def __init__(self, loader: LoaderTime, *, tells_waits: bool) -> None:
+        self.loader, self.tells_waits = loader, tells_waits
+        self.batch = 64
+        self.noise = Noise(variance=2000.0, square=1.0, steps=100.0)  # twice the batch, half the worth at 2,000
+        self.tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
+
+    def seconds(self, batch: int) -> tuple[float, float]:
+        rows, parts = shape(batch, 1, None)
+        step_s = FAST.seconds(1, rows, parts)
+        return step_s, self.loader.waited_s(rows * parts, step_s)
+
+    def goodput(self, batch: int) -> float:
+        return batch / sum(self.seconds(batch)) * efficiency(self.noise.scale, batch, 64)
+
+    def settle(self) -> int:
+        for _ in range(80):
+            step_s, waited_s = self.seconds(self.batch)
+            if self.tells_waits:
+                self.tuner.waited(waited_s)
+            self.batch = self.tuner.stepped(Now(1, self.batch, None, self.noise), step_s, None, torch.device("cpu"))
+        return self.batch
+
+
+@pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.0, 0.0004)])
+def test_the_batch_is_chosen_with_the_loader(loader: LoaderTime) -> None:
+    run = SimulatedRun(loader, tells_waits=True)
+    best = max(map(run.goodput, range(32, 1025)))
+    assert run.goodput(run.settle()) >= 0.93 * best
+
+
+def test_without_its_waits_the_choice_is_wrong() -> None:
+    """What Pollux does: it sees steps that become cheaper by the sample, and not that the loader has no more."""
+    blind, seeing = SimulatedRun(SLOW, tells_waits=False), SimulatedRun(SLOW, tells_waits=True)
+    assert blind.settle() > 3 * seeing.settle()
+    assert blind.goodput(blind.batch) < 0.9 * seeing.goodput(seeing.batch)
+
+
+def test_measurements_without_waits_are_read() -> None:
+    tuner = Tuner(AutoBatch(32, 1024), 64)
+    tuner.load_state_dict({"steps": 7, "measured": [[1, 32, 2, 0.5], [2, 32, 1, 0.4, 0.1]]})
+    assert tuner.state_dict()["measured"] == [[1, 32, 2, 0.5, 0.0], [2, 32, 1, 0.4, 0.1]]

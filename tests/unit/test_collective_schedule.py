@@ -65,3 +65,10 @@ def test_it_goes_on_from_its_state_also_with_other_steps() -> None:
 def test_steps_of_nothing_are_refused() -> None:
     with pytest.raises(SettingsError, match="samples_per_step=0"):
         schedule(0)
+
+
+def test_a_schedule_of_evaluations_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(SettingsError, match=r"call its step\(metric\) after each evaluation"):
+        SampleSchedule(plateau, 100)

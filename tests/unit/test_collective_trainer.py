@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -229,7 +230,7 @@ def test_a_batch_that_is_not_the_samplers_is_refused() -> None:
 
 def test_a_policy_changes_the_step_and_neither_the_rate_nor_the_moments_that_are_saved() -> None:
     plain = setup(torch.optim.Adam, global_batch=32, base_batch=32)
-    scaled = setup(torch.optim.Adam, global_batch=32, base_batch=8, policy=SquareRoot())
+    scaled = setup(torch.optim.Adam, global_batch=32, base_batch=8, policy=SquareRoot(moments=False))
     before = [one.detach().clone() for one in plain[1].parameters()]
     for one in (plain, scaled):
         train(one, count=32)
@@ -409,6 +410,7 @@ def test_parameters_that_the_optimizer_does_not_have_are_neither_clipped_nor_mea
 
 def test_an_optimizer_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
     one = setup(torch.optim.Adamax, policy=AdaScale())
+    caplog.clear()  # that AdaScale is for SGD
     with caplog.at_level(logging.WARNING, "edl.collective"):
         train(one, 3)
     assert [record.message.split(", which")[0] for record in caplog.records] == [
@@ -517,3 +519,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_the_wait_for_a_batch_is_measured() -> None:
+    one = setup(auto=AutoBatch(8, 64, every_steps=4), policy=AdaScale())
+    for step in range(4):
+        train(one, seed=step)
+        time.sleep(0.02)  # a loader
+    ((*_, seconds, waited_s),) = one[0].state_dict()["tuner"]["measured"]
+    assert waited_s >= 0.02
+    assert seconds > 0

@@ -4,11 +4,15 @@ With a scale of S = batch / base batch, each policy says by what the rate of the
 
 | policy | factor | for |
 | --- | --- | --- |
-| `None` | 1 | optimizers that normalize by themselves, such as LAMB and LARS (You et al., 2017 and 2020) |
-| `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) |
-| `SquareRoot` | √S | Adam (Krizhevsky, "One weird trick", 2014; Malladi et al., "On the SDEs", 2022) |
+| `None` | 1 | a rate that was chosen for every batch there will be |
+| `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) and LARS |
+| `SquareRoot` | √S, after a warm-up if one is wanted | Adam and RMSprop, whose decays and epsilon follow; LAMB |
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
 | a function of S | what it returns | anything else |
+
+LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, on top of the
+linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020, section 4) takes the
+square root rule, with a warm-up that lasts as many more epochs as the batch is larger.
 
 Nothing here touches the optimizer's state: moments are of gradients, whose mean does not depend on the batch.
 """
@@ -23,7 +27,7 @@ from typing import TypeAlias
 from edl.collective.update.noise import Noise
 from edl.errors import SettingsError
 
-__all__ = ["AdaScale", "Linear", "Policy", "Scaling", "SquareRoot", "needs_noise"]
+__all__ = ["AdaScale", "Linear", "Policy", "Scaling", "SquareRoot", "decay_for", "epsilon_for", "needs_noise"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,28 @@ class Linear:
     warmup_samples: int
 
     def __post_init__(self) -> None:
-        if self.warmup_samples < 0:
-            raise SettingsError(f"warmup_samples={self.warmup_samples}: must not be negative")
+        _check_warmup(self.warmup_samples)
 
 
 @dataclass(frozen=True)
 class SquareRoot:
-    """The rate grows as the square root of the batch, so that the noise of a step stays the same."""
+    """The rate grows as the square root of the batch, so that the noise of a step stays the same.
+
+    For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022
+    (section 5, the square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for each decay β, and
+    epsilon divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, the rate alone.
+
+    Attributes:
+        warmup_samples: over which a larger rate is reached step by step; a smaller one takes effect at once.
+        moments: whether decays and epsilon are scaled as well; None for PyTorch's Adam, AdamW and RMSprop, which the
+            rule was derived for.
+    """
+
+    warmup_samples: int = 0
+    moments: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_samples)
 
 
 @dataclass(frozen=True)
@@ -53,6 +72,27 @@ class AdaScale:
 
 
 Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | None
+
+
+def decay_for(decay: float, scale: float) -> float:
+    """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any more.
+
+    Malladi et al. 2022, section 5: 1 - S(1 - β), so that the average reaches back over as many samples as before.
+    """
+    return 1 - scale * (1 - decay)
+
+
+def epsilon_for(epsilon: float, scale: float) -> float:
+    """Return what is added to the root of the second moment at `scale` times the batch.
+
+    Malladi et al. 2022, section 5: ε/√S, as that root shrinks where it is mostly noise.
+    """
+    return epsilon / math.sqrt(scale)
+
+
+def _check_warmup(samples: int) -> None:
+    if samples < 0:
+        raise SettingsError(f"warmup_samples={samples}: must not be negative")
 
 
 def needs_noise(policy: Policy) -> bool:
@@ -84,19 +124,24 @@ class Scaling:
             self._from, self._since = self.factor(noise), self.samples
             self.batch = batch
 
+    @property
+    def scale(self) -> float:
+        """S: the batch divided by the base batch."""
+        return self.batch / self.base_batch
+
     def factor(self, noise: Noise) -> float:
         """By what the next step's learning rate is multiplied.
 
         Raises:
             SettingsError: the user's function returned something that is not a positive number.
         """
-        scale = self.batch / self.base_batch
+        scale = self.scale
         if self.policy is None:
             return 1.0
         if isinstance(self.policy, Linear):
             return self._warmed(scale, self.policy.warmup_samples)
         if isinstance(self.policy, SquareRoot):
-            return math.sqrt(scale)
+            return self._warmed(math.sqrt(scale), self.policy.warmup_samples)
         if isinstance(self.policy, AdaScale):
             return self._gain(noise)
         factor = self.policy(scale)

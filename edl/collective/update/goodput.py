@@ -2,7 +2,7 @@
 
 Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
 step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was
-chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B).
+chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is here with the wait for the loader.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edl.collective.update.step_time import Measured, fit
+from edl.collective.update.step_time import Measured, fit, fit_loader
 from edl.errors import SettingsError
 
 __all__ = ["AutoBatch", "Decision", "choose", "efficiency", "shape"]
@@ -90,11 +90,15 @@ def choose(
         if worth < _LEAST_EFFICIENCY + 0.1:
             return Decision(batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})")
         return Decision(limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})")
-    model = fit(measured)
+    model, loader = fit(measured), fit_loader(measured)
+
+    def seconds(size: int) -> float:
+        rows, parts = shape(size, world, max_micro_batch)
+        step_s = model.seconds(world, rows, parts)
+        return step_s + loader.waited_s(rows * parts, step_s)
 
     def goodput(size: int) -> float:
-        rows, parts = shape(size, world, max_micro_batch)
-        return size / model.seconds(world, rows, parts) * efficiency(noise_scale, size, base_batch)
+        return size / seconds(size) * efficiency(noise_scale, size, base_batch)
 
     now = goodput(batch)
     best = max(_candidates(settings.least, limit, batch, world, max_micro_batch), key=goodput)
@@ -103,8 +107,7 @@ def choose(
     if best == batch or gain < settings.margin:
         why = f"best is {best}, {gain:+.1%} goodput, below the margin of {settings.margin:.0%}"
         return Decision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
-    faster = best / model.seconds(world, *shape(best, world, max_micro_batch))
-    faster /= batch / model.seconds(world, *shape(batch, world, max_micro_batch))
+    faster = (best / seconds(best)) / (batch / seconds(batch))
     return Decision(
         best, f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})"
     )

@@ -1,4 +1,4 @@
-"""Gradients between backward and the optimizer's step: summed over ranks, measured, and applied at another rate."""
+"""Gradients between backward and the optimizer's step: summed over ranks, and measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edl.collective.update.noise import Groups
 from edl.collective.update.preconditioner import divisor_of, is_adaptive, is_warm
 from edl.errors import SettingsError
 
-__all__ = ["NoiseMeter", "average_gradients", "rate_times"]
+__all__ = ["NoiseMeter", "average_gradients"]
 
 logger = logging.getLogger("edl.collective")
 
@@ -63,22 +63,6 @@ def _dtype_of(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
-@contextmanager
-def rate_times(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Every learning rate times `factor` for the block only: schedules and checkpoints see the user's rates."""
-    if factor == 1.0:
-        yield
-        return
-    before = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor
-        yield
-    finally:
-        for group, rate in zip(optimizer.param_groups, before, strict=True):
-            group["lr"] = rate
-
-
 class NoiseMeter:
     """Measures the squared norm of each micro-batch's gradient, and of their mean.
 
@@ -104,8 +88,8 @@ class NoiseMeter:
             parameter.register_hook(self._hook(parameter))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def micro_batch(self, rows: int, factor: float) -> Iterator[None]:
-        """Around the backward of a micro-batch of `rows` rows, whose loss was multiplied by `factor`."""
+    def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
+        """Around the backward of a micro-batch that counts as `rows` rows, whose loss was multiplied by `factor`."""
         self._measuring = rows > 0
         try:
             yield

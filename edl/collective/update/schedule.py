@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from edl.errors import SettingsError
 
@@ -30,11 +30,19 @@ class SampleSchedule:
     Args:
         scheduler: one that `step()` moves on, of which `state_dict` has all.
         samples_per_step: how many samples it takes for a step.
+
+    Raises:
+        SettingsError: `samples_per_step` is not above 0, or the scheduler counts no steps.
     """
 
     def __init__(self, scheduler: LRScheduler, samples_per_step: float) -> None:
         if not samples_per_step > 0:
             raise SettingsError(f"samples_per_step={samples_per_step}: must be above 0")
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise SettingsError(
+                "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: call its step(metric) "
+                "after each evaluation, on every rank with the same metric, and give it to the State"
+            )
         self.scheduler, self.samples_per_step = scheduler, samples_per_step
         self._stepped_at = 0.0
 

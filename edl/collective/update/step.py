@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.split import micro_sizes
 from edl.errors import SettingsError
 
-__all__ = ["ONE_ROW", "How", "Step", "begin_counted", "begin_sampled"]
+__all__ = ["ONE_ROW", "How", "Step", "begin_counted", "begin_sampled", "weigh"]
 
 
 ONE_ROW: Final = (
@@ -52,6 +57,7 @@ class Step:
         world: ranks.
         sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
         stand_in: rows of the batch that such a one is computed with, for no weight.
+        weights: of this rank's micro-batches; over all ranks they add up to `samples`. Rows, if nobody says otherwise.
         left: micro-batches without a backward yet.
         due: rows of the micro-batch that is in the user's hands, None if there is none.
         mark: of the sampler when the step began, None without a sampler.
@@ -64,6 +70,7 @@ class Step:
     world: int
     sizes: list[int]
     left: int = field(init=False)
+    weights: list[float] = field(init=False)
     due: int | None = None
     mark: tuple[int, int, int] | None = None
     begun: bool = False
@@ -73,6 +80,12 @@ class Step:
 
     def __post_init__(self) -> None:
         self.left = len(self.sizes)
+        self.weights = [float(size) for size in self.sizes]
+
+    @property
+    def due_weight(self) -> float:
+        """Of the micro-batch whose backward comes next."""
+        return self.weights[len(self.sizes) - self.left]
 
     def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
         """Whether a new iteration over the sampler, which has this `mark` now, began with the batch of this step.
@@ -166,3 +179,34 @@ def _check_rows(counts: list[int], how: How) -> None:
             f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "
             'last batch of an epoch ElasticSampler(tail="drop") or tail="pad")'
         )
+
+
+def weigh(
+    step: Step, weights: Tensor | Sequence[float], given: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Weight a step's micro-batches by what its rows weigh in place of their number. Collective.
+
+    Args:
+        weights: of each row of this rank's batch, in order; those of rows that only stand in do not count.
+        given: rows of that batch.
+
+    Raises:
+        SettingsError: they are not one finite number from 0 on for each row, or all are 0; on all ranks alike.
+    """
+    rows = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
+    fits = len(rows) == given and bool((rows.isfinite() & (rows >= 0)).all())
+    ends = itertools.accumulate(step.sizes)
+    parts = [float(rows[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
+    # As bits: the sums must be the same on every rank, and counts of tokens are exact.
+    (bits,) = struct.unpack("<q", struct.pack("<d", sum(parts) if fits else math.nan))
+    everyone = [struct.unpack("<d", struct.pack("<q", each))[0] for (each,) in exchange([bits], group, device)]
+    if any(math.isnan(each) for each in everyone):
+        ranks = [rank for rank, each in enumerate(everyone) if math.isnan(each)]
+        raise SettingsError(
+            f"weights= of rank {ranks[0]}: wanted is one finite number from 0 on for each row of the batch"
+            + (f"; here are {len(rows)} for {given} rows" if len(rows) != given else "")
+        )
+    total = sum(everyone)
+    if not total:
+        raise SettingsError("weights= are 0 for all rows of all ranks: there is nothing to train in this step")
+    step.weights = [part * (step.samples / total) for part in parts]

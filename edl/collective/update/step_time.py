@@ -8,6 +8,10 @@ of W ranks, a step takes
 
 where g from 1 to 10 says how far sending gradients hides behind computing them. The numbers are found by least squares
 of the logarithms, as errors of times are relative.
+
+Pollux leaves out what a rank waits for between two steps, which is its loader most of all. For R rows of a rank's share
+that is L = p + q·R if the loader reads when it is asked, and max(0, L - T) if it reads ahead; which of the two, and p
+and q, is what explains the measured waits best.
 """
 
 from __future__ import annotations
@@ -20,10 +24,12 @@ import numpy.typing as npt
 
 from edl.errors import SettingsError
 
-__all__ = ["Measured", "StepTime", "fit"]
+__all__ = ["LoaderTime", "Measured", "StepTime", "fit", "fit_loader"]
 
 _GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 _FARTHEST = 20.0  # of logarithms, from the start of the search
+_NO_WAIT = 0.02
+"""Of a step: what the loop itself needs between two steps, so that a shorter wait is no loader's."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,19 @@ class Measured:
         rows: of a micro-batch, on the rank that has most.
         parts: micro-batches of a step, on the rank that has most.
         seconds: of a step, on the slowest rank; the median of several.
+        waited_s: between two steps, for the next batch, on the rank that waits longest.
     """
 
     world: int
     rows: int
     parts: int
     seconds: float
+    waited_s: float = 0.0
+
+    @property
+    def share(self) -> int:
+        """Rows of a step on the rank that has most."""
+        return self.rows * self.parts
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,62 @@ class StepTime:
         """Of one optimizer step, in which each of `world` ranks computes `parts` micro-batches of `rows` rows."""
         table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
         return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
+
+
+@dataclass(frozen=True)
+class LoaderTime:
+    """How long a rank's loader needs for its share of a batch, in seconds: p and q of the formula.
+
+    Attributes:
+        ahead: it reads while a step computes.
+    """
+
+    fixed_s: float = 0.0
+    row_s: float = 0.0
+    ahead: bool = False
+
+    def waited_s(self, share: float, step_s: float) -> float:
+        """Return the wait for a share of so many rows, beside a step that takes `step_s`."""
+        needed_s = self.fixed_s + self.row_s * share
+        return max(0.0, needed_s - step_s) if self.ahead else needed_s
+
+
+def fit_loader(measured: Sequence[Measured]) -> LoaderTime:
+    """Find the loader that explains the measured waits best. One of a single share costs as much for every row.
+
+    Where several explain them as well, the one that promises least for larger batches is taken.
+    """
+    if not measured:
+        return LoaderTime()
+    found: list[tuple[float, float, LoaderTime]] = []
+    largest = max(measured, key=lambda one: one.share)
+    for ahead in (False, True):
+        # A loader that reads ahead and is not waited for needs at most a step: that says nothing more.
+        telling = [one for one in measured if not ahead or one.waited_s > _NO_WAIT * one.seconds]
+        points = [(one.share, one.waited_s + (one.seconds if ahead else 0.0)) for one in telling]
+        for model in _lines(points, ahead=ahead):
+            errors = [
+                np.log((one.seconds + model.waited_s(one.share, one.seconds)) / (one.seconds + one.waited_s))
+                for one in measured
+            ]
+            doubled_s = model.waited_s(2 * largest.share, 2 * largest.seconds)
+            found.append((round(float(np.square(errors).mean()), 5), -doubled_s, model))
+    return min(found, key=lambda one: one[:2])[2]
+
+
+def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
+    """Lines through points of (rows, seconds) with no number below zero: by least squares, and through the origin."""
+    if not points:
+        return [LoaderTime(ahead=ahead)]
+    rows, seconds = np.array(points, dtype=np.float64).T
+    lines = [LoaderTime(0.0, float(rows @ seconds / (rows @ rows)), ahead)]
+    if len(set(rows)) > 1:
+        row_s, fixed_s = np.polyfit(rows, seconds, 1)
+        if row_s >= 0 and fixed_s >= 0:
+            lines.append(LoaderTime(float(fixed_s), float(row_s), ahead))
+        elif row_s < 0:
+            lines.append(LoaderTime(float(seconds.mean()), 0.0, ahead))
+    return lines
 
 
 def fit(measured: Sequence[Measured]) -> StepTime:

@@ -1,6 +1,7 @@
 """The optimizer step that does not depend on who is present: one process's update, computed by any number of ranks.
 
-A step's gradient is the mean over the samples of a global batch. Each rank cuts its share into as many micro-batches as
+A step's gradient is the mean over the samples of a global batch, or a mean weighted by what the script says that each
+sample weighs, such as its tokens. Each rank cuts its share into as many micro-batches as
 its memory asks for. The mean loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over
 W ranks of what they accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are.
 Gradients are averaged once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -27,14 +28,15 @@ from edl.collective.board import Board
 from edl.collective.ranks import exchange
 from edl.collective.update.adjust import Policy, Scaling, needs_noise
 from edl.collective.update.goodput import AutoBatch
-from edl.collective.update.gradients import NoiseMeter, average_gradients, rate_times
+from edl.collective.update.gradients import NoiseMeter, average_gradients
 from edl.collective.update.loss_scale import LossScale
 from edl.collective.update.noise import Noise
+from edl.collective.update.rates import OptionScaling
 from edl.collective.update.rows import count_rows, cut_rows
 from edl.collective.update.sampler import ElasticSampler
 from edl.collective.update.schedule import SampleSchedule
 from edl.collective.update.split import micro_sizes
-from edl.collective.update.step import ONE_ROW, How, Step, begin_counted, begin_sampled
+from edl.collective.update.step import ONE_ROW, How, Step, begin_counted, begin_sampled, weigh
 from edl.collective.update.tune import Now, Tuner
 from edl.collective.update.wrapping import (
     averages_itself,
@@ -117,6 +119,7 @@ class ElasticTrainer:
         self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
         self.noise = Noise()
         self._scaling = Scaling(policy, base_batch or asked, asked)
+        self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._check_least_rows()
@@ -132,6 +135,7 @@ class ElasticTrainer:
             self._meter = NoiseMeter([one for one in self._updated() if one.requires_grad], optimizer)
         self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
         self._step: Step | None = None
+        self._stepped_at: float | None = None
         self._cuts: Generator[Any, None, None] | None = None
         self._board = Board.from_env()
 
@@ -157,7 +161,9 @@ class ElasticTrainer:
 
     # --- One step. ---
 
-    def micro_batches(self, batch: B, rows: int | None = None) -> Iterator[B]:
+    def micro_batches(
+        self, batch: B, rows: int | None = None, *, weights: Tensor | Sequence[float] | None = None
+    ) -> Iterator[B]:
         """Cut this rank's share of a global batch; call `backward` once for each micro-batch that comes.
 
         A rank without a sample of its own gets a micro-batch of one row all the same if its module needs a backward to
@@ -167,16 +173,26 @@ class ElasticTrainer:
             batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.update.rows`.
             rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
                 batch. A sampler knows that by itself.
+            weights: what each row of the batch weighs in the mean loss, such as how many of its tokens are no padding;
+                on every rank, or on none. The ranks add them up, by one small exchange. Without them all rows weigh the
+                same. The loss that `backward` gets is then the weighted mean over the micro-batch.
 
         Raises:
-            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, or no
-                rank has a sample.
+            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, no
+                rank has a sample, or the weights are no finite numbers from 0 on.
         """
         if self._step is not None:
             if not self._step.comes_again(self.sampler.mark if self.sampler is not None else None):
                 raise SettingsError("the step before was not finished: call step(), or discard() after an error")
             self._forget()
-        self._step = self._begin(count_rows(batch), rows)
+        if self._tuner is not None and self._stepped_at is not None:
+            self._tuner.waited(time.perf_counter() - self._stepped_at)
+        self._stepped_at = None
+        given = count_rows(batch)
+        step = self._begin(given, rows)
+        if weights is not None:
+            weigh(step, weights, given, self._group, self._device)
+        self._step = step
         self._cuts = self._cut(batch, self._step)
         return self._cuts
 
@@ -191,11 +207,23 @@ class ElasticTrainer:
             begin += size
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a micro-batch. `loss` is its mean over the micro-batch's rows, a scalar."""
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: its mean over the micro-batch's rows, or over their `weights`; a scalar.
+
+        Raises:
+            SettingsError: no micro-batch is due, or one without weight has a loss that is not finite.
+        """
         step = self._step
         if step is None or step.due is None:
             raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
-        rows, step.due, step.begun = step.due, None, True
+        rows, step.due, step.begun = step.due_weight, None, True
+        if not rows and not bool(torch.isfinite(loss)):
+            raise SettingsError(
+                f"the loss of a micro-batch without weight is {float(loss)}: it takes part for no weight, and 0 times "
+                "that is no number. A mean over no token is not finite: divide a sum by max(tokens, 1)"
+            )
         weight = step.world * rows / step.samples
         scaled = self._scale.scaled(loss * weight)
         began = time.perf_counter()
@@ -236,7 +264,7 @@ class ElasticTrainer:
         step = self._step
         assert step is not None
         batch = self.global_batch
-        with rate_times(self.optimizer, self.rate_factor):
+        with self._options.applied(self.rate_factor, self._scaling.scale):
             updated = self._scale.step(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
         self._scaling.trained(step.samples, self.noise)
@@ -252,6 +280,7 @@ class ElasticTrainer:
             wanted = self._tuner.stepped(now, seconds, self._group, self._device)
             if wanted != batch:
                 self.resize(wanted)
+            self._stepped_at = time.perf_counter()
 
     def discard(self, *, retry: bool = False) -> None:
         """Forget a step that was begun, after an error. Every rank must do this, in the same step.

@@ -41,7 +41,12 @@ class Tuner:
         self._steps = 0
         self._setting = (0, 0)  # world and batch that the times are of
         self._seconds: list[float] = []  # of this rank, since the last decision or change
-        self._measured: dict[tuple[int, int, int], float] = {}
+        self._waits: list[float] = []
+        self._measured: dict[tuple[int, int, int], tuple[float, float]] = {}
+
+    def waited(self, seconds: float) -> None:
+        """Take in how long this rank waited between two steps, for its next batch."""
+        self._waits.append(seconds)
 
     def stepped(self, now: Now, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device) -> int:
         """One more step is finished; it took `seconds` on this rank, None if that is not to be counted.
@@ -53,33 +58,41 @@ class Tuner:
         """
         if self._setting != (now.world, now.batch):
             self._setting = (now.world, now.batch)
-            self._seconds.clear()
+            self._clear()
         if seconds is not None:
             self._seconds.append(seconds)
         self._steps += 1
         if self._steps % self.settings.every_steps:
             return now.batch
         micros = max(round(statistics.median(self._seconds) * 1e6), 1) if self._seconds else 0
-        self._seconds.clear()
-        everyone = exchange([micros, now.max_micro_batch or 0], group, device)
-        slowest_s = max(micros for micros, _ in everyone) / 1e6
-        tightest = min((most for _, most in everyone if most), default=None)
-        decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s)
+        waited = round(statistics.median(self._waits) * 1e6) if self._waits else 0
+        self._clear()
+        everyone = exchange([micros, waited, now.max_micro_batch or 0], group, device)
+        # A rank that waits for its loader has the others wait for it in their steps: those are not slow.
+        waited_s = max(waited for _, waited, _ in everyone) / 1e6
+        whole_s = max(micros + waited for micros, waited, _ in everyone) / 1e6
+        slowest_s = max(whole_s - waited_s, min(micros for micros, _, _ in everyone) / 1e6)
+        tightest = min((most for _, _, most in everyone if most), default=None)
+        decision = self._decide(replace(now, max_micro_batch=tightest), slowest_s, waited_s)
         logger.info("%s", decision.reason)
         # Rounding may differ between kinds of machines: what the first rank decides holds for all.
         (batch,) = exchange([decision.batch], group, device)[0]
         return batch
 
-    def _decide(self, now: Now, seconds: float) -> Decision:
+    def _clear(self) -> None:
+        self._seconds.clear()
+        self._waits.clear()
+
+    def _decide(self, now: Now, seconds: float, waited_s: float) -> Decision:
         if seconds > 0:
             setting = (now.world, *shape(now.batch, now.world, now.max_micro_batch))
             self._measured.pop(setting, None)  # the newest last
-            self._measured[setting] = seconds
+            self._measured[setting] = (seconds, waited_s)
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
         return choose(
             self.settings,
-            [Measured(*setting, one) for setting, one in self._measured.items()],
+            [Measured(*setting, *times) for setting, times in self._measured.items()],
             now.noise.scale if now.noise.known else None,
             batch=now.batch,
             base_batch=self.base_batch,
@@ -89,12 +102,12 @@ class Tuner:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"steps": self._steps, "measured": [[*key, seconds] for key, seconds in self._measured.items()]}
+        return {"steps": self._steps, "measured": [[*key, *times] for key, times in self._measured.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there; what was measured in other worlds goes on counting."""
         self._steps = int(state["steps"])
-        self._seconds.clear()
-        self._measured = {
-            (int(world), int(rows), int(parts)): float(seconds) for world, rows, parts, seconds in state["measured"]
-        }
+        self._clear()
+        self._measured = {}
+        for world, rows, parts, seconds, *waited_s in state["measured"]:  # before 0.1.0 without the wait
+            self._measured[int(world), int(rows), int(parts)] = float(seconds), float(waited_s[0] if waited_s else 0.0)

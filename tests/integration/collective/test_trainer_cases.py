@@ -92,3 +92,29 @@ def test_no_rank_normalizes_one_row(ranks: RanksPool, ddp: bool) -> None:
     """Of the last four samples three ranks would have two, one and one, and torch refuses to normalize one."""
     found = ranks.run(3, functools.partial(trainer_cases.normalized, ddp=ddp))
     assert all(torch.equal(mine, first) for one in found for mine, first in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize("counted", [False, True])
+def test_tokens_weigh_the_same(ranks: RanksPool, world: int, ddp: bool, counted: bool) -> None:
+    """However the padding is spread over micro-batches and ranks."""
+    wanted = trainer_cases.tagged_alone()
+    for found in ranks.run(world, functools.partial(trainer_cases.tagged, ddp=ddp, counted=counted and world > 1)):
+        for mine, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1.0, -1.0], r"weights= of rank 1: .*from 0 on"),
+        ([1.0, float("nan")], r"weights= of rank 1"),
+        ([1.0, 1.0, 1.0], r"here are 3 for 2 rows|weights= of rank 1"),
+        ([0.0, 0.0], r"are 0 for all rows of all ranks"),
+    ],
+)
+def test_weights_that_are_none_are_refused(ranks: RanksPool, weights: list[float], message: str) -> None:
+    """On all ranks alike: none waits for one that has failed."""
+    with pytest.raises(AssertionError, match=message):
+        ranks.run(2, trainer_cases.weighed_wrongly, weights)

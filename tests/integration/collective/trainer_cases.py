@@ -242,3 +242,81 @@ def normalized(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool) ->
                 trainer.backward(nn.functional.mse_loss(wrapped(some_inputs), some_targets))
             trainer.step()
     return [one.detach() for one in model.parameters()]
+
+
+class Tagger(nn.Module):
+    """Scores each token of a padded sentence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(20, 6), nn.Linear(6, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.tanh(self.embed(ids)))
+        return found
+
+
+PADDING = -100
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    """Ids and labels of sentences with 1 to 9 tokens; one has none that counts."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(20, (LENGTH, 9), generator=generator)
+    labels = torch.randint(5, (LENGTH, 9), generator=generator)
+    lengths = torch.randint(1, 10, (LENGTH,), generator=generator)
+    lengths[7] = 0
+    labels[torch.arange(9) >= lengths[:, None]] = PADDING
+    return ids, labels
+
+
+def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """The mean over tokens that are no padding; 0 where there are none."""
+    total = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=PADDING, reduction="sum")
+    return total / (labels != PADDING).sum().clamp(min=1)
+
+
+def tagged_alone() -> list[Tensor]:
+    """The parameters after a plain loop whose loss is the mean over the tokens of the whole batch."""
+    torch.manual_seed(11)
+    model = Tagger().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    ids, labels = sentences()
+    for rows in ElasticSampler(LENGTH, global_batch=BATCH, rank=0, world=1):
+        optimizer.zero_grad()
+        token_loss(model(ids[rows]), labels[rows]).backward()
+        optimizer.step()
+    return [one.detach() for one in model.parameters()]
+
+
+def tagged(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool, counted: bool) -> list[Tensor]:
+    """The same on one rank of several; `counted` has no sampler, and shares as uneven as can be."""
+    torch.manual_seed(11)
+    model = Tagger().double()
+    wrapped = DistributedDataParallel(model, process_group=group) if ddp else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    sampler = ElasticSampler(LENGTH, global_batch=BATCH, rank=rank, world=world)
+    source: dict[str, Any] = {"global_batch": BATCH} if counted else {"sampler": sampler}
+    trainer = ElasticTrainer(wrapped, optimizer, max_micro_batch=2, group=group, **source)
+    ids, labels = sentences()
+    whole = ElasticSampler(LENGTH, global_batch=BATCH, rank=0, world=1)
+    for rows in whole if counted else sampler:
+        mine = rows
+        if counted:
+            mine = rows[: len(rows) // 3] if rank == 0 else rows[len(rows) // 3 :] if rank == world - 1 else rows[:1]
+        count = 0 if counted and 0 < rank < world - 1 else None
+        if count is None and not mine:
+            mine, count = rows[:1], 0
+        weights = (labels[mine] != PADDING).sum(1)
+        for some_ids, some_labels in trainer.micro_batches((ids[mine], labels[mine]), count, weights=weights):
+            trainer.backward(token_loss(wrapped(some_ids), some_labels))
+        trainer.step()
+    return [one.detach() for one in model.parameters()]
+
+
+def weighed_wrongly(group: dist.ProcessGroup, rank: int, world: int, weights: list[float]) -> None:
+    """A step in which the last rank's weights are these."""
+    model = Plain().double()
+    trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=2 * world, group=group)
+    inputs, _ = data(2)
+    trainer.micro_batches(inputs, weights=weights if rank == world - 1 else [0.0, 0.0])

@@ -16,6 +16,7 @@ from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, sha
 from edl.collective.checkpoint.keeping import Keeping
 from edl.collective.checkpoint.pace import Pace
 from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.checkpoint.staging import finish_queued_work
 from edl.collective.checkpoint.state import State, WorldChange
 from edl.collective.checkpoint.storage_background import Background
 from edl.collective.checkpoint.storage_run import new_run
@@ -197,6 +198,7 @@ class Checkpointer:
         pausing = self._board.pause_wanted(step)
         due = self._pace.due(step)
         if due or force or pausing:
+            finish_queued_work()
             place = world_of(self._group), rank_of(self._group)
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)

@@ -15,14 +15,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from edl.collective.checkpoint.staging import Piece, PinnedStaging
 from edl.settings import positive_int, read
 
 __all__ = ["Copier"]
 
 _PIECE_NBYTES: Final = 4 << 20
 _MOST_THREADS: Final = 4
-
-Piece = tuple[Any, Any]
 
 
 class Copier:
@@ -36,16 +35,12 @@ class Copier:
         self._helpers = threads - 1
         self._pool: ThreadPoolExecutor | None = None
         self._begun: _Job | None = None
+        self._staging = PinnedStaging()
 
     @torch.no_grad()
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source to its target. Targets are contiguous, on the CPU, and share no memory with sources."""
-        job = _Job(_plan(targets, sources))
-        if sum(source.nbytes for source in sources) > _PIECE_NBYTES:
-            for _ in range(self._helpers):
-                self._submit(job)
-        job.work()
-        job.done.result()
+        self._copy_pieces(self._plan(targets, sources))
 
     @torch.no_grad()
     def begin(
@@ -53,10 +48,10 @@ class Copier:
     ) -> None:
         """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`.
 
-        Only tensors that numpy can copy are left to the thread: on a GPU, its stream would not be the caller's.
+        Only tensors that numpy can copy are left to the thread; those on a GPU are copied before this returns.
         """
         self.finish()
-        self._begun = _Job(_plan(targets, sources), then)
+        self._begun = _Job(self._plan(targets, sources), then)
         self._submit(self._begun)
 
     @property
@@ -85,6 +80,32 @@ class Copier:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+    def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Piece]:
+        """What is to be copied, in pieces; what numpy cannot copy is copied here and now."""
+        pieces: list[Piece] = []
+        on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for target, source in zip(targets, sources, strict=True):
+            if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
+                pieces += _pieces(target, source.detach())
+            elif source.device.type == "cuda":
+                on_gpu.append((target, source))
+            else:
+                target.copy_(source.detach())
+        if on_gpu:
+            self._staging.copy([to for to, _ in on_gpu], [of for _, of in on_gpu], self._copy_staged)
+        return pieces
+
+    def _copy_staged(self, pieces: Sequence[Piece]) -> None:
+        self._copy_pieces([part for piece in pieces for part in _cut(*piece)])
+
+    def _copy_pieces(self, pieces: Sequence[Piece]) -> None:
+        job = _Job(pieces)
+        if sum(to.nbytes for to, _ in pieces) > _PIECE_NBYTES:
+            for _ in range(self._helpers):
+                self._submit(job)
+        job.work()
+        job.done.result()
 
     def _submit(self, job: _Job) -> None:
         if self._pool is None:
@@ -139,20 +160,13 @@ class _Job:
             self.done.set_result(None)
 
 
-def _plan(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Piece]:
-    """What is to be copied, in pieces; what numpy cannot copy is copied here and now."""
-    pieces: list[Piece] = []
-    for target, source in zip(targets, sources, strict=True):
-        if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-            pieces += _pieces(target, source.detach())
-        else:
-            target.copy_(source.detach())
-    return pieces
-
-
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Piece]:
     if not source.numel():
         return
-    to, of = (one.reshape(-1).view(torch.uint8).numpy() for one in (target, source))
+    yield from _cut(*(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source)))
+
+
+def _cut(to: Any, of: Any) -> Iterator[Piece]:
+    """Pieces that several threads can take turns at."""
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]

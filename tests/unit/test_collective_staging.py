@@ -1,4 +1,4 @@
-"""Copies from a GPU. There is none: `FakeGpu` has the streams and events of `torch.cuda`, and tensors say they are on it.
+"""Copies from a GPU, of which there is none: `FakeGpu` has streams and events of `torch.cuda`, and tensors claim it.
 
 What is queued on a stream happens as late as it may, when somebody waits for it, or as early as it may, at once.
 """

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Preloaded", "fork_hazard", "preload"]
+__all__ = ["Preloaded", "fork_hazard", "preload", "watched_environ"]
 
 _OF_A_WORKER: Final = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -111,7 +111,7 @@ def _compute_in_parallel() -> int:
 def _import(module: str, name: str, done: Preloaded) -> None:
     threads, sockets, tasks = set(threading.enumerate()), _sockets(), _tasks()
     failure: BaseException | None = None
-    with _watched_environ() as asked:
+    with watched_environ(_OF_A_WORKER) as asked:
         try:
             imported = importlib.import_module(module)
             if name and not hasattr(imported, name):
@@ -132,21 +132,22 @@ def _import(module: str, name: str, done: Preloaded) -> None:
 
 
 class _Watched(os._Environ):  # type: ignore[type-arg]
+    watched: Collection[str]
     asked: set[str]
 
     def __getitem__(self, key: str) -> str:
-        if key in _OF_A_WORKER:
+        if key in self.watched:
             self.asked.add(key)
         return str(super().__getitem__(key))
 
 
 @contextmanager
-def _watched_environ() -> Iterator[set[str]]:
-    """The names of a worker's own variables that are asked for in the block."""
+def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
+    """Collect which of `names` are looked up in `os.environ` in the block, whether they are there or not."""
     asked: set[str] = set()
     plain = os.environ.__class__
     os.environ.__class__ = _Watched
-    os.environ.asked = asked  # type: ignore[attr-defined]
+    os.environ.watched, os.environ.asked = names, asked  # type: ignore[attr-defined]
     try:
         yield asked
     finally:

@@ -8,6 +8,7 @@ first statement that may have an effect is left to the worker, as under torchrun
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ _HARMLESS_DECORATORS: Final = {
     "functools.wraps", "abstractmethod", "abc.abstractmethod", "overload", "typing.overload", "torch.no_grad",
 }  # fmt: skip
 
+_VARIABLE: Final = re.compile("[A-Z][A-Z0-9_]+")
+
 
 @dataclass(frozen=True)
 class ProgramImports:
@@ -37,11 +40,13 @@ class ProgramImports:
         framework: whether the first of the roots may be imported.
         obstacle: the statement behind which the program imports the first root, such as "train.py, line 3"; empty if
             there is none, or if it never imports it.
+        variables: what is written in the program, as a string, and may be the name of a variable of the environment.
     """
 
     modules: tuple[tuple[str, str], ...] = ()
     framework: bool = True
     obstacle: str = ""
+    variables: frozenset[str] = frozenset()
 
 
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
@@ -55,13 +60,13 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
     scan = _Scan(folders, roots)
     for path in program:
         scan.read(path)
-    framework = roots[0]
+    framework, variables = roots[0], scan.variables()
     if any(module.split(".")[0] == framework or module.startswith(_IMPORT_TORCH) for module, _ in scan.found):
-        return ProgramImports(tuple(scan.found), True, "")
+        return ProgramImports(tuple(scan.found), True, "", variables)
     if scan.imports_later(framework):
-        return ProgramImports(tuple(scan.found), not scan.obstacle, scan.obstacle)
+        return ProgramImports(tuple(scan.found), not scan.obstacle, scan.obstacle, variables)
     # Nothing of its own imports the framework; what others wrote does, if anything, and wherever it likes.
-    return ProgramImports(tuple(scan.found), scan.foreign or not scan.obstacle, "")
+    return ProgramImports(tuple(scan.found), scan.foreign or not scan.obstacle, "", variables)
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
@@ -110,6 +115,12 @@ class _Scan:
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name, _ in _names(node)
         )
+
+    def variables(self) -> frozenset[str]:
+        """Collect all strings in the files that were read that may name a variable of the environment."""
+        nodes = (node for tree in self._trees for node in ast.walk(tree))
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        return frozenset(filter(_VARIABLE.fullmatch, strings))
 
     def _run(self, body: Sequence[ast.stmt], path: Path) -> None:
         for node in body:

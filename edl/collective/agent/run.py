@@ -165,7 +165,7 @@ def _warm(options: argparse.Namespace) -> Warm:
         return Warm("program", target, arguments)
     if options.module:
         return Warm("module", target, arguments, prewarm, options.framework, preload)
-    if not Path(target).is_file():
+    if not Path(target).is_file() and not Path(target, "__main__.py").is_file():
         raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
     return Warm("script", target, arguments, prewarm, options.framework, preload)
 

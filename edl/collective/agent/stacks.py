@@ -8,6 +8,7 @@ system call runs it when the call is over: neither has a stack to show.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import re
 import signal
@@ -22,6 +23,8 @@ _SIGNAL: Final = signal.SIGUSR2
 _POLL_S: Final = 0.01
 _QUIET_S: Final = 0.05
 _MAX_BYTES: Final = 200_000
+_DESCRIPTOR: Final = 200
+"""Above what scripts count on, below the lowest limit of open files that is usual (256)."""
 
 _armed: IO[bytes] | None = None
 
@@ -32,7 +35,11 @@ def arm_stack_dump(path: Path) -> None:
     Call it in the worker, after the fork, before the script can hang. Calling it again replaces the file.
     """
     global _armed
-    before, _armed = _armed, path.open("ab", buffering=0)
+    with path.open("ab", buffering=0) as file:
+        # Not the lowest free number: the script's own files have the same ones as under torchrun, and one that closes
+        # all it knows of, as daemons do, has no other file written to.
+        number = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
+    before, _armed = _armed, os.fdopen(number, "ab", buffering=0)
     faulthandler.register(_SIGNAL, file=_armed, all_threads=True, chain=False)
     if before is not None:
         before.close()

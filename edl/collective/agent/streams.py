@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Mapping
@@ -18,3 +19,5 @@ def redirect(environ: Mapping[str, str]) -> None:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(file, descriptor)
             os.close(file)
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=False)  # as where the process had found a file

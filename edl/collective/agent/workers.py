@@ -18,7 +18,7 @@ from typing import Any
 
 from edl.collective.agent.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
 from edl.collective.agent.preload import Preloaded
-from edl.collective.agent.zygote import Fork, Warm
+from edl.collective.agent.zygote import Fork, Warm, zygote_command
 from edl.errors import EDLError
 
 __all__ = ["Exited", "Workers", "ZygoteLost"]
@@ -194,7 +194,11 @@ class Workers:
         self._reap(lambda before, rank: before != generation, timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to each worker, and not to its children, as torchrun does."""
+        """Send a signal to each worker, and not to its children.
+
+        torchrun sends it to the children as well. A script that saves its state when it is asked to end may need them
+        until then, as those of a `DataLoader`, whose death it would be told of by an exception.
+        """
         with self._lock:
             for pid in self._running:
                 with contextlib.suppress(ProcessLookupError):
@@ -244,14 +248,7 @@ class Workers:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [
-                sys.executable,
-                "-u",
-                "-m",
-                "edl.collective.agent.zygote",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            command = zygote_command(theirs.fileno(), self._warm)
             # A pipe or file is the workers' to read, as under torchrun. A terminal would stop them: they are no part
             # of its foreground.
             stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None

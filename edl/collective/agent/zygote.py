@@ -1,11 +1,11 @@
 """The process that workers are forked from: it has imported torch and what the user names, and done nothing else.
 
 Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
-milliseconds. The agent starts `python -m edl.collective.agent.zygote FD PID`, PID being its own, and both talk JSON
-over the Unix socket FD (`SOCK_SEQPACKET`): the agent says `Warm` once and then `Fork`; the zygote answers
-`{"ready": true}` with what went wrong, `{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait
-status}`. It must not start threads, run a backward pass or touch CUDA: a fork would inherit the wreck. A worker dies
-when the zygote does; when the agent dies the zygote kills the workers, with their children, and ends.
+milliseconds. The agent starts `zygote_command`, and both talk JSON over a Unix socket (`SOCK_SEQPACKET`): the agent
+says `Warm` once and then `Fork`; the zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` and, when a
+worker ended, `{"exited": pid, "status": wait status}`. It must not start threads, run a backward pass or touch CUDA: a
+fork would inherit the wreck. A worker dies when the zygote does; when the agent dies the zygote kills the workers, with
+their children, and ends.
 """
 
 from __future__ import annotations
@@ -15,28 +15,37 @@ import ctypes
 import gc
 import json
 import os
-import random
-import runpy
+import pkgutil
 import select
 import signal
 import socket
 import sys
-import time
-import traceback
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Final
 
-from edl.collective.agent.preload import Preloaded, fork_hazard, preload
+from edl.collective.agent.forked_state import renew_state, show_command_line, undo_side_effects
+from edl.collective.agent.main_program import absolute_path, arm_interruption, command_line, run_main
+from edl.collective.agent.preload import Preloaded, fork_hazard, preload, watched_environ
 from edl.collective.agent.program_imports import ProgramImports, scan_imports, sources_of
 from edl.collective.agent.streams import redirect
 
-__all__ = ["Fork", "Warm", "main"]
+__all__ = ["Fork", "Warm", "main", "zygote_command"]
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 20
+_OPTIMIZER: Final = "torch.optim"
+_OF_EVERYBODY: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
+"""Variables that are looked up again when their values are used."""
+_UNHEEDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What Ctrl-C, Slurm and systemd send to all processes of a job. The agent acts on it, and so do the workers."""
+_COMMAND: Final = (
+    # Neither the current folder nor this file's may hide a module of the standard library; the last entry of `sys.path`
+    # is where the agent has this package from.
+    "import sys; sys.path[:1] = filter(None, sys.path[:1]); sys.path.append(sys.argv[3]); "
+    "from edl.collective.agent.zygote import main; sys.path.pop(); main()"
+)
 
 
 @dataclass(frozen=True)
@@ -81,13 +90,29 @@ class Fork:
         return json.dumps({"fork": asdict(self)}).encode()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """The process itself. Returns, in a worker, when the script has ended."""
-    arguments = sys.argv[1:] if argv is None else argv
+def zygote_command(descriptor: int, warm: Warm) -> list[str]:
+    """Return the command that starts a zygote.
+
+    Args:
+        descriptor: the zygote's end of the socket, which it inherits.
+        warm: the program's name and arguments stand in the command for people who look for it with `ps`.
+    """
+    package = Path(__file__).parents[3]
+    shown = [warm.target, *warm.arguments]
+    return [sys.executable, "-u", "-c", _COMMAND, str(descriptor), str(os.getpid()), str(package), *shown]
+
+
+def main() -> None:
+    """Be the zygote, with the arguments of `zygote_command`. Returns, in a worker, when the script has ended."""
+    descriptor, parent = map(int, sys.argv[1:3])
     os.setpgid(0, 0)  # so that it is killed together with what an import started
-    _die_with(int(arguments[1]))
-    agent = socket.socket(fileno=int(arguments[0]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to act on
+    _die_with(parent)
+    agent = socket.socket(fileno=descriptor)
+    arm_interruption()
+    handlers = {number: signal.getsignal(number) for number in _UNHEEDED}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:  # what is ignored stays so in all that this process starts
+            signal.signal(number, _leave_to_agent)
     request = json.loads(agent.recv(_MESSAGE_BYTES) or "{}")
     if "warm" not in request:
         return
@@ -99,11 +124,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     zygote = os.getpid()
     # From here on the end of `agent` tells of the agent's death, and the workers' children can still be killed then. A
     # zygote that somebody stopped has to be woken for that.
-    _die_with(int(arguments[1]), signal.SIGCONT)
+    _die_with(parent, signal.SIGCONT)
     fork = _serve(agent)
     agent.close()
     _die_with(zygote)
+    os.setsid()  # so that it is killed together with its own children, such as a DataLoader's workers
+    handlers[signal.SIGINT] = signal.default_int_handler
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEEDED)
     _become(warm, fork)
+
+
+def _leave_to_agent(number: int, frame: object) -> None:
+    """Do nothing: programs that this process starts heed the signal, which they would not if it were ignored here."""
 
 
 def _serve(agent: socket.socket) -> Fork:
@@ -131,12 +166,14 @@ def _serve(agent: socket.socket) -> Fork:
                 if not message:
                     break
                 fork = Fork(**json.loads(message)["fork"])
+                signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEEDED)  # the worker heeds them from its beginning
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(woken)
                     return fork
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEEDED)
                 workers.add(pid)
                 agent.send(json.dumps({"pid": pid}).encode())
     except OSError:
@@ -161,18 +198,20 @@ def _warm_up(warm: Warm) -> Preloaded:
     """Import what may be imported ahead of time."""
     if warm.kind == "program":
         return Preloaded()
-    folder = Path(warm.target).resolve().parent if warm.kind == "script" else Path.cwd()
-    sys.path[0] = str(folder)
+    first = _first_in_path(warm)
+    if not getattr(sys.flags, "safe_path", False):  # `-P` or PYTHONSAFEPATH, since Python 3.11
+        sys.path.insert(0, first)
     sys.argv = [warm.target, *warm.arguments]  # as a module finds them that a worker imports
     if not warm.prewarm:
         return Preloaded()
-    scan = _scan(warm, folder)
+    scan = _scan(warm, Path(first))
     named = [(module, "") for module in warm.preload]
     done = Preloaded()
     with _nvml_check():
         if scan.framework or warm.framework in warm.preload:
-            _import_framework(warm.framework)
+            unfit = _import_framework(warm, scan.variables)
             done = preload([*scan.modules, *named], warm.without)
+            done.unfit |= unfit
         else:
             done = preload(named, warm.without)
         if not done.unfit and (hazard := fork_hazard()):
@@ -181,6 +220,15 @@ def _warm_up(warm: Warm) -> Preloaded:
         what = f"{scan.obstacle} runs before {warm.framework} is imported"
         done.failed.append(f"{what} (--preload {warm.framework} has it imported ahead of time all the same)")
     return done
+
+
+def _first_in_path(warm: Warm) -> str:
+    """Return what the interpreter puts first into `sys.path`."""
+    if warm.kind == "module":
+        return str(Path.cwd())
+    if pkgutil.get_importer(warm.target) is not None:  # a folder or an archive, with a `__main__.py`
+        return absolute_path(warm.target)
+    return str(Path(warm.target).resolve().parent)
 
 
 def _scan(warm: Warm, folder: Path) -> ProgramImports:
@@ -195,16 +243,25 @@ def _scan(warm: Warm, folder: Path) -> ProgramImports:
     return scan_imports(files, folders, roots)
 
 
-def _import_framework(framework: str) -> None:
+def _import_framework(warm: Warm, variables: frozenset[str]) -> dict[str, str]:
+    """Import the framework and what the first optimizer imports; return what of it workers must import by themselves.
+
+    Args:
+        variables: names of variables of the environment that the program may set after it has imported the framework.
+    """
     import torch
     import torch.distributed
 
-    if framework == "paddle":
+    if warm.framework == "paddle":
         import edl.collective.paddle.training  # noqa: F401 - with all of Paddle
-    else:
+    elif _OPTIMIZER not in warm.without:
         import torch.nn.parallel
 
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
+        with undo_side_effects(), watched_environ(variables - _OF_EVERYBODY) as asked:
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first one imports torch._dynamo
+        if asked:  # some 200 variables have their effect when torch._dynamo and torch._inductor are imported
+            return {_OPTIMIZER: f"reads {', '.join(sorted(asked))}, which the program may set before"}
+    return {}
 
 
 @contextlib.contextmanager
@@ -227,15 +284,12 @@ def _nvml_check() -> Iterator[None]:
 
 def _become(warm: Warm, fork: Fork) -> None:
     """This process, just forked, becomes a worker and runs the script."""
-    os.setpgid(0, 0)  # so that it is killed together with its own children, such as a DataLoader's workers
-    for number in (signal.SIGINT, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(fork.environ)
     redirect(os.environ)
     if warm.kind == "program":
         os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
-    _seed_generators()
+    renew_state()
+    show_command_line(command_line(warm.kind, warm.target, warm.arguments))
     if fork.stacks:
         from edl.collective.agent.stacks import arm_stack_dump
 
@@ -244,63 +298,7 @@ def _become(warm: Warm, fork: Fork) -> None:
 
     if "EDL_BOARD" in fork.environ:
         Board.from_env().begin(int(fork.environ["EDL_GENERATION"]))
-    sys.argv = [warm.target, *warm.arguments]
-    try:
-        _run(warm)
-    except SystemExit:
-        raise
-    except KeyboardInterrupt:  # Ctrl-C: end by the signal, as Python does, and without a traceback
-        sys.stdout.flush()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException as exc:  # noqa: BLE001 - as the interpreter does: say it, and end with 1
-        _fail(exc)
-
-
-def _seed_generators() -> None:
-    """Seed global generators as a new process has them: a fork begins with its parent's numbers, all forks alike."""
-    random.seed()
-    modules = sys.modules
-    if "numpy" in modules:
-        modules["numpy"].random.seed()
-    if "torch" in modules:
-        modules["torch"].default_generator.seed()
-    if "paddle" in modules:
-        modules["paddle"].framework.core.default_cpu_generator().seed()
-
-
-def _run(warm: Warm) -> None:
-    if warm.kind == "module":
-        runpy.run_module(warm.target, run_name="__main__", alter_sys=True)
-        return
-    program = types.ModuleType("__main__")
-    program.__dict__.update(__file__=warm.target, __builtins__=__builtins__, __spec__=None)
-    sys.modules["__main__"] = program
-    code = compile(Path(warm.target).read_bytes(), warm.target, "exec")
-    exec(code, program.__dict__)  # noqa: S102 - the user's own script, as `python` runs it
-
-
-def _fail(exc: BaseException) -> NoReturn:
-    """Leave the exception where torchrun's users look for it, print it without frames of this module, and end."""
-    frames = exc.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
-        frames = frames.tb_next
-    exc = exc.with_traceback(frames)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")  # written for the agent, as torch's `record` does
-    text = "".join(traceback.format_exception(exc))
-    if path and not Path(path).exists():
-        details: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        message = {"message": {"message": f"{type(exc).__name__}: {exc}", "extraInfo": details}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(message))
-    sys.stdout.flush()
-    from edl.collective.agent.failures import Kind, kind_of
-
-    if kind_of(1, text) is Kind.CONTACT:  # somebody else's end, of which the agent will tell
-        text = f"rank {os.environ.get('RANK', '?')} lost contact with another one ({type(exc).__name__})\n"
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    raise SystemExit(1)
+    run_main(warm.kind, warm.target, warm.arguments)
 
 
 def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -308,7 +306,3 @@ def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it had died before
         os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -69,7 +69,11 @@ def test_a_script_of_torchruns_finds_all_that_torchrun_gives(job: Job, tmp_path:
 
     assert [one["sum"] for one in ours] == [[6.0] * 3] * 3
     assert ours[0]["argv"] == command
-    assert (ours[0]["name"], ours[0]["file"], ours[0]["path"]) == ("__main__", "report.py", str(tmp_path))
+    assert (ours[0]["name"], ours[0]["file"], ours[0]["path"]) == (
+        "__main__",
+        str(tmp_path / "report.py"),
+        str(tmp_path),
+    )
     assert ours[0]["stdin"] == "what comes in"
 
     # Unbuffered, as under torchrun, so that ranks may write between a line and its end; but every line is there.

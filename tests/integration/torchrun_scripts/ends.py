@@ -1,0 +1,141 @@
+"""End in the way that the variable END names, and a number for it."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+
+def leave_text():
+    sys.exit("a text as exit code")
+
+
+def leave_by_number():
+    raise SystemExit(NUMBER)
+
+
+def leave_at_once():
+    os._exit(7)
+
+
+def raise_in_frames():
+    try:
+        {}["missing"]
+    except KeyError as exc:
+        raise ValueError("chained\nin two lines") from exc
+
+
+def raise_with_hook():
+    sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, trace.tb_frame.f_code.co_name)
+    raise ValueError("for the hook")
+
+
+def raise_with_broken_hook():
+    sys.excepthook = lambda kind, error, trace: [].pop()
+    raise ValueError("for the broken hook")
+
+
+def raise_with_hook_that_exits():
+    sys.excepthook = lambda kind, error, trace: sys.exit(9)
+    raise ValueError("not shown")
+
+
+def raise_and_look():
+    print("last:", hasattr(sys, "last_value"))
+    atexit.register(lambda: print("last:", repr(sys.last_value), sys.last_traceback.tb_frame.f_code.co_name))
+    raise ValueError("seen again")
+
+
+def interrupt_with_hook():
+    sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__)
+    atexit.register(print, "atexit after an interrupt")
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        print("finally")
+
+
+def interrupt():
+    atexit.register(print, "atexit after an interrupt")
+    raise KeyboardInterrupt
+
+
+def start_processes():
+    import concurrent.futures
+    import multiprocessing
+
+    for method in ("fork", "spawn", "forkserver"):
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            print(method, pool.submit(name_of, 1).result(100))
+
+
+def name_of(number):
+    return [number, __name__, sys.modules["__main__"].__file__, sys.argv]
+
+
+def die():
+    print("before")
+    os.kill(os.getpid(), NUMBER)
+    time.sleep(60)
+
+
+def handle():
+    number = NUMBER
+    signal.signal(number, lambda *_: sys.exit(5))
+    os.kill(os.getpid(), number)
+    time.sleep(60)
+
+
+def wait_for_threads():
+    def work():
+        threading.main_thread().join()
+        print("thread after main")
+
+    threading.Thread(target=work).start()
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    atexit.register(print, "first registered, called last")
+    atexit.register(print, "second registered, called first")
+    print("main ends")
+
+
+def write_raw():
+    print("unbuffered", end=" ")
+    subprocess.run(["echo", "from a child"], check=True)
+    print("diagnostics", file=sys.stderr)
+    sys.stdout.buffer.write(b"bytes\n")
+
+
+def close_output():
+    sys.stdout.flush()
+    os.close(1)
+    print("lost")
+
+
+def show_annotations():
+    def function(number: int):
+        pass
+
+    print(function.__annotations__)
+
+
+def change_folder():
+    import inspect
+
+    os.chdir("/")
+    print(__file__, inspect.getsource(change_folder).splitlines()[0])
+    print(" ".join(sys.orig_argv[1:]), "/", sys.path[0])
+
+
+def show_process():
+    print("session", os.getsid(0) == os.getpid(), "group", os.getpgid(0) == os.getpid())
+    with open("/proc/self/cmdline", "rb") as file:
+        print(file.read().rstrip(b"\0").split(b"\0")[1:])
+
+
+if __name__ == "__main__":
+    END, _, NUMBER = os.environ["END"].partition(" ")
+    NUMBER = int(NUMBER or 0)
+    globals()[END]()

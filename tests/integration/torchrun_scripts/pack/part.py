@@ -1,0 +1,3 @@
+"""What the package's program imports relatively."""
+
+ANSWER = 42

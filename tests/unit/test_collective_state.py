@@ -284,17 +284,17 @@ def test_what_would_not_come_back_is_refused() -> None:
             State(rng=False, value=value).capture()
 
 
-def test_an_object_that_does_not_load_is_named() -> None:
+def test_an_object_that_cannot_load_is_named() -> None:
     with pytest.raises(SettingsError, match=r"ema: its load_state_dict.* does not take .*KeyError: 'scales'"):
         through(State(rng=False, ema=Fickle()), State(rng=False, ema=Fickle()))
 
 
-def test_nothing_is_restored_to_the_meta_device() -> None:
+def test_nothing_is_restored_to_meta() -> None:
     with pytest.raises(SettingsError, match=r"net\.weight is on the meta device.*to_empty"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 2, device="meta")))
 
 
-def test_parameters_in_containers_stay_an_optimizers() -> None:
+def test_listed_parameters_stay_the_same() -> None:
     def job() -> State:
         weights = [nn.Parameter(torch.rand(2)), torch.rand(2, requires_grad=True), torch.zeros(2, dtype=torch.bfloat16)]
         fixed = nn.Parameter(torch.arange(3), requires_grad=False)

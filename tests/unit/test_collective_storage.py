@@ -32,6 +32,7 @@ from edl.collective.checkpoint.storage import Outcome, Persister
 from edl.collective.checkpoint.storage_manifest import Name, Summed, newest_first
 from edl.collective.checkpoint.transfer import slot_bytes
 from edl.errors import SettingsError, TemporaryError
+from tests.unit.collective_counted import reads
 from tests.unit.collective_saved import put
 
 FIRST, SECOND = "346d06b600000001", "346d06b600000002"
@@ -179,7 +180,7 @@ def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
     if harm == "truncate":
         data.write_bytes(content[:-1])
     elif harm == "flip":
-        content[len(content) // 2] ^= 1
+        content[content.index(job(2).model.weight.detach().view(torch.uint8).numpy().tobytes())] ^= 1
         data.write_bytes(content)
     elif harm == "missing":
         data.unlink()
@@ -193,6 +194,37 @@ def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (0 if harm == "no manifest" else 1)
     assert all(f"step-2.g-1.r-{FIRST}" in line for line in lines)
+
+
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    """In large reads: a state of many small tensors and a large one, of which a checkpoint has 40 MB."""
+    source = State(many=[torch.full((1000,), float(number)) for number in range(300)], large=torch.rand(10 << 20))
+    put(tmp_path / "s", source, 7)
+    storing(tmp_path / "c").persist([tmp_path / "s"])
+    size = next((tmp_path / "c").glob("*/__0_0.distcp")).stat().st_size
+    target = State(many=[], large=torch.zeros(10 << 20))
+    assert storage_read.restore(target, f"counted://{tmp_path}/c") is not None
+    assert bits(target) == bits(source)
+    counted = reads(tmp_path)
+    assert sum(counted) <= size
+    assert len(counted) <= 8
+
+
+@pytest.mark.parametrize("harmed", ["large", "many"])
+def test_a_damaged_one_leaves_the_state_alone(tmp_path: Path, harmed: str) -> None:
+    """Also a field that the checkpoint before it does not have."""
+    source = State(rng=False, large=torch.rand(20 << 20), many=[torch.rand(10)])
+    put(tmp_path / "s", source, 7)
+    storing(tmp_path / "c").persist([tmp_path / "s"])
+    stored = next((tmp_path / "c").glob("*/__0_0.distcp"))
+    content = bytearray(stored.read_bytes())
+    wanted = (source.large if harmed == "large" else source.many[0]).numpy().tobytes()
+    content[content.index(wanted[-40:]) + 3] ^= 1
+    stored.write_bytes(content)
+    target = State(rng=False, large=torch.zeros(20 << 20), many=[torch.zeros(10)])
+    assert storage_read.restore(target, str(tmp_path / "c")) is None
+    assert not target.large.any()
+    assert not target.many[0].any()
 
 
 def test_a_world_that_was_given_up_completes_nothing(tmp_path: Path, url: str) -> None:

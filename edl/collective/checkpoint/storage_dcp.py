@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,9 +36,11 @@ from edl.collective.checkpoint.storage_files import SummingWriter
 from edl.collective.checkpoint.storage_manifest import Piece, Summed
 from edl.errors import ProtocolError
 
-__all__ = ["Items", "metadata", "tensor_of", "write_rank"]
+__all__ = ["Items", "metadata", "tensor_in", "write_rank"]
 
 _VERSION = "1.0.0"
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a record in a zip archive, up to the lengths of its name and of the extra field."""
 
 
 @dataclass
@@ -134,19 +138,67 @@ def _describe(
     whole.chunks.append(ChunkStorageMetadata(torch.Size(entry.starts), torch.Size(entry.shape)))
 
 
-def tensor_of(item: bytes, entry: Entry) -> torch.Tensor:
-    """The tensor in an item of a file.
+class _ViewFile(io.RawIOBase):
+    """Bytes in memory as a file, without a copy of them."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        if begin + offset < 0:
+            raise OSError(f"seek to {begin + offset}")  # as a file of the system does; zipfile relies on it
+        self._at = begin + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def tensor_in(item: memoryview, entry: Entry, *, check: bool) -> torch.Tensor:
+    """The tensor in an item of a file; it shares the item's memory.
+
+    Args:
+        check: compare the checksums that stand in the item.
 
     Raises:
-        ProtocolError: it is not there, or another one than `entry` says.
+        ProtocolError: it is not there, damaged, or another one than `entry` says.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(item)) as archive:
-            name = next(name for name in archive.namelist() if name.endswith("/data/0"))
-            data = bytearray(archive.read(name))
-    except (zipfile.BadZipFile, StopIteration, EOFError) as exc:
+        with zipfile.ZipFile(_ViewFile(item)) as archive:
+            records = {info: _record(item, info) for info in archive.infolist()}
+        found = next(info for info in records if info.filename.endswith("/data/0"))
+    except (zipfile.BadZipFile, StopIteration, EOFError, OSError, struct.error, NotImplementedError) as exc:
         raise ProtocolError(f"{entry.key} cannot be read from its file: {exc!r}") from exc
+    if check and any(zlib.crc32(record) != info.CRC for info, record in records.items()):
+        raise ProtocolError(f"{entry.key} is not as it was written")
+    data = records[found]
     if len(data) != entry.nbytes:
         raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, and {entry.nbytes} by its metadata")
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dtype = getattr(torch, entry.dtype, None)
+    if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()  # torch.save aligns a tensor within its item only
     return view_of(flat, replace(entry, offset=0))
+
+
+def _record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
+    name, extra = _LOCAL_HEADER.unpack_from(item, info.header_offset)
+    begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+    record = item[begin : begin + info.file_size]
+    if info.compress_type != zipfile.ZIP_STORED or len(record) != info.file_size:
+        raise zipfile.BadZipFile(f"{info.filename} is cut off, or compressed")
+    return record

@@ -189,18 +189,6 @@ class Folder:
         """The names of a checkpoint's files; empty where there is no such checkpoint."""
         return self._listed(self._path(name))
 
-    def intact(self, name: Name, file: str, wanted: Summed) -> bool:
-        """Whether a file has the size and the checksum that the manifest says."""
-        crc = size = 0
-        try:
-            with _translated(), self._fs.open(f"{self._path(name)}/{file}", "rb") as opened:
-                while chunk := opened.read(_CHUNK_NBYTES):
-                    crc = zlib.crc32(chunk, crc)
-                    size += len(chunk)
-        except FileNotFoundError:
-            return False
-        return Summed(size, crc) == wanted
-
     def manifest(self, name: Name) -> Manifest | None:
         """A checkpoint's manifest, or None where it is not complete.
 

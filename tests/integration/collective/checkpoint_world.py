@@ -208,7 +208,9 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     import torch
 
     from edl.collective.checkpoint.checkpointer import Checkpointer
+    from tests.unit import collective_counted
 
+    assert collective_counted.CountedFolder.protocol == "counted", "the storage's name is known"
     state, changes = job(kind, 2), []
     state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
     with Checkpointer(state, storage=storage, interval_steps=1) as checkpointer:

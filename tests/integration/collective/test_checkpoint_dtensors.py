@@ -26,7 +26,7 @@ def test_dtensors_come_back_elsewhere(tmp_path: Path) -> None:
         assert after["placed"] == saved[0]["placed"]
 
 
-def test_an_unknown_mesh_is_refused_at_a_save(tmp_path: Path) -> None:
+def test_an_unknown_mesh_is_refused(tmp_path: Path) -> None:
     for said in run(2, "averages", tmp_path, step=4, lost_mesh=True):
         assert "averages.shadow.0 could be saved, but not restored" in said["refused"]
     assert not [path for path in tmp_path.glob("slots-*") if path.stat().st_size > 4096]

@@ -9,6 +9,7 @@ import pytest
 
 from edl.collective.checkpoint.storage import Persister
 from tests.integration.collective.checkpoint_world import run
+from tests.unit.collective_counted import reads
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +31,25 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_world_restores_it(tmp_path: Path, stored: tuple[dict[str, Any], Path], size: int) -> None:
     saved, url = stored
-    for after in run(size, "restore", tmp_path, kind="fsdp", storage=str(url)):
+    for after in run(size, "restore", tmp_path, kind="fsdp", storage=f"counted://{url}"):
         assert (after["step"], after["changes"]) == (4, [[4, size, 4]])
         for key in ("model", "optimizer", "rest"):
             assert after[key] == saved[key], key
+
+
+def test_ranks_share_out_what_all_need(tmp_path: Path) -> None:
+    """Each byte of a replicated state is read by one of three ranks, which gives it to the others."""
+    folder, url = tmp_path / "old", tmp_path / "c"
+    folder.mkdir()
+    saved = run(2, "save", folder, kind="ddp")
+    Persister(str(url), run=lambda: "0" * 16).persist([folder / "slots-0", folder / "slots-1"])
+    for after in run(3, "restore", tmp_path, kind="ddp", storage=f"counted://{url}"):
+        assert after["step"] == 4
+        for key in ("model", "optimizer", "rest"):
+            assert after[key] == saved[0][key], key
+    counted = reads(tmp_path)
+    assert sum(counted) <= next(url.glob("*/__0_0.distcp")).stat().st_size
+    assert len(counted) <= 2
 
 
 def test_one_process_restores_it_without_fsdp(tmp_path: Path, stored: tuple[dict[str, Any], Path]) -> None:

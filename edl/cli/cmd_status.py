@@ -150,13 +150,14 @@ def _members(rows: Sequence[NodeRow]) -> Table:
     table.add_column("node", overflow="fold")
     table.add_column("ranks")
     table.add_column("state")
-    for heading in ("generation", "step", "steps/s", "samples/s", "heard"):
+    replicas = any(row.replica_age_s is not None for row in rows)
+    for heading in ("generation", "step", "steps/s", "samples/s", "heard", *(["replica"] if replicas else [])):
         table.add_column(heading, justify="right")
     gone = [row for row in rows if row.state in ("left", "lost")]
     hidden = gone[_MAX_GONE:]
     for row in rows:
         if row not in hidden:
-            table.add_row(*_cells(row))
+            table.add_row(*_cells(row)[: len(table.columns)])
     if hidden:
         table.add_row(Text(f"and {len(hidden)} that left or were lost before", "dim"))
     return table
@@ -180,6 +181,7 @@ def _cells(row: NodeRow) -> list[Text]:
         Text(f"{record.steps_per_s:.3g}" if moves and record.steps_per_s else ""),
         Text(f"{record.samples_per_s:,.0f}" if moves and record.samples_per_s else ""),
         Text(f"{_duration(round(row.silent_s * 1e6))} ago"),
+        Text("" if row.replica_age_s is None else f"{_duration(round(row.replica_age_s * 1e6))} old"),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -123,6 +124,30 @@ def test_a_state_that_some_worker_does_not_keep_is_passed_over_in_the_end() -> N
     assert course.next(50, ONE, TWO) is Act.WANT
 
 
+def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of a minute, as 64 GB over 10 Gbit/s take: the oldest is replaced when the next one has arrived."""
+
+    def oldest_s() -> float:
+        course, saved, now = Course(ReplicaPace.from_env()), -1.0, 0.0
+        course.begin(same_peer=False)
+        for step in range(3):
+            sent = (0, step, 2) if step else NOTHING
+            while course.next(now, sent, sent) is not Act.WANT:
+                now += 1.0
+                assert now < 10_000.0
+            before, saved = saved, now
+            course.sent((0, step + 1, 2), now, now + 60.0)
+            now += 60.0
+        return now - before
+
+    assert oldest_s() <= 185.0
+    monkeypatch.setenv("EDL_REPLICA_SHARE", "0.1")
+    assert oldest_s() >= 600.0
+    monkeypatch.setenv("EDL_REPLICA_SHARE", "2")
+    with pytest.raises(SettingsError, match="share"):
+        ReplicaPace.from_env()
+
+
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
 def test_transfers_take_no_more_than_their_share(turns: list[tuple[float, float, bool]]) -> None:
@@ -192,10 +217,13 @@ def replica(tmp_path: Path, of: str, at: str) -> list[Stamp]:
 def test_agents_send_what_is_kept_to_the_next_one_and_to_its_successor(
     tmp_path: Path, agents: dict[str, Replication], said: list[str]
 ) -> None:
+    before = time.time_ns() // 1000
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     for one in agents.values():
         one.world_changed(world_of(0, agents))
     until(lambda: replica(tmp_path, "a", "b") == [(0, 1, 2)], "b has it")
+    until(lambda: before <= agents["a"].replicated_us <= time.time_ns() // 1000, "its age is known")
+    assert agents["b"].replicated_us == 0
     until(lambda: ReplicaFolder(tmp_path / "a").wanted() == (0, 1, 2), "the next one is wanted")
     keep(kept_prefix(tmp_path / "slots-a"), 2)
     until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import struct
 import threading
@@ -61,6 +62,48 @@ def agents(tmp_path: Path) -> Iterator[Any]:
             return made
 
         yield start
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["plain", "TLS"])
+def test_threads_hash_what_tls_does_not(agents: Any, tmp_path: Path, private: bool, hashed: dict[str, int]) -> None:
+    """Neither who sends nor who receives hashes what is sent: threads do, beside that, or TLS has done it already."""
+    tls = tls_of(tmp_path / "tls") if private else None
+    receiver = agents(tls)
+    receiver.send(tls, nbytes=5_000_000)
+    assert receiver.steps == [7]
+    beside = sum(nbytes for thread, nbytes in hashed.items() if thread.startswith("edl-hash"))
+    assert sum(hashed.values()) - beside < 10_000
+    assert beside == (0 if private else 2 * (5_000_000 + len(b"m7"))), "once by each side"
+
+
+class CountingHmac:
+    """HMACs, and how many bytes the threads put into them."""
+
+    def __init__(self) -> None:
+        self.nbytes: dict[str, int] = {}
+        self._new, self._lock = hmac.new, threading.Lock()
+
+    def __call__(self, key: bytes, message: bytes, digestmod: str) -> Any:
+        outer, mac = self, self._new(key, message, digestmod)
+
+        class Counted:
+            digest = staticmethod(mac.digest)
+
+            @staticmethod
+            def update(data: bytes) -> None:
+                mac.update(data)
+                with outer._lock:
+                    name = threading.current_thread().name
+                    outer.nbytes[name] = outer.nbytes.get(name, 0) + len(data)
+
+        return Counted
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    counting = CountingHmac()
+    monkeypatch.setattr(hmac, "new", counting)
+    return counting.nbytes
 
 
 @contextlib.contextmanager

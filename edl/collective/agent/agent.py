@@ -85,7 +85,7 @@ class Agent:
             self._said_leaving = True
             self._say("asked to leave: the others are told, and this node goes after the next steps")
         part.crew.look()
-        part.chronicle.observe(conduct.doing, part.crew)
+        part.chronicle.observe(conduct.doing, part.crew, part.replicas.replicated_us)
         self._share_times(part)
         reread_s = _REREAD_S if part.crew.running and not conduct.pausing else _TICK_S
         due = time.monotonic() - self._read_at >= reread_s

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from edl.collective.agent.crew import Crew
 from edl.collective.agent.stragglers import share
@@ -37,6 +38,7 @@ class Chronicle:
         self._writer = LedgerWriter(store, job, self._ledger)
         self._doing = Doing.RENDEZVOUS
         self._handed_at = 0.0
+        self._replicated_us = 0
         self._generation = -1
         self._highest = -1
         self._asking: int | None = None
@@ -49,8 +51,13 @@ class Chronicle:
         self._thread = threading.Thread(target=self._write, name="edl-chronicle", daemon=True)
         self._thread.start()
 
-    def observe(self, doing: Doing, crew: Crew) -> None:
-        """Charge the time until now. Call it often; the store is written about once a second."""
+    def observe(self, doing: Doing, crew: Crew, replicated_us: int = 0) -> None:
+        """Charge the time until now. Call it often; the store is written about once a second.
+
+        Args:
+            replicated_us: wall clock of the newest state of which another node has a replica, 0 for none.
+        """
+        self._replicated_us = replicated_us
         now = time.monotonic()
         self._ask(crew.generation, now)
         waits = self._asking is not None and now - self._asked_at < _ASK_S
@@ -100,7 +107,7 @@ class Chronicle:
             self._waiting.notify()
 
     def _hand_over(self) -> None:
-        record = self._ledger.record()
+        record = replace(self._ledger.record(), replicated_us=self._replicated_us)
         with self._waiting:
             self._record = record
             self._waiting.notify()

@@ -137,7 +137,8 @@ class Conduct:
         if position == 0:
             self._meeting, self._spare = self._spare, meeting_place(self._told)
         if self._crew.running:
-            self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew)  # what follows is no training of the old workers
+            # What follows is no training of the old workers.
+            self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew, self._part.replicas.replicated_us)
         self._part.replicas.world_changed(world)
         self._part.tethers.follow(neighbours(world, position))
         self._crew.begin(world, position)

@@ -54,6 +54,7 @@ def encode_record(record: NodeRecord) -> bytes:
         "steps_per_s": round(record.steps_per_s, 4),
         "samples_per_s": round(record.samples_per_s, 4),
         "ended": record.ended,
+        "replicated_us": record.replicated_us,
     }
     return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -78,6 +79,7 @@ def decode_record(data: bytes, where: str) -> NodeRecord:
             steps_per_s=_rate(fields["steps_per_s"]),
             samples_per_s=_rate(fields["samples_per_s"]),
             ended=fields["ended"] is True,
+            replicated_us=_whole(fields.get("replicated_us", 0)),
         )
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"{where} is not a ledger: {exc!r}") from exc

@@ -85,6 +85,7 @@ class NodeRecord:
         steps_per_s, samples_per_s: over the last 15 seconds, 0 where nothing moved.
         ended: the agent said goodbye. If not, it lives or was killed.
         reached: the last step that the job is known to have ever finished before `generation`, -1 for none.
+        replicated_us: wall clock of the newest state of this node of which another node has a replica, 0 for none.
     """
 
     node: str
@@ -98,6 +99,7 @@ class NodeRecord:
     samples_per_s: float = 0.0
     ended: bool = False
     reached: int = -1
+    replicated_us: int = 0
 
     @property
     def until_us(self) -> int:

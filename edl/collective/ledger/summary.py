@@ -28,6 +28,7 @@ class NodeRow:
         state: "train", "load", ... of its last second; "left" after a goodbye, "lost" without one.
         silent_s: since its last sign of life.
         goodput: of this node's own time; None where none has passed.
+        replica_age_s: how old the newest state is of which another node has a replica; None where there is none.
     """
 
     node: str
@@ -36,6 +37,7 @@ class NodeRow:
     silent_s: float
     goodput: float | None
     record: NodeRecord
+    replica_age_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> 
         if member.id == record.node:
             ranks = range(member.first_rank, member.first_rank + member.local_world_size)
     silent_s = max(0.0, (now_us - record.until_us) / 1e6)
-    return NodeRow(record.node, ranks, state, silent_s, goodput(totals(record.spans)), record)
+    since_us = record.until_us if state in ("left", "lost") else now_us
+    age_s = max(0.0, (since_us - record.replicated_us) / 1e6) if record.replicated_us else None
+    return NodeRow(record.node, ranks, state, silent_s, goodput(totals(record.spans)), record, age_s)
 
 
 def _order(row: NodeRow) -> tuple[int, float]:
@@ -168,6 +172,7 @@ def _row_as_dict(row: NodeRow) -> dict[str, Any]:
         "steps_per_s": row.record.steps_per_s,
         "samples_per_s": row.record.samples_per_s,
         "goodput": row.goodput,
+        "replica_age_s": row.replica_age_s,
         "seconds": _seconds(totals(row.record.spans)),
     }
 

@@ -84,15 +84,14 @@ def _send(link: Link, node: str, local_rank: int, state: Found, stopping: Callab
     _answer(link)
 
 
-def _contents(state: Found, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes]:
+def _contents(state: Found, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
     """The data and the metadata. Raises before the end if it was overwritten, so that it is worth nothing there."""
-    with state.map() as memory:
-        end = HEADER_NBYTES + state.data_nbytes
-        for begin in range(HEADER_NBYTES, end, CHUNK_NBYTES):
+    data = memoryview(state.map())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
+    for whole in (data, memoryview(meta)):
+        for begin in range(0, len(whole), CHUNK_NBYTES):
             if stopping():
                 raise TemporaryError("given up half-way")
-            yield memory[begin : min(end, begin + CHUNK_NBYTES)]
-    yield meta
+            yield whole[begin : begin + CHUNK_NBYTES]
     if state not in find(state.path.with_suffix("")):
         raise TemporaryError(f"{state.path} was overwritten while it was sent")
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from edl.collective.checkpoint.keeping import NOTHING, Stamp
 from edl.errors import SettingsError
+from edl.settings import positive_float, read
 
 __all__ = ["Act", "Course", "ReplicaPace"]
 
@@ -18,16 +19,26 @@ class ReplicaPace:
 
     Attributes:
         interval_s: from the beginning of one transfer to the next, at least.
-        share: of the time that transfers may take, at most.
+        share: of the time that transfers may take, at most. A replica is as old as two transfers by 1 / share and one
+            more at worst: with a half, three times what a transfer takes.
         retry_s: how long to leave a peer alone that did not take a state.
         patience_s: how long to wait for workers of this node that have not kept what others have. After that the state
             is passed over: they died, or saved it elsewhere.
     """
 
     interval_s: float = 10.0
-    share: float = 0.1
+    share: float = 0.5
     retry_s: float = 10.0
     patience_s: float = 30.0
+
+    @classmethod
+    def from_env(cls) -> ReplicaPace:
+        """As `EDL_REPLICA_SHARE` says, or else as it is.
+
+        Raises:
+            SettingsError: it is not above 0 and up to 1.
+        """
+        return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
 
     def __post_init__(self) -> None:
         if not (self.interval_s >= 0 and 0 < self.share <= 1 and self.retry_s >= 0 and self.patience_s >= 0):

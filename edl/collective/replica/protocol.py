@@ -8,7 +8,7 @@
     then, for each part of the state
     sender -> receiver   frame: JSON that says what comes (`Announcement`)
     receiver -> sender   frame: `GO_ON`, or `PRESENT` if it has that, or else why it refuses it
-    sender -> receiver   the data and the metadata as they are, and their HMAC; not if it is present
+    sender -> receiver   the data and the metadata as they are, and their tag; not if it is present
     receiver -> sender   frame: `GO_ON`, now that it has all
 
 A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. The key of those is made of the secret
@@ -16,6 +16,10 @@ and both sides' random bytes, and each HMAC counts in how many were sent before 
 repeated or left out. All HMACs are HMAC-SHA256. Nothing is believed, and no memory taken, before the other side has
 shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is one of
 TLS (`edl.protocol.peers`), within which all of this is said.
+
+One core makes some 1.8 GB/s of HMACs where it has instructions for SHA-256, and a third of that where not. So the tag
+of data is that of a tree: the HMAC of the HMACs of its pieces, each with its number, which threads make while the next
+pieces are on their way. TLS has made sure of every byte already, and of who sent it: there the tag is of the length.
 
 Every operation on the socket has a deadline.
 """
@@ -28,8 +32,10 @@ import json
 import re
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -38,6 +44,11 @@ from edl.errors import ProtocolError, TemporaryError
 __all__ = ["CHUNK_NBYTES", "GO_ON", "HANDSHAKE_S", "PRESENT", "Announcement", "Link", "translated"]
 
 CHUNK_NBYTES: Final = 1 << 20
+"""Of a piece that is sent, and of one that is authenticated by itself: both sides must cut alike."""
+_HASHERS: Final = 4
+"""Threads that make the HMACs of pieces: as many as keep pace with 50 Gbit/s."""
+_AHEAD: Final = 16
+"""Pieces that wait for these threads at most, since each is held in memory until then."""
 GO_ON: Final = b""
 PRESENT: Final = b"present"
 _NONCE_NBYTES: Final = 32
@@ -118,6 +129,7 @@ class Link:
             OSError: the connection failed, or an operation took too long.
         """
         self._connection = connection
+        self._private = isinstance(connection, ssl.SSLSocket)
         self._sent = self._received = 0
         deadline = time.monotonic() + HANDSHAKE_S
         mine = secrets.token_bytes(_NONCE_NBYTES)
@@ -156,16 +168,18 @@ class Link:
             raise ProtocolError(f"a message of {length} bytes where at most {_FRAME_MOST_NBYTES} are expected")
         data, mac = self._take(length), self._next_received()
         mac.update(data)
-        self._check(mac)
+        self._check(mac.digest())
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send bytes, of which the other side knows how many there are. Nothing is valid there before all were sent."""
-        mac = self._next_sent()
-        for part in parts:
-            mac.update(part)
-            self._connection.sendall(part)
-        self._connection.sendall(mac.digest())
+        """Send pieces of bytes, of which the other side knows how many there are, each but the last of a target of
+        `CHUNK_NBYTES`. Nothing is valid there before all were sent.
+        """
+        with _Tree(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
+            for part in parts:
+                tree.add(part)
+                self._connection.sendall(part)
+            self._connection.sendall(tree.tag())
 
     def receive_bulk(self, *targets: memoryview) -> None:
         """Fill the targets. What is in them is not to be used before this returns.
@@ -173,13 +187,13 @@ class Link:
         Raises:
             ProtocolError: something was changed on the way.
         """
-        mac = self._next_received()
-        for target in targets:
-            for begin in range(0, len(target), CHUNK_NBYTES):
-                piece = target[begin : begin + CHUNK_NBYTES]
-                self._fill(piece)
-                mac.update(piece)
-        self._check(mac)
+        with _Tree(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
+            for target in targets:
+                for begin in range(0, len(target), CHUNK_NBYTES):
+                    piece = target[begin : begin + CHUNK_NBYTES]
+                    self._fill(piece)
+                    tree.add(piece)
+            self._check(tree.tag())
 
     def _next_sent(self) -> hmac.HMAC:
         self._sent += 1
@@ -189,8 +203,8 @@ class Link:
         self._received += 1
         return hmac.new(self._receive_key, self._received.to_bytes(8, "little"), "sha256")
 
-    def _check(self, mac: hmac.HMAC) -> None:
-        if not hmac.compare_digest(self._take(_MAC_NBYTES), mac.digest()):
+    def _check(self, tag: bytes) -> None:
+        if not hmac.compare_digest(self._take(_MAC_NBYTES), tag):
             raise ProtocolError("what was received is not what was sent")
 
     def _take(self, nbytes: int, deadline: float | None = None) -> bytes:
@@ -207,6 +221,54 @@ class Link:
             if not more:
                 raise ConnectionError("the other side closed the connection")
             got += more
+
+
+class _Tree:
+    """The tag of many pieces: threads make each one's HMAC, and `tag` the HMAC of all of these.
+
+    A piece's HMAC begins with its number and has a key of its own, so that it can stand for nothing else.
+
+    Args:
+        root: of the tag.
+        key: of the pieces.
+        count: which tag of the connection it is.
+        hashing: whether pieces count at all, rather than only how many bytes they have.
+    """
+
+    def __init__(self, root: hmac.HMAC, key: bytes, count: int, *, hashing: bool) -> None:
+        self._root, self._count = root, count
+        self._key = _mac(key, b"pieces")
+        self._pool = ThreadPoolExecutor(_HASHERS, thread_name_prefix="edl-hash") if hashing else None
+        self._leaves: list[Future[bytes]] = []
+        self._nbytes = 0
+
+    def __enter__(self) -> _Tree:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)  # nothing of the other side's memory is looked at afterwards
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Count a piece in, which stays as it is until `tag`. Waits where the threads are far behind."""
+        self._nbytes += len(piece)
+        if self._pool is not None:
+            number = len(self._leaves)
+            self._leaves.append(self._pool.submit(self._leaf, number, piece))
+            if number >= _AHEAD:
+                self._leaves[number - _AHEAD].result()
+
+    def tag(self) -> bytes:
+        """Of all pieces."""
+        self._root.update(self._nbytes.to_bytes(8, "little"))
+        for leaf in self._leaves:
+            self._root.update(leaf.result())
+        return self._root.digest()
+
+    def _leaf(self, number: int, piece: bytes | memoryview) -> bytes:
+        mac = hmac.new(self._key, self._count.to_bytes(8, "little") + number.to_bytes(8, "little"), "sha256")
+        mac.update(piece)  # without the GIL
+        return mac.digest()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.checkpoint.keeping import NOTHING, ReplicaFolder, kept_prefix, newest_common, stamp_of
+from edl.collective.checkpoint.keeping import NOTHING, ReplicaFolder, Stamp, kept_prefix, newest_common, stamp_of
 from edl.collective.checkpoint.slots import Found, find
 from edl.collective.job import Member, World, prefix
 from edl.collective.replica.client import send_states
@@ -96,12 +96,14 @@ class Replication:
         self._slots = list(slots)
         self._secret = secret
         self._say = say
-        self._course = Course(pace or ReplicaPace())
+        self._course = Course(pace or ReplicaPace.from_env())
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._peer: Member | None = None
         self._world = 0
         self._handing = self._handed = self._silent = self._closing = False
+        self._replicated_us = 0
+        self._noticed: tuple[Stamp, int] = (NOTHING, 0)
         self._tls = tls
         self._server = ReplicaServer(self._folder, secret, say, tls=tls)
         self._thread = threading.Thread(target=self._run, name="edl-replication", daemon=True)
@@ -111,6 +113,11 @@ class Replication:
     def port(self) -> int:
         """Where other agents send their states."""
         return self._server.port
+
+    @property
+    def replicated_us(self) -> int:
+        """Wall clock (microseconds since 1970) of the newest state that the peer has of all workers, 0 for none."""
+        return self._replicated_us
 
     def world_changed(self, world: World) -> None:
         """Have the peer of another world from now on. Call it before that world's workers begin."""
@@ -122,6 +129,8 @@ class Replication:
             self._handing = self._handed = False
             self._folder.want(None)
             self._course.begin(same_peer=same)
+            if not same:
+                self._replicated_us = 0
         self._wake.set()
 
     def hand_over(self) -> bool:
@@ -160,6 +169,9 @@ class Replication:
         held = [find(kept_prefix(slots)) for slots in self._slots]
         states = newest_common(held)
         common = stamp_of(states[0].label) if states else NOTHING
+        if self._noticed[0] != common:
+            self._noticed = (common, time.time_ns() // 1000)
+        noticed_us = self._noticed[1]
         newest = max((stamp_of(one.label) for found in held for one in found), default=NOTHING)
         with self._lock:
             if world != self._world:
@@ -175,6 +187,7 @@ class Replication:
                     return
                 if done:
                     self._course.sent(common, began, time.monotonic())
+                    self._replicated_us = noticed_us
                 else:
                     self._course.failed(time.monotonic())
 

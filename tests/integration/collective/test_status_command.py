@@ -18,8 +18,10 @@ import pytest
 from edl.cli import main
 from edl.collective.board import Board, Phase
 from edl.collective.job import Member, State, World
-from edl.collective.ledger.node import Doing, Ledger
+from edl.collective.ledger.node import Doing, Ledger, NodeRecord
 from edl.collective.ledger.records import LedgerWriter
+from edl.collective.ledger.spans import State as Ledgered
+from edl.collective.ledger.spans import plain
 from edl.discovery import Store, open_store
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -85,6 +87,25 @@ def test_json_is_complete(store: Store, url: str, capsys: pytest.CaptureFixture[
     assert (node["node"], node["ranks"], node["samples_per_s"]) == ("a", [0, 1], pytest.approx(1280 / 9, abs=0.01))
     (event,) = told["events"]
     assert (event["node"], event["kind"], event["text"]) == ("b", "kill", "rank 1")
+
+
+def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of nodes of which another node has a replica; without any there is no column."""
+    records = {name: add_node(store, name, 10.0, 9.0) for name in "ab"}
+    put_world(store, "a", "b")
+    assert main(["status", "resnet", "--store", url]) == 0
+    assert "replica" not in capsys.readouterr().out
+    at = round((time.time() - 600.0) * 1e6)
+    record = NodeRecord("a", at, 2, replicated_us=at)
+    records["a"].write(replace(record, spans=(plain(Ledgered.TRAIN, 600_000_000, 2, running=True),)))
+    assert main(["status", "resnet", "--store", url]) == 0
+    out = capsys.readouterr().out
+    assert "replica" in out
+    assert re.search(r"a +0-1 .* 10 min \d\d s old", out), out
+    assert main(["status", "resnet", "--json", "--store", url]) == 0
+    ages = {node["node"]: node["replica_age_s"] for node in json.loads(capsys.readouterr().out)["nodes"]}
+    assert ages["a"] == pytest.approx(600.0, abs=60.0)
+    assert ages["b"] is None
 
 
 def test_a_job_that_only_begins_needs_no_world(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:

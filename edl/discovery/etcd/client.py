@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.owned import Owned
-from edl.errors import DiscoveryError
+from edl.discovery.owned import Background, Owned
+from edl.errors import DiscoveryError, SettingsError
+from edl.notifier import Notifier
 from edl.protocol import etcd as wire
 from edl.protocol.channel import Metadata, channel
+from edl.protocol.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 
@@ -27,6 +32,12 @@ _PING_EVERY_S: Final = 10.0
 """How often a connection with a request under way is tried. etcd hangs up on who tries more often than every 5 s."""
 _RECONNECT_S: Final = (0.1, 1.0)
 """The first and the longest wait between two attempts of gRPC to connect: who comes back is found within a second."""
+_CONNECT_S: Final = 2.0
+"""How long an attempt to connect may take. gRPC's own 20 s would be spent on a host that was away at its beginning."""
+
+
+_WORKER_IDLE_S: Final = 3600.0
+"""How long the thread that makes the main thread's calls waits for one, unless it is woken: it always is."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ _UNARY: Final = (_RANGE, _TXN, _DELETE, _GRANT, _RENEW, _REVOKE, _LOGIN)
 class _Member:
     """A channel to one member, which connects when it is first used, and again whenever it has to."""
 
-    def __init__(self, target: EtcdTarget, endpoint: str) -> None:
+    def __init__(self, target: EtcdTarget, files: CredentialFiles | None, endpoint: str) -> None:
         options = (
             ("grpc.max_receive_message_length", _MOST_BYTES),
             ("grpc.keepalive_time_ms", int(_PING_EVERY_S * 1000)),
@@ -68,9 +79,10 @@ class _Member:
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", int(_RECONNECT_S[0] * 1000)),
             ("grpc.max_reconnect_backoff_ms", int(_RECONNECT_S[1] * 1000)),
+            ("grpc.min_reconnect_backoff_ms", int(_CONNECT_S * 1000)),
         )
         self.endpoint = endpoint
-        self._channel = channel(endpoint, target.files, options)
+        self._channel = channel(endpoint, files, options)
         self.unary: Mapping[str, Any] = {
             method.path: self._channel.unary_unary(
                 method.path,
@@ -96,20 +108,33 @@ class EtcdClient(Owned):
 
     All methods raise DiscoveryError when no member can be reached, or etcd refuses.
 
-    A call in the thread of a signal handler that closes this is a unary one, in which gRPC holds no lock while it
-    waits; streams are opened by background threads only.
+    In the middle of a call gRPC holds locks, some of them for the whole process. A signal handler that closes this
+    waits for threads that need those locks, so the main thread, where handlers run, makes no call itself: a thread of
+    this client makes it.
+
+    Args:
+        from_main: the main thread calls this; else only background threads do, and it needs no thread for that.
     """
 
-    def __init__(self, target: EtcdTarget) -> None:
+    def __init__(self, target: EtcdTarget, *, from_main: bool = True) -> None:
         super().__init__()
         self.target = target
-        self._members = tuple(_Member(target, endpoint) for endpoint in target.endpoints)
+        self._connect(target.files)
         self._preferred = 0
         self._token: str | None = None  # of the user's session; None: to be asked for
+        self._jobs: deque[_Job] = deque()
+        self._done = Notifier()
+        # Now, since `close` must not start a thread: there is a lock in that, too.
+        self._background = self._own(Background("edl-etcd", self._work)) if from_main else None
 
-    def _release(self) -> None:
+    def _connect(self, files: CredentialFiles | None) -> None:
+        self._trust = _trust(files)
+        self._members = tuple(_Member(self.target, files, endpoint) for endpoint in self.target.endpoints)
+
+    def _halt(self) -> None:
         for member in self._members:
             member.close()
+        self._done.notify()
 
     # Keys
 
@@ -131,7 +156,7 @@ class EtcdClient(Owned):
     def await_change(self, prefix: bytes, revision: int, wait_s: float) -> None:
         """Wait until a key under `prefix` differs from what it was at `revision`, or may; `wait_s` at most.
 
-        Not for the thread in which signal handlers run.
+        Not for the main thread.
         """
         self._check()
         index = self._preferred
@@ -195,6 +220,33 @@ class EtcdClient(Owned):
 
     def _call(self, method: _Method[Q, A], request: Q) -> A:
         self._check()
+        if self._background is None or threading.current_thread() is not threading.main_thread():
+            return self._call_here(method, request)
+        job = _Job(method, request)
+        self._jobs.append(job)
+        self._background.wake()
+        self._done.wait_for(lambda: job.answer is not None or job.failure is not None or self._closed)
+        if job.failure is not None:
+            try:
+                raise job.failure
+            finally:
+                del job  # this frame, which the error's traceback holds, would hold the error
+        if job.answer is None:
+            self._check()
+        answer: A = job.answer
+        return answer
+
+    def _work(self) -> float:
+        while self._jobs:
+            job = self._jobs.popleft()
+            try:
+                job.answer = self._call_here(job.method, job.request)
+            except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
+                job.failure = exc
+            self._done.notify()
+        return _WORKER_IDLE_S
+
+    def _call_here(self, method: _Method[Q, A], request: Q) -> A:
         deadline = time.monotonic() + self.target.timeout_s
         try:
             return self._ask(method, request, self._session(), deadline)
@@ -253,6 +305,14 @@ class EtcdClient(Owned):
             yield (first + number) % count, number == count - 1
 
     def _avoid(self, index: int) -> None:
+        """Ask another member from now on, and with the certificates that there are now."""
+        if self.target.files is not None:
+            # A channel keeps those that it began with. The object of the target has a lock, which the thread of a
+            # signal handler may hold.
+            with contextlib.suppress(SettingsError):
+                files = CredentialFiles(self.target.files.settings)
+                if _trust(files) != self._trust:
+                    self._connect(files)
         if self._preferred == index:  # another thread may have found out before
             self._preferred = (index + 1) % len(self._members)
 
@@ -275,10 +335,8 @@ class EtcdClient(Owned):
 
     def _remedy(self, code: grpc.StatusCode, words: str) -> str:
         if code is grpc.StatusCode.PERMISSION_DENIED:
-            return (
-                f": user {self.target.user or '(none)'} needs `etcdctl role grant-permission ROLE --prefix=true"
-                " readwrite edl/`"
-            )
+            who = f"user {self.target.user}" if self.target.user else "set ETCDCTL_USER; the certificate's own user"
+            return f": {who} needs `etcdctl role grant-permission ROLE --prefix=true readwrite edl/`"
         if "user name is empty" in words:
             return ": set ETCDCTL_USER and ETCDCTL_PASSWORD"
         if "authentication failed" in words:
@@ -288,6 +346,16 @@ class EtcdClient(Owned):
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ": this is no etcd of version 3.4 or newer"
         return ""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A call that the main thread waits for."""
+
+    method: _Method[Any, Any]
+    request: Any
+    answer: Any = None
+    failure: Exception | None = None
 
 
 class _Refusal(DiscoveryError):
@@ -302,6 +370,14 @@ class _Refusal(DiscoveryError):
     def concerns_session(self) -> bool:
         """Whether another token may help."""
         return self.code is grpc.StatusCode.UNAUTHENTICATED or "auth store is old" in self.words
+
+
+def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, bytes] | None]:
+    """CAs, and this side's own certificate with its key."""
+    if files is None:
+        return None, None
+    material = files.current(now=True)
+    return material.ca, material.pair
 
 
 def _was_not_sent(exc: grpc.RpcError) -> bool:

@@ -47,7 +47,12 @@ class EtcdRegistry(Owned, Registry):
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
-        return self._own(KeptRegistration(_RecordClaim(self._client, instance, ttl_s), instance, ttl_s))
+        claim = _RecordClaim(self._target, instance, ttl_s)
+        try:
+            return self._own(KeptRegistration(claim, instance, ttl_s))
+        except BaseException:
+            claim.client.close()
+            raise
 
     def snapshot(self, service: str) -> Snapshot:
         self._check()
@@ -69,8 +74,8 @@ class _RecordClaim(InstanceClaim):
     The keys carry this claim's own name, so that closing it never removes a successor's.
     """
 
-    def __init__(self, client: EtcdClient, instance: Instance, ttl_s: float) -> None:
-        self._client = client
+    def __init__(self, target: EtcdTarget, instance: Instance, ttl_s: float) -> None:
+        self.client = EtcdClient(target)
         self._ttl_s = ttl_s
         name, folder = secrets.token_hex(8), _folder(instance.service)
         self._record = folder + f"records/{name}/{instance.id}".encode()
@@ -83,27 +88,27 @@ class _RecordClaim(InstanceClaim):
             if self._leases is None:
                 asked = time.monotonic()
                 record_ttl_s = self._ttl_s + REMEMBERED_S + RECORD_RENEWAL_S
-                self._leases = self._client.grant(record_ttl_s), self._client.grant(self._ttl_s)
+                self._leases = self.client.grant(record_ttl_s), self.client.grant(self._ttl_s)
                 self._record_renewed = asked
             record, alive = self._leases
             puts = (
                 wire.PutRequest(key=self._record, value=to_json(instance).encode(), lease=record),
                 wire.PutRequest(key=self._alive, lease=alive),
             )
-            if self._client.transact(wire.TxnRequest(success=[wire.RequestOp(request_put=put) for put in puts])):
+            if self.client.transact(wire.TxnRequest(success=[wire.RequestOp(request_put=put) for put in puts])):
                 return
             self._leases = None
-        raise DiscoveryError(f"{self._client.target}: a lease of {self._ttl_s:g} s lapsed while it was made")
+        raise DiscoveryError(f"{self.client.target}: a lease of {self._ttl_s:g} s lapsed while it was made")
 
     def renew(self) -> bool:
         if self._leases is None:
             return False
         record, alive = self._leases
-        if not self._client.renew(alive):
+        if not self.client.renew(alive):
             return False
         now = time.monotonic()
         if now >= self._record_renewed + RECORD_RENEWAL_S:
-            if not self._client.renew(record):
+            if not self.client.renew(record):
                 return False
             self._record_renewed = now
         # A person may have deleted the keys, and a lease has no need of any.
@@ -114,18 +119,20 @@ class _RecordClaim(InstanceClaim):
             wire.Compare(target=wire.Compare.CREATE, result=wire.Compare.GREATER, key=key, create_revision=0)
             for key in (self._record, self._alive)
         ]
-        answer = self._client.transact(wire.TxnRequest(compare=there))
+        answer = self.client.transact(wire.TxnRequest(compare=there))
         return answer is not None and answer.succeeded
 
     def withdraw(self) -> None:
-        if self._leases is not None:
-            for lease in self._leases:  # the record's first: what has a sign of life only is nothing
-                self._client.revoke(lease)
+        try:
+            for lease in self._leases or ():  # the record's first: what has a sign of life only is nothing
+                self.client.revoke(lease)
+        finally:
+            self.client.close()
 
 
 class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
     def __init__(self, target: EtcdTarget, service: str) -> None:
-        follower, client = Follower(service), EtcdClient(target)
+        follower, client = Follower(service), EtcdClient(target, from_main=False)
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             if index is not None:

@@ -40,8 +40,12 @@ class EtcdStore(Owned, Store):
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._check()
         ttl_s = check_ttl(ttl_s)
-        granted = time.monotonic()
-        claim = _LeaseClaim(self._client, self._client.grant(ttl_s))
+        claim = _LeaseClaim(self._target)
+        try:
+            granted = claim.open(ttl_s)
+        except BaseException:
+            claim.client.close()
+            raise
         return self._own(KeptLease(claim, ttl_s, granted))
 
     def get(self, key: str) -> Entry | None:
@@ -113,23 +117,32 @@ class EtcdStore(Owned, Store):
 
 
 class _LeaseClaim(Claim):
-    """A lease of etcd's."""
+    """A lease of etcd's. Its connection is its own: the store may be closed while the lease is made."""
 
-    def __init__(self, client: EtcdClient, number: int) -> None:
-        self.client = client
-        self.number = number
+    def __init__(self, target: EtcdTarget) -> None:
+        self.client = EtcdClient(target)
+        self.number = 0
+
+    def open(self, ttl_s: float) -> float:
+        """Have the lease granted; returns a monotonic time before that."""
+        asked = time.monotonic()
+        self.number = self.client.grant(ttl_s)
+        return asked
 
     def renew(self) -> bool:
         return self.client.renew(self.number)
 
     def withdraw(self) -> None:
-        self.client.revoke(self.number)
+        try:
+            self.client.revoke(self.number)
+        finally:
+            self.client.close()
 
 
 class _PrefixWatch(BlockingWatch["list[wire.KeyValue]", StoreSnapshot], StoreWatch):
     def __init__(self, target: EtcdTarget, path: bytes) -> None:
         self._last: dict[str, Entry] = {}
-        client = EtcdClient(target)
+        client = EtcdClient(target, from_main=False)
 
         def query(index: int | None, wait_s: float) -> tuple[int, list[wire.KeyValue]]:
             if index is not None:

@@ -120,7 +120,7 @@ class DiscoverySettings:
     """Where services register.
 
     Attributes:
-        url: `sqlite:///path/to/file` or `consul://host:8500`. `EDL_DISCOVERY`.
+        url: `sqlite:///path/to/file`, `consul://host:8500` or `etcd://host:2379`. `EDL_DISCOVERY`.
         ttl_s: how long a process may be silent before others see it gone. `EDL_TTL_S`.
     """
 

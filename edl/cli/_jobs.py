@@ -25,7 +25,11 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
     )
     add = options.add_argument
     add("job", help="what `edl run --rdzv-id` named it")
-    add("--store", metavar="URL", help="sqlite:///path or consul://host:port (default: EDL_DISCOVERY, or your file)")
+    add(
+        "--store",
+        metavar="URL",
+        help="sqlite:///path, consul://host:port, etcd://host:port (default: EDL_DISCOVERY, or your file)",
+    )
     return options
 
 

@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("teachers (default: what EDL_SERVICE or EDL_TEACHERS say)").add_argument
     add("--service", metavar="NAME", help="those that register under this name")
     add("--teachers", metavar="HOST:PORT,…", help="these")
-    add("--discovery", metavar="URL", help="sqlite:///path or consul://host:port, with --service")
+    add("--discovery", metavar="URL", help="sqlite:///path, consul://host:port or etcd://host:port, with --service")
     add("--model", default="", metavar="NAME", help="of several models that they serve, this one")
     add("--model-version", default="", metavar="V", help="labels of this version of it only (default: the newest)")
     add("--timeout", type=float, default=60.0, metavar="S", help="give up when none is live for so long (default: 60)")

@@ -134,8 +134,8 @@ class DistillReader:
         """Use the teachers that register as `teacher_service_name`.
 
         Args:
-            discovery_servers: URL of the registry, `consul://host:8500` or `sqlite:///path`; None for `EDL_DISCOVERY`
-                or this machine's SQLite file. Of a list, the first is used.
+            discovery_servers: URL of the registry, `consul://host:8500`, `etcd://host:2379` or `sqlite:///path`; None
+                for `EDL_DISCOVERY` or this machine's SQLite file. Of a list, the first is used.
             require_max_teacher: use so many at most, None for all.
         """
         self._not_started("set_dynamic_teacher")

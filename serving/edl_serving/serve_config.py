@@ -106,7 +106,12 @@ _SERVER = Group(
 
 DISCOVERY_OPTIONS = (
     Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
-    Option("discovery", v.text, "URL", "sqlite:///path or consul://host:8500 (default: EDL_DISCOVERY, or your file)"),
+    Option(
+        "discovery",
+        v.text,
+        "URL",
+        "sqlite:///path, consul://host:8500 or etcd://host:2379 (default: EDL_DISCOVERY, or your file)",
+    ),
     Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
     Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
     Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),

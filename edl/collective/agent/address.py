@@ -31,12 +31,14 @@ def own_address(store_url: str) -> str:
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
-    host, port = servers[0]
-    try:
-        address = _towards(host, port or 1)
-    except OSError as exc:
-        what = f"no way to the store's host {host}: {exc}"
-        raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
+    for number, (host, port) in enumerate(servers, 1):
+        try:
+            address = _towards(host, port or 1)
+            break
+        except OSError as exc:
+            if number == len(servers):
+                what = f"no way to the store's host {host}: {exc}"
+                raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
     if ipaddress.ip_address(address).is_loopback:
         with contextlib.suppress(OSError):
             address = _towards(_ELSEWHERE, 1)

@@ -36,7 +36,8 @@ def _seconds(text: str) -> float:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--store": {
         "metavar": "URL",
-        "help": "where the nodes meet: sqlite:///path on one machine, or consul://host:8500 "
+        "help": "where the nodes meet: sqlite:///path on one machine, consul://host:8500 or "
+        "etcd://host:2379 "
         "(default: EDL_DISCOVERY, else a SQLite file of this user)",
     },
     "--checkpoint": {

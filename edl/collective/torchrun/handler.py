@@ -1,8 +1,8 @@
-"""EDL's rendezvous for plain torchrun: `torchrun --rdzv-backend=edl --rdzv-endpoint=sqlite:///...` or `consul://...`.
+"""EDL's rendezvous for plain torchrun: `torchrun --rdzv-backend=edl --rdzv-endpoint=URL`.
 
-torch's own `DynamicRendezvousHandler` decides; its state lies in an EDL store, outside all agents, so that any node may
-die, the first one included. `edl run` does not use this (`edl.collective.agent.world` is what it has instead), and
-shares no keys with it.
+The URL is a store's: `sqlite:///...`, `consul://...` or `etcd://...`. torch's own `DynamicRendezvousHandler` decides;
+its state lies in that store, outside all agents, so that any node may die, the first one included. `edl run` does not
+use this (`edl.collective.agent.world` is what it has instead), and shares no keys with it.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     url = params.get("store") or params.endpoint or read("EDL_DISCOVERY", str) or default_discovery_url()
     if "://" not in url:
         raise SettingsError(
-            f"{url}: the backend edl wants the URL of a store, such as sqlite:///path or consul://host:8500, as "
-            "--rdzv-endpoint or --rdzv-conf store=URL"
+            f"{url}: the backend edl wants the URL of a store, such as sqlite:///path, consul://host:8500 or "
+            "etcd://host:2379, as --rdzv-endpoint or --rdzv-conf store=URL"
         )
     store = open_store(url)
     return _Handler.over(store, params, own_address(url))

@@ -188,11 +188,11 @@ class EtcdClient(Owned):
     def transact(self, request: wire.TxnRequest) -> wire.TxnResponse | None:
         """Do a transaction; None if a lease that it names is gone, so that nothing was done."""
         try:
-            return self._call(_TXN, request)
+            return self._request(_TXN, request)
         except _Refusal as refusal:
             if refusal.code is grpc.StatusCode.NOT_FOUND:
                 return None
-            raise
+            raise DiscoveryError(str(refusal)) from refusal
 
     def delete(self, key: bytes) -> bool:
         """Delete a key; whether it was there."""
@@ -211,14 +211,20 @@ class EtcdClient(Owned):
     def revoke(self, lease: int) -> None:
         """End a lease now, with its keys, if there is such a lease."""
         try:
-            self._call(_REVOKE, wire.LeaseRevokeRequest(ID=lease))
+            self._request(_REVOKE, wire.LeaseRevokeRequest(ID=lease))
         except _Refusal as refusal:
             if refusal.code is not grpc.StatusCode.NOT_FOUND:
-                raise
+                raise DiscoveryError(str(refusal)) from refusal
 
     # Calls
 
     def _call(self, method: _Method[Q, A], request: Q) -> A:
+        try:
+            return self._request(method, request)
+        except _Refusal as refusal:
+            raise DiscoveryError(str(refusal)) from refusal
+
+    def _request(self, method: _Method[Q, A], request: Q) -> A:
         self._check()
         if self._background is None or threading.current_thread() is not threading.main_thread():
             return self._call_here(method, request)

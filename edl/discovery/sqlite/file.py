@@ -261,7 +261,8 @@ class SqliteFile(Owned):
         if not allows_shared_file():
             raise SettingsError(
                 f"{what}. For one machine name a local file, such as EDL_DISCOVERY=sqlite:///var/tmp/NAME/edl.sqlite;"
-                " for several consul://host:8500. If only this machine uses it, EDL_SHARED_FILE=1 allows it"
+                " for several consul://host:8500 or etcd://host:2379. If only this machine uses it,"
+                " EDL_SHARED_FILE=1 allows it"
             )
         if path not in _warned:
             _warned.add(path)

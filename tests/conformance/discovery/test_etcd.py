@@ -180,6 +180,27 @@ class TestServer:
             assert not store.list(f"{service}/"), "a lease was left behind"
             assert registry.snapshot(service) == Snapshot(service, ()), "a registration was left behind"
 
+    def test_full_etcd_keeps_who_is_there(self, tmp_path: Path, service: str) -> None:
+        server = EtcdServer(tmp_path / "alone", options=("--quota-backend-bytes", "3000000"))
+        try:
+            server.start()
+            with (
+                open_registry(server.url) as registry,
+                open_store(server.url) as store,
+                registry.register(teacher(service), 1.0) as registration,
+                store.lease(2.0) as lease,
+            ):
+                entry = store.put(f"{service}/a", b"1", lease)
+                large = (refusal(lambda: store.put(f"{service}/b", b"x" * 250_000)) for _ in range(100))
+                assert "etcdctl alarm disarm" in next(filter(None, large))
+                assert "etcdctl alarm disarm" in refusal(lambda: registry.register(teacher(service, "b")))
+                time.sleep(3.0)  # longer than both leases
+                assert (registration.error, lease.lost, store.get(entry.key)) == ("", False, entry)
+                assert registry.snapshot(service) == Snapshot(service, (teacher(service),))
+                assert store.delete(f"{service}/b")
+        finally:
+            server.kill()
+
 
 class TestMembers:
     def test_a_killed_leader_is_not_felt(self, tmp_path: Path, service: str) -> None:

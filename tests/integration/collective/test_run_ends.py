@@ -15,6 +15,7 @@ from edl.collective.ledger.records import read_job
 from edl.discovery import open_store
 from tests.integration.collective.job import TRAIN, Job, stop, wait_until
 from tests.plugins_consul import ConsulAgent
+from tests.plugins_etcd import EtcdServer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -22,15 +23,22 @@ STATE_SCRIPT = Path(__file__).with_name("train_state.py")
 IMPATIENT = Path(__file__).with_name("impatient.py")
 
 
-@pytest.mark.consul
-def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, consul_agent: ConsulAgent) -> None:
-    with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "3"), store=consul_agent.url) as job:
+@pytest.fixture(
+    params=[pytest.param("consul_agent", marks=pytest.mark.consul), pytest.param("etcd_server", marks=pytest.mark.etcd)]
+)
+def server(request: pytest.FixtureRequest) -> ConsulAgent | EtcdServer:
+    found: ConsulAgent | EtcdServer = request.getfixturevalue(request.param)
+    return found
+
+
+def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, server: ConsulAgent | EtcdServer) -> None:
+    with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "3"), store=server.url) as job:
         nodes = [job.start(), job.start()]
         job.wait_for_world(2)
         before = job.steps()[-1].generation
-        consul_agent.kill()
+        server.kill()
         wait_until(lambda: all("does not answer" in node.output for node in nodes), "the outage is noticed")
-        consul_agent.start()
+        server.start()
         wait_until(lambda: all("answers again" in node.output for node in nodes), "the end of it is noticed")
         last = job.wait_for_world(2, after=time.monotonic() + 6.0)
         assert {one.generation for one in last} == {before}, "training went on as it was"

@@ -105,11 +105,18 @@ def test_a_draining_teacher_is_replaced_and_seen_to_drain(registry: Registry, st
 # Leaders
 
 
-@pytest.mark.parametrize("backend", ["sqlite", pytest.param("consul", marks=pytest.mark.consul)])
+@pytest.mark.parametrize(
+    "server",
+    [
+        None,
+        pytest.param("consul_agent", marks=pytest.mark.consul),
+        pytest.param("etcd_server", marks=pytest.mark.etcd),
+    ],
+)
 def test_a_leader_that_is_killed_is_replaced_and_its_teachers_are_shared_out(
-    request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack, backend: str
+    request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack, server: str | None
 ) -> None:
-    url = f"sqlite:///{tmp_path}/d.sqlite" if backend == "sqlite" else request.getfixturevalue("consul_agent").url
+    url = f"sqlite:///{tmp_path}/d.sqlite" if server is None else request.getfixturevalue(server).url
     service = f"killed-{os.urandom(4).hex()}"
     registry = stack.enter_context(open_registry(url))
     for number in range(6):

@@ -272,3 +272,14 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+def test_rows_are_required_from_the_next_iteration_on() -> None:
+    samplers = [ElasticSampler(5, global_batch=5, rank=rank, world=3) for rank in range(3)]
+    reading = [iter(one) for one in samplers]
+    for one in samplers:
+        one.require_rows(2)
+    assert [len(next(one)) for one in reading] == [2, 2, 1], "what is read ahead already stays as it is"
+    assert [one.share_rows for one in samplers] == [2, 2, 1]
+    assert [len(next(iter(one))) for one in samplers] == [3, 2, 2]
+    assert [(one.share_rows, one.handed_rows) for one in samplers] == [(3, 3), (2, 2), (0, 2)]

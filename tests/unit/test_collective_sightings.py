@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from edl.collective.agent.heart import Heart
-from edl.collective.agent.sightings import Sightings
-from edl.collective.job import State, World
+from edl.collective.agent.sightings import Sightings, is_held
+from edl.collective.job import Member, Node, State, World
 
 WORLD = World(3, State.RUNNING)
 
@@ -39,6 +40,15 @@ def test_a_pause_waits_for_who_is_busy() -> None:
     seen.note(pausing, [], 90.0, held=True)
     seen.note(pausing, [], 91.0)
     assert seen.pausing_s(92.0) == 2.0
+
+
+def test_who_joins_waits_for_who_is_busy() -> None:
+    busy, idle = Node("a", "host", 1, 1, busy=3), Node("b", "host", 2, 1, busy=2)
+    world = World(3, State.RUNNING, tuple(Member(name, "host", 1, 1, 0) for name in "ab"))
+    assert is_held(world, {"a": busy, "b": idle})
+    assert not is_held(world, {"b": idle}), "busy in another generation, or gone"
+    assert not is_held(world, {"a": replace(busy, leaving=True), "b": idle}), "who leaves cannot wait"
+    assert not is_held(world, {"c": busy, "b": idle}), "no member"
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -18,7 +18,7 @@ from edl.collective.agent.launch import MeetingPlace, meeting_place
 from edl.collective.agent.membership import Records
 from edl.collective.agent.part import Part, is_member
 from edl.collective.agent.shortage import Shortage
-from edl.collective.agent.sightings import Sightings
+from edl.collective.agent.sightings import Sightings, is_held
 from edl.collective.agent.tether import neighbours
 from edl.collective.agent.world import Moment, failed, next_world
 from edl.collective.checkpoint.slots import nbytes_of
@@ -75,7 +75,7 @@ class Conduct:
             self._unreachable = False
             self._say("the store answers again")
         world = records.world
-        self._sightings.note(world, records.nodes, time.monotonic(), held=_is_held(records))
+        self._sightings.note(world, records.nodes, time.monotonic(), held=is_held(world, records.nodes))
         others = (node for name, node in records.nodes.items() if name != self._part.id)
         self._part.ending.alone = all(node.leaving for node in others)
         if world.ended:
@@ -313,13 +313,6 @@ class Conduct:
             changes["slot_nbytes"] = slot_nbytes
         if changes:
             self._membership.update(**changes)
-
-
-def _is_held(records: Records) -> bool:
-    """Whether who wants to join waits for a member that is busy, with an evaluation, say. Who leaves cannot wait."""
-    members = [records.nodes[one.id] for one in records.world.nodes if one.id in records.nodes]
-    busy = any(node.busy == records.world.generation for node in members)
-    return busy and not any(node.leaving for node in members)
 
 
 def _in_a_line(fatal: str) -> str:

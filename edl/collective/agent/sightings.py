@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from edl.collective.job import World
+from edl.collective.job import Node, World
 
-__all__ = ["Sightings"]
+__all__ = ["Sightings", "is_held"]
 
 
 class Sightings:
@@ -43,3 +43,12 @@ class Sightings:
     def pausing_s(self, now_s: float) -> float:
         """For how long they have been asked to, 0 if they are not."""
         return now_s - self._pause_at if self.pausing else 0.0
+
+
+def is_held(world: World, nodes: Mapping[str, Node]) -> bool:
+    """Return whether who wants to join waits for a member that is busy, with an evaluation, say.
+
+    Who leaves cannot wait: a host is preempted within seconds.
+    """
+    members = [nodes[one.id] for one in world.nodes if one.id in nodes]
+    return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)

@@ -90,7 +90,7 @@ class ElasticSampler(Sampler[list[int]]):
         self._sizes = [(0, global_batch)]  # from which position of this epoch on which global batch
         self._fixed_place = None if rank is None or world is None else (rank, world)
         self._place = self._fixed_place or (0, 1)
-        self._least = 1
+        self._least = self._required = 1  # rows of a share: now, and from the next iteration on
         self._lock = threading.RLock()  # `edl.distill` and others may iterate in a thread of theirs
         self._handed = 0
         self._pass = 0
@@ -126,7 +126,10 @@ class ElasticSampler(Sampler[list[int]]):
         Where a global batch has too few samples for all ranks, the last ranks have none. `ElasticTrainer` calls this.
         Every rank must, with the same number.
         """
-        self._least = least
+        with self._lock:
+            self._required = least
+            if not self._pass:  # nobody has read anything
+                self._least = least
 
     @property
     def place(self) -> tuple[int, int]:
@@ -217,6 +220,7 @@ class ElasticSampler(Sampler[list[int]]):
                 )
             self._passed = not self.finished
             self._place = self._fixed_place or (rank_of(None), world_of(None))
+            self._least = self._required
             self._handed = self.consumed
             self._pass += 1
             order, number = self._indices(), self._pass

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.evaluator import Evaluator
 from edl.collective.checkpoint.state import State
 from edl.collective.inprocess.staying import Place, stay
 
@@ -34,6 +36,16 @@ def held() -> dict[str, int]:
     return {"fds": fds, "resident": resident, "threads": threads}
 
 
+def evaluate(folder: Path, losses: int) -> int:
+    """Say which state is evaluated; the first time rank 1 is killed in the middle."""
+    with (folder / "evaluations").open("a") as file:
+        file.write(f"{losses}\n")
+    if dist.get_rank() == 1 and not (folder / "killed").exists():
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return losses
+
+
 def main(folder: str, steps: int, step_s: float, traits: set[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
@@ -43,6 +55,9 @@ def main(folder: str, steps: int, step_s: float, traits: set[str]) -> None:
     checkpointer = Checkpointer(state, interval_steps=1_000_000 if "unsaved" in traits else None)
     diary = Path(folder, f"{os.getpid()}.jsonl")
     first = int(os.environ.get("EDL_GENERATION", "0"))
+    evaluator = Evaluator(lambda: evaluate(Path(folder), state.losses), limit_s=60.0)
+    if "evaluates" in traits:
+        state.evaluator = evaluator
 
     def train(place: Place) -> None:
         # So that buckets are not laid out anew after the first step: sums of three have another rounding then.
@@ -76,6 +91,10 @@ def main(folder: str, steps: int, step_s: float, traits: set[str]) -> None:
             with diary.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             checkpointer.save(step)
+            if "evaluates" in traits and step == 5:
+                checkpointer.evaluate(evaluator)
+        if "evaluates" in traits:
+            Path(folder, f"{os.getpid()}.results").write_text(f"{evaluator.results} {evaluator.pending}")
 
     def cling(place: Place) -> None:
         try:

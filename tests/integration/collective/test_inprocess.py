@@ -44,6 +44,20 @@ def test_ten_kills_lose_and_repeat_no_step_and_leave_the_survivors_as_they_are(t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_evaluation_outlives_a_lost_rank(tmp_path: Path) -> None:
+    with Job(tmp_path, ["12", "0", "evaluates"]) as job:
+        job.start(3, "1")
+        assert job.end(timeout_s=180.0) == [0], job.output
+        check_steps(job, 12)
+        results = [path.read_text() for path in tmp_path.glob("*.results")]
+        assert results == ["{5: 6} None"] * 3, job.output
+        evaluated = (tmp_path / "evaluations").read_text().split()
+        assert set(evaluated) == {"6"}, "the same state each time"
+        assert len(evaluated) in (4, 5, 6), "once by three ranks, and before that by those that came to it"
+
+
+@pytest.mark.slow
 def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, ["5000", "0.005"]) as job:
         job.start(2, "1")

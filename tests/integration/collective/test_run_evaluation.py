@@ -62,6 +62,11 @@ with Checkpointer(state, interval_steps=1) as checkpointer:
             checkpointer.evaluate(evaluator)
         if step == 6 and how == "works" and rank == 0:
             compute()
+        if step == 6 and how == "announced" and rank == 0:
+            with checkpointer.busy("an evaluation", limit_s=60.0):
+                note("busy")
+                time.sleep(6.0)
+                note("free")
         if step == 6 and how == "hangs" and rank == 0 and first("hung"):
             time.sleep(600)
 note(f"done {evaluator.results}")
@@ -94,6 +99,20 @@ def test_a_rank_that_works_is_waited_for(tmp_path: Path) -> None:
     output, notes = run(tmp_path, "works")
     assert "the workers hang" not in output
     assert notes == ["done {} 0", "done {} 1"]
+
+
+def test_a_rank_of_another_node_is_waited_for(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [str(script), str(tmp_path), "announced"]
+    with Job(tmp_path, options=("--nnodes", "2", "--hang-after", "3"), command=command) as job:
+        nodes = [job.start(), job.start()]
+        assert [node.wait() for node in nodes] == [0, 0]
+        assert not any("the workers hang" in node.output for node in nodes)
+        job.nothing_is_left()
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert notes[:2] == ["busy 0", "free 0"], "nobody has broken it off"
+    assert sorted(notes[2:]) == ["done {} 0", "done {} 1"]
 
 
 def test_a_rank_that_sleeps_for_ever_is_found(tmp_path: Path) -> None:

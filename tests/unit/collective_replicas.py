@@ -15,12 +15,18 @@ WAIT_S = 20.0
 def keep(prefix: Path, step: int, nbytes: int = 100, *, generation: int = 0, rank: int = 0, world: int = 2) -> Found:
     """Save a state whose bytes are its step."""
     slots = SlotPair(prefix)
+    found = save(slots, step, nbytes, generation=generation, rank=rank, world=world)
+    slots.close()
+    return found
+
+
+def save(slots: SlotPair, step: int, nbytes: int, *, generation: int = 0, rank: int = 0, world: int = 2) -> Found:
+    """The same in slots that stay open."""
     meta = b"m%d" % step
     _, memory = slots.begin(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = bytes([step]) * nbytes
     slots.commit(Label(generation, step, world, rank, sharded=True), nbytes, meta)
-    slots.close()
-    return find(prefix)[0]
+    return find(slots.prefix)[0]
 
 
 def is_whole(found: Found) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.choice import choose
 from edl.collective.checkpoint.keeping import (
     NOTHING,
@@ -21,13 +25,14 @@ from edl.collective.checkpoint.keeping import (
     newest_common,
     stamp_of,
 )
-from edl.collective.checkpoint.slots import Label, find
+from edl.collective.checkpoint.slots import Label, SlotPair, find
+from edl.collective.checkpoint.state import State as TrainState
 from edl.collective.job import Member, State, World
 from edl.collective.replica.course import Act, Course, ReplicaPace
 from edl.collective.replica.replication import JobSecret, Replication, peer_of
 from edl.discovery import open_store
 from edl.errors import SettingsError
-from tests.unit.collective_replicas import SECRET, is_whole, keep, steps, until
+from tests.unit.collective_replicas import SECRET, is_whole, keep, save, steps, until
 
 # --- Which state is chosen. ---
 
@@ -83,6 +88,63 @@ def test_workers_keep_a_state_when_it_is_wanted_and_all_that_are_kept_were_sent(
     folder.want(None)
     assert not keeping.wanted()
     keeping.close()
+
+
+def memory_of(folder: Path) -> int:
+    """The bytes that lie in memory, however many names they have."""
+    return sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("slots-0*")}.values())
+
+
+@pytest.mark.parametrize(("between", "states"), [(0, 2), (1, 3), (3, 4)], ids=["each", "every other", "every fourth"])
+def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> None:
+    """Where each save is kept for a replica, two slots are enough; elsewhere it takes two more at most."""
+    keeping, slots = Keeping(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
+    most, inodes = 0, set()
+    for step in range(40):
+        kept = step % (between + 1) == 0
+        before = [one.label.step for one in keeping.slots.find()]
+        if kept:
+            keeping.make_way()
+        saved = save(slots, step, 300_000)
+        if step >= 2 * (between + 1):
+            assert set(before[:1]) <= {one.label.step for one in keeping.slots.find()}, "the newer one stays"
+        if kept:
+            keeping.keep(saved)
+        most = max(most, memory_of(tmp_path))
+        inodes |= {path.stat().st_ino for path in tmp_path.glob("slots-0*") if step > 12}
+        assert steps(slots.prefix) == [step, step - 1][: step + 1]
+        assert steps(keeping.slots.prefix) == [one for one in range(step, -1, -1) if one % (between + 1) == 0][:2]
+    assert most < (states + 0.9) * 300_000 + states * 70_000
+    assert len(inodes) <= 4, "the same pages are used again"
+    slots.close()
+
+
+def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without replicas, and with the last two saves."""
+    folder = ReplicaFolder(tmp_path / "replicas")
+    folder.path.mkdir()
+    folder.want(NOTHING)
+    monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
+    slots = SlotPair(tmp_path / "slots-0")
+    with Checkpointer(TrainState(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
+        keeping = checkpointer._keeping
+        assert keeping is not None
+        for step in range(4):
+            checkpointer.save(step)
+            if step == 2:
+                keeping.keep(slots.find()[0])
+        full, allocate = [True], os.posix_fallocate
+
+        def allocate_until_full(file: int, offset: int, length: int) -> None:
+            if full and os.fstat(file).st_size < length and keeping.slots.find():
+                raise OSError(errno.ENOSPC, "full")
+            allocate(file, offset, length)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_until_full)
+        checkpointer.save(4)
+        assert not keeping.wanted()
+        assert keeping.slots.find() == []
+        assert [one.label.step for one in slots.find()] == [4, 3]
 
 
 def test_the_newest_state_that_all_workers_of_a_node_kept_is_found(tmp_path: Path) -> None:

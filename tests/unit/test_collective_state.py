@@ -284,6 +284,16 @@ def test_what_would_not_come_back_is_refused() -> None:
             State(rng=False, value=value).capture()
 
 
+def test_what_holds_itself_is_refused() -> None:
+    """And not looked through for ever before."""
+    knot: list[Any] = []
+    knot.append(knot)
+    state = State(rng=False, knot=knot, much=range(1 << 60))
+    state.begin_restore()
+    with pytest.raises(SettingsError, match="contains itself"):
+        state.capture()
+
+
 def test_an_object_that_cannot_load_is_named() -> None:
     with pytest.raises(SettingsError, match=r"ema: its load_state_dict.* does not take .*KeyError: 'scales'"):
         through(State(rng=False, ema=Fickle()), State(rng=False, ema=Fickle()))

@@ -202,9 +202,8 @@ class Checkpointer:
             place = world_of(self._group), rank_of(self._group)
             with self._board.phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
-                keep = due and self._keep_next and not wanted
-                slots = self._keeping.slots if keep and self._keeping else self._slots
-                save_s = self._save(step, wanted, slots, place, usual=not keep, wait=force or pausing)
+                keeping = self._keeping if due and self._keep_next else None
+                save_s = self._save(step, wanted, place, keeping=keeping, wait=force or pausing)
             if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                 self._plan_next(step, save_s)
         if pausing:
@@ -325,7 +324,7 @@ class Checkpointer:
             # Whoever leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
             if error is None and not self._closed and self._place is not None and self._lacks_the_last():
                 with self._board.phase(Phase.SAVE):
-                    self._save(self._step, self._storage is not None, self._slots, self._place, usual=False, wait=True)
+                    self._save(self._step, self._storage is not None, self._place, wait=True)
         except BaseException:
             self.close()
             raise
@@ -361,7 +360,7 @@ class Checkpointer:
         self._writer.settle()
         with self._board.phase(Phase.SAVE):
             place = world_of(self._group), rank_of(self._group)
-            self._save(step, False, self._slots, place, usual=False, wait=True)
+            self._save(step, False, place, wait=True)
         self._finished(step)
 
     def _leave_out_evaluations(self, step: int) -> None:
@@ -382,27 +381,39 @@ class Checkpointer:
         return storage_read.newest(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
-        self, step: int, persist: bool, slots: SlotPair, place: tuple[int, int], *, usual: bool, wait: bool
+        self, step: int, persist: bool, place: tuple[int, int], *, keeping: Keeping | None = None, wait: bool
     ) -> float:
         """Copy the state into the older one of two slots. Returns the seconds that it held training up.
 
         Args:
             place: ranks and rank. At the end of a job, when there is no process group any more, those of the last save.
+            keeping: where the state is to be kept for a replica, if it is.
         """
         begin = time.perf_counter()
         label = Label(self.generation, step, *place, persist=persist)
 
         def complete(seconds: float) -> None:
             self._board.saved(step)
-            if usual:  # the first time that a state is kept for a replica, its memory's pages are paid for
-                self._usual_s = seconds
+            self._usual_s = seconds
+            saved = self._slots.newest()
+            if keeping is not None and saved is not None:
+                keeping.keep(saved)
             if persist and self._background is not None:
                 self._background.notify()
 
         # What goes to storage is read as soon as it is complete, so no doubt may come up later.
-        self._holders = self._writer.write(self.state, slots, label, complete, at_once=wait or persist)
+        if keeping is not None:
+            self._writer.settle()
+            keeping.make_way()
+        try:
+            self._holders = self._writer.write(self.state, self._slots, label, complete, at_once=wait or persist)
+        except SettingsError as exc:
+            if self._keeping is None or not self._keeping.give_up():
+                raise
+            _log.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
+            self._holders = self._writer.write(self.state, self._slots, label, complete, at_once=wait or persist)
         self._saved, self._place = step, place
-        self._saved_for_good = slots is self._slots and (persist or self._storage is None)
+        self._saved_for_good = persist or self._storage is None
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:

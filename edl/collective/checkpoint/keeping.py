@@ -1,20 +1,23 @@
 """Which states a node's peer keeps a replica of, and where they lie: what workers and agents share.
 
 The shards of a lost host are only somewhere else if its agent sent them there, and only good for anything if all ranks'
-shards of one and the same step can still be found. So every 10 s or so all ranks agree to save into another pair of
-slots than usual, where the state is *kept* until the next one: the agent has that long to send it to its peer, and if
-the peer is lost, what it would have to be put together with is still here. The states that all agents have to be asked
-about are therefore the same on all nodes, and no agent has to ask.
+shards of one and the same step can still be found. So every 10 s or so all ranks agree on a save that is *kept* until
+the next one, by a second name of its slot's file: the agent has that long to send it to its peer, and if the peer is
+lost, what it would have to be put together with is still here. The states that all agents have to be asked about are
+therefore the same on all nodes, and no agent has to ask.
 
 ::
 
     slots-0.0, .1         the last two saves of local rank 0
-    slots-0-kept.0, .1    the last two that were saved for a replica
+    slots-0-kept.0, .1    the last two that were kept for a replica: the same files, or what those were before
+    slots-0.spare         memory of one that is kept no longer
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
     replicas/wanted       the agent's word that the next one may be saved
 
 The word names the state until which all is sent. A worker that has kept a newer one does not agree to another: so of
-the two that are kept the older one has a replica, on every node, until the newer one has.
+the two that are kept the older one has a replica, on every node, until the newer one has. When all agree to keep a
+third, the first is let go of before that is written. Where saves are rarer than transfers, as those of large states
+are, the third so takes the memory of the first, and none is needed but that of two slots; elsewhere of two more.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edl.collective.checkpoint.slots import Found, Label, SlotPair, find
+from edl.collective.checkpoint.slots import Found, Label, SlotPair, find, kept_prefix, paths_of, spare_path
 from edl.settings import read
 
 __all__ = ["NOTHING", "Keeping", "ReplicaFolder", "Stamp", "kept_prefix", "newest_common", "stamp_of"]
@@ -40,11 +43,6 @@ NOTHING: Stamp = (-1, -1, -1)
 def stamp_of(label: Label) -> Stamp:
     """Which state a slot has a part of."""
     return label.generation, label.step, label.world
-
-
-def kept_prefix(slots: Path) -> Path:
-    """The prefix of the slots for what is kept, beside the usual `slots`."""
-    return slots.with_name(slots.name + "-kept")
 
 
 def newest_common(held: Sequence[Iterable[Found]]) -> list[Found]:
@@ -108,13 +106,16 @@ class Keeping:
     """What is kept for replicas, and what there is of other nodes, as one worker sees it.
 
     Attributes:
-        slots: where this worker's own states are kept.
+        slots: the second names of this worker's own states that are kept; only for looking at, and to forget.
     """
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         """Keep states beside the usual `slots` when the agent says so in `folder`."""
         self.slots = SlotPair(kept_prefix(slots))
+        self._names = paths_of(self.slots.prefix)
+        self._spare = spare_path(slots)
         self._folder = folder
+        self._given_up = False
 
     @classmethod
     def from_env(cls, slots: Path) -> Keeping | None:
@@ -124,8 +125,32 @@ class Keeping:
 
     def wanted(self) -> bool:
         """Whether the agent wants another state, having sent all that are here."""
-        word = self._folder.wanted()
+        word = self._folder.wanted() if not self._given_up else None
         return word is not None and all(stamp_of(one.label) <= word for one in self.slots.find())
+
+    def make_way(self) -> None:
+        """All ranks will keep the next save: of two kept states the older one is not needed any more."""
+        there = [path for path in self._names if path.exists()]
+        if len(there) == len(self._names):
+            stamps = {found.path: stamp_of(found.label) for found in self.slots.find()}
+            oldest = min(there, key=lambda path: stamps.get(path, NOTHING))
+            if oldest.stat().st_nlink == 1 and not self._spare.exists():
+                oldest.rename(self._spare)
+            else:
+                oldest.unlink()
+
+    def keep(self, saved: Found) -> None:
+        """Keep the state in this slot, of which no newer one is kept, whatever is saved there next."""
+        self.make_way()
+        os.link(saved.path, next(path for path in self._names if not path.exists()))
+
+    def give_up(self) -> bool:
+        """Keep nothing any more, as there is no room for it. Returns whether anything was kept."""
+        self._given_up = True
+        held = [path for path in (*self._names, self._spare) if path.exists()]
+        for path in held:
+            path.unlink()
+        return bool(held)
 
     def replicas(self) -> list[Found]:
         """The states of other nodes' workers that can be restored from here."""

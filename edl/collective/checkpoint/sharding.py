@@ -7,14 +7,15 @@ that was just restarted: those are made again as they were saved, over a mesh th
 
 from __future__ import annotations
 
+import collections
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from edl.collective.checkpoint.encoding import Path, dotted
+from edl.collective.checkpoint.encoding import DEEPEST, Path, dotted
 from edl.collective.checkpoint.snapshot import Layout
 from edl.errors import SettingsError
 
@@ -81,13 +82,15 @@ def holders_of(tensor: Any) -> frozenset[int]:
 
 
 def tensors_in(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested containers, by the keys that `Gathered` gives them."""
+    """The tensors in nested containers, by the keys that `Gathered` gives them; not those that are too deep to save."""
     if isinstance(form, torch.Tensor):
         yield dotted(path), form
-    elif isinstance(form, Mapping):
+    elif len(path) > DEEPEST:
+        return
+    elif isinstance(form, dict):
         for key, value in form.items():
             yield from tensors_in(value, (*path, key))
-    elif isinstance(form, Sequence) and not isinstance(form, str | bytes):
+    elif isinstance(form, list | tuple | collections.deque):
         for index, value in enumerate(form):
             yield from tensors_in(value, (*path, index))
 

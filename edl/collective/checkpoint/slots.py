@@ -6,8 +6,9 @@ the slot that does not hold the newest complete state::
     odd sequence number -> tensors -> metadata -> label and checksums -> even sequence number
 
 so that a worker killed at any instant leaves one slot complete. A slot whose file has a second name (a hard link) is
-not written to: who gave it that name is reading it, or will. Its first name goes to a new file then. The worker itself
-marks so what it wants on storage, or that would be overwritten before anybody came to look.
+not written to: who gave it that name is reading it, or will. Its first name goes to another file then: to the spare
+one, if there is any, whose pages are there already. The worker itself marks so what it wants on storage, or that would
+be overwritten before anybody came to look, and what is kept for a replica (`edl.collective.checkpoint.keeping`).
 
 The stores of a killed process are all in memory, in
 the order in which it made them; that is why the sequence number says whether the tensors are complete, and why their
@@ -44,13 +45,16 @@ from edl.collective.checkpoint.slots_header import (
 from edl.collective.checkpoint.slots_read import (
     Copy,
     Found,
+    files_of,
     find,
     find_marked,
+    kept_prefix,
     last_sequence,
     look,
     marked_path,
     nbytes_of,
     paths_of,
+    spare_path,
     storing_path,
 )
 from edl.errors import ClosedError, SettingsError
@@ -64,9 +68,12 @@ __all__ = [
     "SlotPair",
     "find",
     "find_marked",
+    "kept_prefix",
     "make_room",
     "marked_path",
     "nbytes_of",
+    "paths_of",
+    "spare_path",
     "storing_path",
 ]
 
@@ -101,6 +108,7 @@ class SlotPair:
         self.prefix = prefix
         self._paths = paths_of(prefix)
         self._maps: list[mmap.mmap | None] = [None, None]
+        self._by_inode: dict[int, mmap.mmap] = {}
         self._writing: int | None = None
         self._closed = False
         self._remove = slots_private.own(self, prefix) if private else None
@@ -134,7 +142,7 @@ class SlotPair:
         """
         if self._closed:
             raise ClosedError(f"the slots {self.prefix} are closed")
-        newest = self._newest()
+        newest = self.newest()
         number = 1 if newest is not None and newest.path == self._paths[0] else 0
         self._leave_pinned(number)
         room = meta_offset(data_nbytes) + meta_nbytes
@@ -173,7 +181,7 @@ class SlotPair:
 
     def retract(self) -> None:
         """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
-        newest = self._newest()
+        newest = self.newest()
         if newest is not None:
             _spoil(newest)
 
@@ -188,6 +196,7 @@ class SlotPair:
         """Let go of the memory; private slots are removed."""
         self._closed = True
         self._maps = [None, None]
+        self._by_inode.clear()
         if self._remove is not None:
             self._remove()
 
@@ -208,9 +217,21 @@ class SlotPair:
             return
         if pinned:
             path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                spare_path(self.prefix).rename(path)
             self._maps[number] = None
+            self._forget_gone()
 
-    def _newest(self) -> Found | None:
+    def _forget_gone(self) -> None:
+        """Let go of mappings of files that have no name here any more: they would hold the memory."""
+        left = set()
+        for path in (*files_of(self.prefix), *paths_of(kept_prefix(self.prefix))):
+            with contextlib.suppress(FileNotFoundError):
+                left.add(path.stat().st_ino)
+        self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
+
+    def newest(self) -> Found | None:
+        """The complete slot that was written last."""
         return max((one for one in map(look, self._paths) if one), key=lambda one: one.sequence, default=None)
 
     def _room(self, number: int, nbytes: int) -> mmap.mmap:
@@ -220,6 +241,12 @@ class SlotPair:
             return memory
         path = self._paths[number]
         file = self._open(number)
+        inode = os.fstat(file).st_ino
+        memory = self._by_inode.get(inode)
+        if memory is not None and len(memory) >= nbytes:
+            os.close(file)
+            self._maps[number] = memory
+            return memory
         try:
             wanted = max(_whole_pages(nbytes), os.fstat(file).st_size)
             os.posix_fallocate(file, 0, wanted)  # a full /dev/shm is an error here, not a SIGBUS later
@@ -235,7 +262,7 @@ class SlotPair:
             os.close(file)
         with contextlib.suppress(OSError, ValueError):
             memory.madvise(_POPULATE_WRITE)
-        self._maps[number] = memory
+        self._maps[number] = self._by_inode[inode] = memory
         return memory
 
     def _ask_for_room(self, number: int, nbytes: int) -> None:

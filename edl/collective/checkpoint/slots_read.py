@@ -27,11 +27,13 @@ __all__ = [
     "files_of",
     "find",
     "find_marked",
+    "kept_prefix",
     "last_sequence",
     "look",
     "marked_path",
     "nbytes_of",
     "paths_of",
+    "spare_path",
     "storing_path",
 ]
 
@@ -111,6 +113,11 @@ def paths_of(prefix: Path) -> tuple[Path, Path]:
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
 
 
+def kept_prefix(prefix: Path) -> Path:
+    """The prefix of the second names of what is kept for replicas, beside the usual slots' `prefix`."""
+    return prefix.with_name(prefix.name + "-kept")
+
+
 def marked_path(prefix: Path) -> Path:
     """The second name of the slot that the worker wants on storage."""
     return prefix.with_name(prefix.name + ".marked")
@@ -121,9 +128,14 @@ def storing_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".storing")
 
 
+def spare_path(prefix: Path) -> Path:
+    """Memory that no state needs any more, for the next slot that must not be written to."""
+    return prefix.with_name(prefix.name + ".spare")
+
+
 def files_of(prefix: Path) -> tuple[Path, ...]:
     """All names that the files of one worker's slots may have."""
-    return (*paths_of(prefix), marked_path(prefix), storing_path(prefix))
+    return (*paths_of(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
 
 
 def find_marked(prefix: Path) -> list[Found]:

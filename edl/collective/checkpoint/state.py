@@ -172,9 +172,10 @@ class State:
             local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
         entries = gathered.entries()
         holders = frozenset([rank_of(None)]) if per_rank else gathered.holders
-        if (entries, holders) != self._table[0]:
+        laid_out = (entries, gathered.layouts, holders)
+        if laid_out != self._table[0]:
             self._check_restorable(entries, gathered.layouts)
-            vars(self)["_table"] = (entries, holders), pack_table(entries, gathered.layouts, sorted(holders))
+            vars(self)["_table"] = laid_out, pack_table(entries, gathered.layouts, sorted(holders))
         return Captured(pack_meta(kinds, tree, local, self._table[1], per_rank), entries, gathered.tensors, holders)
 
     def begin_restore(self) -> None:

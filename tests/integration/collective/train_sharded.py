@@ -33,7 +33,7 @@ def main() -> None:
             line = {"generation": generation, "step": step, "restored": restored, "bits": bits}
             os.write(states, json.dumps(line).encode() + b"\n")
 
-    state = job("fsdp", 1)
+    state = job(sys.argv[2] if len(sys.argv) > 2 else "fsdp", 1)
     with Checkpointer(state, interval_steps=3) as checkpointer:
         step = checkpointer.restore()
         if step >= 0:

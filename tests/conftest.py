@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("edl", deadline=None)
 hypothesis.settings.load_profile("edl")
 
-pytest_plugins = ["tests.plugins_consul", "tests.plugins_etcd", "tests.plugins_triton"]
+pytest_plugins = ["tests.plugins_consul", "tests.plugins_etcd", "tests.plugins_slurm", "tests.plugins_triton"]
 
 SERIAL = (
     "integration/collective",  # agents that get no turn for a second lose their place in the job, as they should
@@ -45,6 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings from outside, and a discovery file of the test's own as the default."""
     for name in os.environ:
-        if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_", "ETCDCTL_")):
+        if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_", "ETCDCTL_", "SLURM_", "SLURMD_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

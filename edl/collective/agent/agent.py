@@ -42,7 +42,7 @@ class Agent:
         self._store = store
         self._say = say
         self._events: Events = queue.SimpleQueue()
-        self._signals = Signals(lambda: self._events.put(None))
+        self._signals = Signals(lambda: self._events.put(None), slurm=told.slurm)
         self._step_times = StepTimes()
         self._shared_at = time.monotonic()
         self._read_at = -math.inf

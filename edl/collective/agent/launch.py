@@ -54,6 +54,7 @@ class Launch:
         tls: for connections between agents, None for none.
         resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
         framework: what the workers train with, `torch` or `paddle`.
+        slurm: this node is a task of a Slurm step, and signals are Slurm's.
     """
 
     job: str
@@ -77,6 +78,7 @@ class Launch:
     tls: PeerTLS | None = None
     framework: str = "torch"
     resumable: bool = True
+    slurm: bool = False
 
 
 def meeting_place(launch: Launch) -> MeetingPlace:

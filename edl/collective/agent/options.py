@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch.distributed import run as torchrun
 
-__all__ = ["parser"]
+from edl.collective.agent.slurm import SlurmStep
+
+__all__ = ["parse_options", "parser"]
 
 _DESCRIPTION = """\
 Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
@@ -20,6 +24,9 @@ and `Checkpointer` a script goes on where it was.
                                                                another terminal adds a node
   edl run --nnodes 1:4 --rdzv-id resnet \\
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
+
+In a task of Slurm's `srun`, --nnodes, --nproc-per-node and --rdzv-id follow from the step
+(docs/slurm.md).
 
 Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
 GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in time, or the store
@@ -157,3 +164,31 @@ def parser() -> argparse.ArgumentParser:
     for name, kwargs in _OPTIONS.items():
         ours.add_argument(name, **kwargs)
     return options
+
+
+_FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
+
+
+def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
+    """Parse a command line; in a task of a Slurm step, options that are not given follow from the step.
+
+    torchrun's own variables (`PET_NNODES` and alike) count as given.
+
+    Raises:
+        SettingsError: the step's GPUs do not say how many workers to run.
+    """
+    options = parser()
+    if step is None:
+        return options.parse_args(list(argv))
+    usual = {name: options.get_default(name) for name in _FROM_SLURM if f"PET_{name.upper()}" not in os.environ}
+    options.set_defaults(**dict.fromkeys(usual))
+    parsed = options.parse_args(list(argv))
+    unsaid = {name for name in usual if getattr(parsed, name) is None}
+    if "nproc_per_node" in unsaid:
+        parsed.nproc_per_node = str(step.workers)
+    elif parsed.nproc_per_node == "cpu":
+        parsed.nproc_per_node = str(step.cpus)  # torch counts those of the host, which other jobs use too
+    for name, value in (("nnodes", str(step.tasks)), ("rdzv_id", step.name)):
+        if name in unsaid:
+            setattr(parsed, name, usual[name] if parsed.standalone else value)
+    return parsed

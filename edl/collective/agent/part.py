@@ -181,6 +181,8 @@ def _store_last(
 ) -> None:
     """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
     done = ending.code == Exit.DONE
+    # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
+    patient = done or (signals.slurm and signals.asked)
     if done:
         storing.store_newest()
     # In a thread, since a storage that hangs cannot be called back. That one ends with the process; what it has not
@@ -188,7 +190,7 @@ def _store_last(
     ending.stored = False
 
     def close() -> None:
-        ending.stored = storing.close(_STORE_LAST_S, patient=done)
+        ending.stored = storing.close(_STORE_LAST_S, patient=patient)
 
     closing = threading.Thread(target=close, name="edl-store-last", daemon=True)
     closing.start()
@@ -197,7 +199,12 @@ def _store_last(
         closing.join(_LOOK_S)
         if signals.asked and not warned and time.monotonic() - began > 1.0 and closing.is_alive():
             warned = True
-            say("the last checkpoint is being stored; asked once more, this node leaves without it")
+            until = (
+                "Slurm waits for it as long as its KillWait"
+                if signals.slurm
+                else "asked once more, this node leaves without it"
+            )
+            say(f"the last checkpoint is being stored; {until}")
     if closing.is_alive():
         say("the last checkpoint was not stored; what was stored before is as it was")
     if ending.exit_code == Exit.NOT_STORED:

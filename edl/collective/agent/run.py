@@ -28,7 +28,8 @@ from edl.collective.agent.agent import Agent
 from edl.collective.agent.launch import Launch
 from edl.collective.agent.log_folder import kept_logs, temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
-from edl.collective.agent.options import parser
+from edl.collective.agent.options import parse_options, parser
+from edl.collective.agent.slurm import SlurmStep
 from edl.collective.agent.watch import HangLimits
 from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Warm
@@ -54,14 +55,18 @@ def main(argv: Sequence[str]) -> int:
         SettingsError: an option cannot be used.
         DiscoveryError: the store cannot be reached.
     """
-    options = parser().parse_args(list(argv))
+    step = SlurmStep.of()
+    options = parse_options(argv, step)
     with ExitStack() as stack:
-        url = _store_url(options, stack)
-        told = _launch(options, url, stack)
+        url = _store_url(options, stack, step)
+        told = replace(_launch(options, url, stack), slurm=step is not None)
         store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
         told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
         if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
+        if step is not None and step.rank == 0:
+            nodes = f"--nnodes {options.nnodes} --nproc-per-node {told.workers}"
+            _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}")
         _tell_of_unused(options, url)
         return Agent(told, store, _say).run()
 
@@ -129,11 +134,17 @@ def _tls(options: argparse.Namespace) -> PeerTLS | None:
     return None  # a CA alone is for the script's own teachers
 
 
-def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
+def _store_url(options: argparse.Namespace, stack: ExitStack, step: SlurmStep | None) -> str:
     if options.standalone:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-run-"))
         return f"sqlite:///{folder}/store.sqlite"
-    return options.store or read("EDL_DISCOVERY", str) or default_discovery_url()
+    named = options.store or read("EDL_DISCOVERY", str)
+    if step is not None and step.hosts > 1 and not named:
+        raise SettingsError(
+            f"{step.describe()}: where shall they meet? Name a store that all hosts reach, such as "
+            "--store consul://HOST:8500 (or EDL_DISCOVERY)"
+        )
+    return named or default_discovery_url()
 
 
 def _job(options: argparse.Namespace, max_nodes: int) -> str:

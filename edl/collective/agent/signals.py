@@ -10,6 +10,7 @@ from typing import Any
 __all__ = ["AskedToLeaveError", "Signals"]
 
 _ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_ASKING_IN_SLURM = (*_ASKING, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
 
 
 class AskedToLeaveError(Exception):
@@ -23,10 +24,14 @@ class Signals:
 
     Args:
         wake: called with each signal, in the main thread, wherever that is.
+        slurm: Slurm sends the signals. It repeats SIGTERM (at the begin and at the end of a partition's GraceTime, and
+            when a job is cancelled that was asked before), which says nothing of how urgent it is: SIGKILL follows by
+            itself. Only SIGINT, which a person sends through `srun`, then hurries.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
         self._wake = wake
+        self.slurm = slurm
         self._numbers: list[int] = []
         self._before: dict[int, Any] = {}
 
@@ -38,7 +43,7 @@ class Signals:
     @property
     def urgent(self) -> bool:
         """Whether it was asked a second time, and shall leave at once."""
-        return len(self._numbers) > 1
+        return any(not self.slurm or number == signal.SIGINT for number in self._numbers[1:])
 
     @property
     def number(self) -> int:
@@ -60,7 +65,8 @@ class Signals:
             raise AskedToLeaveError
 
     def __enter__(self) -> Signals:
-        heeded = [number for number in _ASKING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
+        asking = _ASKING_IN_SLURM if self.slurm else _ASKING
+        heeded = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
         self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 

@@ -1,0 +1,156 @@
+"""What Slurm says of the step that `srun edl run` is a task of, and the defaults that follow from it.
+
+The variables are those of srun's manual page ("OUTPUT ENVIRONMENT VARIABLES"). One task is one node in EDL's words: an
+agent with its workers. What does not belong here: what the agent does with signals that Slurm sends (`signals`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edl.errors import SettingsError
+
+__all__ = ["SlurmStep"]
+
+_SPECIAL_STEPS = 0xFFFFFFF0
+"""Slurm's step ids from here on are no steps of srun's: the batch script, an interactive shell, a container."""
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """One task of a step of a Slurm job.
+
+    Attributes:
+        cluster: Slurm's name of the cluster, empty if it is not set.
+        job: id of the job; it stays when the job is requeued.
+        step: id of the step in the job, which counts anew after each requeue.
+        restarts: how often the job was requeued or restarted.
+        tasks: how many tasks the step has on all hosts.
+        rank: which of them this task is, from 0 on.
+        tasks_here: how many of them are on this host.
+        hosts: how many hosts the step has.
+        host_list: their names in Slurm's notation, such as `gpu[003-004,7],login1`.
+        cpus: how many CPUs belong to this task.
+        gpus: how many GPUs of this host the step may use, 0 if Slurm gave it none.
+        visible_gpus: how many of them this task may use; None if no variable limits that.
+    """
+
+    cluster: str
+    job: int
+    step: int
+    restarts: int
+    tasks: int
+    rank: int
+    tasks_here: int
+    hosts: int
+    host_list: str
+    cpus: int
+    gpus: int
+    visible_gpus: int | None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
+        """Read the environment of a task.
+
+        Returns:
+            None outside of a step, and in a shell that `srun --pty` opened: a person's commands there are no tasks of
+            one job.
+
+        Raises:
+            SettingsError: a variable of Slurm's has a value that Slurm does not give it.
+        """
+        environ = os.environ if environ is None else environ
+        if "SLURM_JOB_ID" not in environ or "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+            return None
+        step, tasks = _number(environ, "SLURM_STEP_ID"), _number(environ, "SLURM_STEP_NUM_TASKS", 1)
+        if step >= _SPECIAL_STEPS or (tasks == 1 and "SLURM_PTY_PORT" in environ):
+            return None
+        host_list = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", ""))
+        tasks_here = _tasks_on(environ, _number(environ, "SLURM_NODEID"))
+        cpus_shared = _number(environ, "SLURM_CPUS_ON_NODE", 1) // max(1, tasks_here)
+        return cls(
+            cluster=environ.get("SLURM_CLUSTER_NAME", ""),
+            job=_number(environ, "SLURM_JOB_ID"),
+            step=step,
+            restarts=_number(environ, "SLURM_RESTART_COUNT"),
+            tasks=tasks,
+            rank=_number(environ, "SLURM_PROCID"),
+            tasks_here=tasks_here,
+            hosts=_number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1)),
+            host_list=host_list,
+            cpus=max(1, _number(environ, "SLURM_CPUS_PER_TASK", cpus_shared)),
+            gpus=_number(environ, "SLURM_GPUS_ON_NODE"),
+            visible_gpus=_visible_gpus(environ),
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after each requeue."""
+        return "-".join(filter(None, ("slurm", self.cluster.replace("/", "_"), f"{self.job}.{self.step}")))
+
+    @property
+    def first_host(self) -> str:
+        """The name of the host that Slurm counts as the first one; empty if there is no list of hosts."""
+        depth, name = 0, ""
+        for letter in self.host_list:
+            depth += (letter == "[") - (letter == "]")
+            if letter == "," and depth == 0:
+                break
+            name += letter
+        return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name)
+
+    @property
+    def workers(self) -> int:
+        """How many workers this task runs by default: one for each of its GPUs, and one if it has none.
+
+        Raises:
+            SettingsError: tasks on this host share GPUs; workers of different tasks would use the same ones.
+        """
+        visible = self.gpus if self.visible_gpus is None else self.visible_gpus
+        if self.tasks_here > 1 and self.gpus and visible * self.tasks_here > self.gpus:
+            raise SettingsError(
+                f"{self.tasks_here} tasks of Slurm's step {self.job}.{self.step} share the {self.gpus} GPU(s) of this "
+                "host: start one task on each host (srun --ntasks-per-node=1), or give each its own GPUs "
+                "(--gpus-per-task=N); --nproc-per-node N overrides this"
+            )
+        return max(1, visible)
+
+    def describe(self) -> str:
+        """Say in words which step this is."""
+        tasks = f"{self.tasks} task" + "s" * (self.tasks != 1)
+        hosts = f"{self.hosts} host" + "s" * (self.hosts != 1)
+        again = f", requeued {self.restarts} time" + "s" * (self.restarts != 1) if self.restarts else ""
+        return f"Slurm job {self.job}{again}, step {self.step} of {tasks} on {hosts}"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise SettingsError(f"environment variable {name}={text!r}: Slurm sets a whole number there")
+    return int(text)
+
+
+def _tasks_on(environ: Mapping[str, str], host: int) -> int:
+    """How many tasks are on a host: Slurm writes `2(x3),1` for three hosts with two tasks each, and one with one."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if found is None:
+            raise SettingsError(f"environment variable SLURM_STEP_TASKS_PER_NODE={text!r}: wanted is 2(x3),1 or alike")
+        host -= int(found[2] or 1)
+        if host < 0:
+            return int(found[1])
+    return 1
+
+
+def _visible_gpus(environ: Mapping[str, str]) -> int | None:
+    """How many devices Slurm lets this task see; the variable depends on who made the GPU."""
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:
+            return sum(1 for each in environ[name].split(",") if each.strip() not in ("", "NoDevFiles", "-1"))
+    return None

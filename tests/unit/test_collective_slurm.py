@@ -1,0 +1,167 @@
+"""What `edl run` makes of a Slurm step's environment, as srun of Slurm 22.05 sets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from edl.collective.agent.options import parse_options
+from edl.collective.agent.signals import Signals
+from edl.collective.agent.slurm import SlurmStep
+from edl.errors import SettingsError
+
+# Of task 3 of `srun --nodes=3 --ntasks=5` on hosts with two tasks, two tasks and one.
+TASK = {
+    "SLURM_CLUSTER_NAME": "test",
+    "SLURM_JOB_ID": "17",
+    "SLURM_STEP_ID": "1",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NNODES": "4",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[003-004,7],login1",
+    "SLURM_CPUS_ON_NODE": "8",
+}
+
+
+def step_of(**changes: str) -> SlurmStep:
+    step = SlurmStep.of({**TASK, **changes})
+    assert step is not None
+    return step
+
+
+def test_a_task_of_a_step() -> None:
+    step = step_of(SLURM_RESTART_COUNT="2")
+    assert (step.name, step.tasks, step.rank, step.tasks_here, step.hosts) == ("slurm-test-17.1", 5, 3, 2, 3)
+    assert (step.cpus, step.workers, step.restarts) == (4, 1, 2)
+    assert step.describe() == "Slurm job 17, requeued 2 times, step 1 of 5 tasks on 3 hosts"
+    assert step_of(SLURM_NODEID="2").tasks_here == 1
+    assert step_of(SLURM_CPUS_PER_TASK="3").cpus == 3
+
+
+def test_requeued_job_keeps_its_name() -> None:
+    assert step_of().name == step_of(SLURM_RESTART_COUNT="1", SLURM_STEP_NODELIST="other").name
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "17", "SLURM_PROCID": "0", "SLURM_NNODES": "2"},  # the batch script itself
+        {**TASK, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # the interactive step of salloc
+        {**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "4000"},  # srun --pty bash
+    ],
+)
+def test_no_step(environ: dict[str, str]) -> None:
+    assert SlurmStep.of(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("gpu[003-004,7],login1", "gpu003"),
+        ("login1,gpu[003-004]", "login1"),
+        ("rack[1-2]node[08,10]-ib", "rack1node08-ib"),
+        ("alone", "alone"),
+        ("", ""),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert step_of(SLURM_STEP_NODELIST=hosts).first_host == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "workers"),
+    [
+        ({"SLURM_NODEID": "2", "SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_NODEID": "2", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 8),
+        ({"SLURM_NODEID": "2", "SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "1"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "2,3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "0", "CUDA_VISIBLE_DEVICES": ""}, 1),
+    ],
+)
+def test_workers(changes: dict[str, str], workers: int) -> None:
+    assert step_of(**changes).workers == workers
+
+
+@pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
+def test_tasks_that_share_gpus(visible: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match=r"2 tasks .* share the 2 GPU.*--gpus-per-task"):
+        assert step_of(SLURM_GPUS_ON_NODE="2", **visible).workers
+
+
+@pytest.mark.parametrize(("name", "text"), [("SLURM_JOB_ID", "x"), ("SLURM_STEP_TASKS_PER_NODE", "2(x")])
+def test_values_that_slurm_never_sets(name: str, text: str) -> None:
+    with pytest.raises(SettingsError, match=name):
+        step_of(**{name: text})
+
+
+def options_of(*argv: str) -> tuple[str, str, str]:
+    options = parse_options([*argv, "train.py", "--nnodes", "9"], step_of())
+    return options.nnodes, options.nproc_per_node, options.rdzv_id
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        ((), ("5", "1", "slurm-test-17.1")),
+        (("--nnodes=1:5",), ("1:5", "1", "slurm-test-17.1")),
+        (("--nproc-per-node", "1"), ("5", "1", "slurm-test-17.1")),
+        (("--nproc-per-node", "cpu"), ("5", "4", "slurm-test-17.1")),
+        (("--rdzv-id", "mine"), ("5", "1", "mine")),
+        (("--standalone",), ("1:1", "1", "none")),
+    ],
+)
+def test_options_that_follow(argv: tuple[str, ...], found: tuple[str, str, str]) -> None:
+    assert options_of(*argv) == found
+
+
+def test_given_workers_need_no_gpus_of_their_own() -> None:
+    step = step_of(SLURM_GPUS_ON_NODE="2")
+    assert parse_options(["--nproc-per-node", "1", "train.py"], step).nproc_per_node == "1"
+    with pytest.raises(SettingsError):
+        parse_options(["train.py"], step)
+
+
+def test_torchruns_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "1:1")
+    assert options_of()[0] == "1:1"
+
+
+def test_without_slurm_nothing_changes() -> None:
+    options = parse_options(["train.py"], None)
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_id) == ("1:1", "1", "none")
+
+
+@pytest.fixture
+def send() -> Callable[[int], None]:
+    return lambda number: os.kill(os.getpid(), number)
+
+
+def test_repeated_sigterm_does_not_hurry(send: Callable[[int], None]) -> None:
+    with Signals(lambda: None, slurm=True) as signals:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            send(number)
+        assert signals.asked
+        assert not signals.urgent
+        assert signals.number == signal.SIGUSR1
+        assert signals.exit_code == 143
+        send(signal.SIGINT)
+        assert signals.urgent, "a person at srun"
+
+
+def test_elsewhere_a_second_signal_hurries(send: Callable[[int], None]) -> None:
+    with Signals(lambda: None) as signals:
+        send(signal.SIGTERM)
+        assert not signals.urgent
+        send(signal.SIGTERM)
+        assert signals.urgent
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -82,9 +82,18 @@ def slurm_programs() -> Path:
     pytest.skip(reason)
 
 
-def _name_of_parent(pid: int) -> str:
-    parent = psutil.Process(pid).parent()
-    return " ".join(parent.cmdline()) if parent is not None else ""
+def _parent(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid).parent()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_step(process: psutil.Process) -> bool:
+    try:
+        return any("slurmstepd" in argument for argument in process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 class SlurmCluster:
@@ -140,7 +149,7 @@ class SlurmCluster:
 
     def kill_node(self, node: str, tasks: Iterable[int]) -> None:
         """Kill a node's daemon, and the steps that it runs with these tasks; the controller takes it for failed."""
-        steps = {psutil.Process(pid).ppid() for pid in tasks if _name_of_parent(pid).startswith("slurmstepd")}
+        steps = {parent.pid for parent in map(_parent, tasks) if parent is not None and _is_step(parent)}
         self._slurmd[node].kill()
         self._slurmd[node].wait()
         for pid in (*steps, *tasks):
@@ -149,9 +158,8 @@ class SlurmCluster:
         self.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def start_node(self, node: str) -> None:
-        """Start a node that was killed, and wait until both are idle."""
+        """Start a node that was killed, and wait until both are idle: `ReturnToService=2` lets it come back."""
         self._start_slurmd(node)
-        self.ask("scontrol", "update", f"nodename={node}", "state=resume")
         deadline = time.monotonic() + START_S
         while self._nodes() != ["idle", "idle"]:
             self._check(deadline)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from edl.collective.agent.options import parse_options
+from edl.collective.agent.run import main
 from edl.collective.agent.signals import Signals
 from edl.collective.agent.slurm import SlurmStep
 from edl.errors import SettingsError
@@ -165,3 +167,11 @@ def test_elsewhere_a_second_signal_hurries(send: Callable[[int], None]) -> None:
         send(signal.SIGTERM)
         assert signals.urgent
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_several_hosts_need_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(SettingsError, match=r"step 1 of 5 tasks on 3 hosts.*such as consul://gpu003:8500"):
+        main([str(tmp_path / "train.py")])

@@ -141,8 +141,8 @@ def _store_url(options: argparse.Namespace, stack: ExitStack, step: SlurmStep | 
     named = options.store or read("EDL_DISCOVERY", str)
     if step is not None and step.hosts > 1 and not named:
         raise SettingsError(
-            f"{step.describe()}: where shall they meet? Name a store that all hosts reach, such as "
-            "--store consul://HOST:8500 (or EDL_DISCOVERY)"
+            f"{step.describe()}: where shall they meet? Name a store that all hosts reach (--store, or EDL_DISCOVERY), "
+            f"such as consul://{step.first_host or 'HOST'}:8500 where a Consul runs on the first host"
         )
     return named or default_discovery_url()
 

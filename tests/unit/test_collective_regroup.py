@@ -18,7 +18,7 @@ from torch.distributed import TCPStore, distributed_c10d
 from edl.collective.checkpoint.state import State
 from edl.collective.inprocess.boundary import Boundary
 from edl.collective.inprocess.control import Control
-from edl.collective.inprocess.process_group import BreakableGroup
+from edl.collective.inprocess.process_group import BreakableGroup, doubt
 from edl.collective.inprocess.regroup import Plan, Report, plan
 
 
@@ -221,3 +221,9 @@ def test_listening_ends_with_the_context(pipe: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     with pytest.raises(OSError):
         say(pipe, line(1))  # the agent sees that nobody listens
+
+
+def test_only_gloo_goes_on_in_process() -> None:
+    """An aborted communicator of NCCL ends its kernels as if they had worked, and errors of CUDA stay."""
+    assert doubt("gloo") == ""
+    assert "nccl" in doubt("nccl")

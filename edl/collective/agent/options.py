@@ -85,8 +85,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--node-check": {
         "action": "store_true",
-        "help": "before joining, compute and reduce with other waiting nodes, in pairs and twice, so that a faulty one "
-        "is found, and ends with exit code 69",
+        "help": "before joining, compute on all GPUs, copy among them and reduce with other waiting nodes, in pairs "
+        "and twice, so that a faulty one is found, and ends with exit code 69",
     },
     "--node-check-timeout": {
         "metavar": "SECONDS",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,9 +41,6 @@ class BreakableGroup:
         self._store: Store | None = None
         self._connection: frozenset[int] = frozenset()
         self._sockets: GroupSockets | None = None
-        self._made = False
-        self.broken = False
-        """Whether `shatter` was called: whatever the group does afterwards is no wonder."""
 
     def connect(self) -> None:
         """Reach the store that the first node's agent holds for this generation alone.
@@ -86,8 +82,6 @@ class BreakableGroup:
 
     def make(self) -> None:
         """Make torch's default group: through the store, or where there is none as torchrun's environment says."""
-        if self._backend == "nccl":  # its watchdog would end the process when the group breaks
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         store: Store | None = None if self._store is None else PrefixStore("group", self._store)
         if store is None and read("RANK", int) is None:  # plain `python train.py`
             store = HashStore()
@@ -97,30 +91,16 @@ class BreakableGroup:
             dist.init_process_group(
                 self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
-        self._made = True
 
     def done(self) -> None:
         """The group was used: whatever connects from now on is somebody else's."""
         if self._sockets is not None:
             self._sockets.done()
 
-    def settle(self) -> None:
-        """Wait until what was queued on a GPU is finished: an abort ends it as if it had worked."""
-        if self._backend == "nccl":
-            torch.cuda.synchronize()
-
-    @property
-    def trusted(self) -> bool:
-        """Whether collectives that ended without an error did what they should. Not of NCCL after an abort."""
-        return not (self.broken and self._backend == "nccl")
-
     def shatter(self) -> None:
         """Nobody shall wait in a collective of this group any more, here or elsewhere. From any thread."""
-        self.broken = True
         if self._sockets is not None:
             self._sockets.shut_down()
-        if self._backend == "nccl" and self._made:
-            distributed_c10d._abort_process_group()
 
     def drop(self) -> None:
         """Give the group and its store back. Who else refers to it keeps it."""
@@ -138,4 +118,4 @@ def doubt(backend: str) -> str:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if not first <= version < end:
         return f"torch {torch.__version__} is not among the versions {first[0]}.{first[1]} to <{end[0]}.{end[1]}"
-    return "" if backend in ("gloo", "nccl") else f"backend {backend} is neither gloo nor nccl"
+    return "" if backend == "gloo" else f"a broken group of backend {backend} is let go of by its process's end only"

@@ -87,7 +87,7 @@ def stay(
         train: the training loop.
         state: what the job is, with bare modules; every rank's is the same save for `local` fields.
         checkpointer: of `state`. If no survivor has a whole state, `restore` brings back what was saved.
-        backend: gloo, or nccl, which is untested; with others workers are forked anew as without `stay`.
+        backend: of torch. With others than gloo workers are forked anew, as without `stay`.
         timeout_s: of collectives. A rank that keeps others waiting for longer counts as lost.
         patience_s: how long to wait, after contact was lost, for the agent to tell of the next generation.
         meeting_s: how long to wait for all ranks to come to a new generation, and at the end of the last.
@@ -242,10 +242,6 @@ class _Stay:
 
     def _finished(self, step: int) -> None:
         """The checkpointer was told of a finished step."""
-        if self._group is not None:
-            self._group.settle()
-            if not self._group.trusted:
-                raise _Regroup
         self._boundary.note()
         self._report = replace(self._report, step=step)
 

@@ -1,0 +1,135 @@
+"""The work that a node check has devices do, each with a result that is known beforehand to the last bit.
+
+A broken device need not raise: it may compute something else. The numbers are small whole ones, which float32 (TF32 and
+bfloat16 as well) holds exactly in any order of summation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from edl.errors import EDLError
+
+__all__ = ["agree_on_gpus", "check_copies", "check_products", "check_sum", "find_devices"]
+
+_SIZE: Final = {"cpu": 768, "cuda": 8192}
+_PRODUCTS: Final = 8
+_COPIED: Final = 4 * 1024 * 1024
+"""Numbers of 4 bytes in one copy between two GPUs."""
+_REDUCED: Final = 4 * 1024 * 1024
+"""Numbers of 4 bytes in one all-reduce."""
+_REPEATS: Final = 3
+
+
+def find_devices() -> list[torch.device]:
+    """All GPUs that are visible here, or else the CPU."""
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def check_products(device: torch.device) -> float:
+    """Multiply matrices on a device. Returns the seconds of the fastest of several times.
+
+    Raises:
+        EDLError: a product is wrong.
+    """
+    size = _SIZE[device.type]
+    numbers = torch.arange(size, device=device)
+    rows, columns = (numbers % 7 + 1).float(), (numbers % 5 + 1).float()
+    left, right = rows[:, None].repeat(1, size), columns[None, :].repeat(size, 1)
+    expected = size * rows[:, None] * columns[None, :]
+
+    products: list[torch.Tensor] = []
+
+    def multiply() -> None:
+        products[:] = [torch.matmul(left, right) for _ in range(_PRODUCTS)]
+
+    def compare() -> None:
+        for product in products:
+            _compare(product, expected, f"{device}: a matrix product")
+
+    return _best(multiply, compare, device)
+
+
+def check_copies(devices: Sequence[torch.device]) -> None:
+    """Copy from each device to each other one, directly where the devices can.
+
+    Raises:
+        EDLError: what arrived is something else.
+    """
+    for source in range(len(devices)):
+        sent = torch.arange(_COPIED, dtype=torch.int32, device=devices[source])
+        for target in range(len(devices)):
+            if target == source:
+                continue
+            received = torch.zeros(_COPIED, dtype=torch.int32, device=devices[target])
+            received.copy_(sent)
+            expected = torch.arange(_COPIED, dtype=torch.int32, device=devices[target])
+            _compare(received, expected, f"GPU {source} to GPU {target}: a copy")
+
+
+def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
+    """How many GPUs each rank of a group has at least: so many all-reduces of NCCL are made, 0 without."""
+    store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
+    return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
+
+
+def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
+    """Add up with all ranks of a group, once for each device. Returns the seconds of the slowest device's fastest time.
+
+    Args:
+        make: make torch's default group with this backend and store, for this device.
+        store: of the group.
+        devices: GPUs, as many as each rank has; none for a sum on the CPU.
+
+    Raises:
+        EDLError: a sum is wrong.
+    """
+    times = []
+    for number, device in enumerate(devices or [torch.device("cpu")]):
+        make("nccl" if device.type == "cuda" else "gloo", PrefixStore(f"sum/{number}", store), device)
+        times.append(_sum(device))
+        dist.destroy_process_group()
+    return max(times)
+
+
+def _sum(device: torch.device) -> float:
+    """Add up over the default group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pattern = (torch.arange(_REDUCED, device=device) % 1000).float()
+    numbers, expected = torch.empty_like(pattern), pattern * (size * (size + 1) / 2)
+
+    def reduce() -> None:
+        torch.mul(pattern, rank + 1, out=numbers)
+        dist.all_reduce(numbers)
+
+    def compare() -> None:
+        _compare(numbers, expected, f"{device}: a sum over {size} nodes")
+
+    return _best(reduce, compare, device)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    wrong = int((found != expected).sum())
+    if wrong:
+        raise EDLError(f"{what} has {wrong} of {found.numel()} numbers wrong")
+
+
+def _best(work: Callable[[], object], check: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of several times, the first one not counted, with a check of the results after each."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+        check()
+    return min(times[1:])

@@ -13,7 +13,7 @@ from net import resnet
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 
@@ -49,18 +49,21 @@ def main() -> None:
 
 
 def report(epoch: int, samples: int, seconds: float, network: nn.Module, test: Images) -> None:
-    """One line an epoch, of the first rank."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world > 1 and dist.get_rank():
-        return
+    """Test the network, each worker on its share of the images, and print one line an epoch on the first rank."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = DataLoader(Subset(test, range(rank, len(test), world)), batch_size=500)
+    right = torch.zeros(1, dtype=torch.int64)
     network.eval()
     with torch.inference_mode():
-        right = sum(
-            int((network(images).argmax(1) == labels).sum()) for images, labels in DataLoader(test, batch_size=500)
-        )
+        for images, labels in share:
+            right += (network(images).argmax(1) == labels).sum()
     network.train()
-    who = "one worker" if world == 1 else f"{world} workers"
-    print(f"epoch {epoch}: {right / len(test):.1%} right, {samples:,} images in {seconds:.1f} s by {who}", flush=True)
+    if world > 1:
+        dist.all_reduce(right)
+    if rank == 0:
+        who = "one worker" if world == 1 else f"{world} workers"
+        accuracy = int(right) / len(test)
+        print(f"epoch {epoch}: {accuracy:.1%} right, {samples:,} images in {seconds:.1f} s by {who}", flush=True)
 
 
 def parse() -> argparse.Namespace:

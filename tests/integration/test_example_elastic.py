@@ -20,6 +20,7 @@ EPOCHS = 100_000
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_elastic(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the example needs PyTorch")
     pytest.importorskip("sklearn", reason="the example needs scikit-learn")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,20 @@ def test_all_meet_at_the_first_node_of_this_generation() -> None:
     assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
     assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
     assert (one["TORCHELASTIC_RUN_ID"], one["TORCHELASTIC_MAX_RESTARTS"]) == ("resnet", "2")
+
+
+def test_nodes_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of one worker each on two cores: with two threads each they would be slower than one alone."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    on_one_host = [replace(member, addr="127.0.0.1") for member in MEMBERS[:2]]
+    world = replace(WORLD, nodes=(*on_one_host, MEMBERS[2]))
+    threads = [environment(launch(1), world, member, 0).get("OMP_NUM_THREADS") for member in world.nodes]
+    assert threads == ["2", "2", None], "4 workers share 8 cores; the third node is alone on its host"
+    alone = replace(WORLD, nodes=MEMBERS[:1])
+    assert "OMP_NUM_THREADS" not in environment(launch(1), alone, MEMBERS[0], 0), "as under torchrun"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in environment(launch(1), world, world.nodes[0], 0), "the user's own is inherited"
 
 
 def test_the_users_own_variables_come_last() -> None:

@@ -10,12 +10,12 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["renew_state", "show_command_line", "undo_side_effects"]
+__all__ = ["limit_threads", "renew_state", "show_command_line", "undo_side_effects"]
 
 _ARG_START: Final = 47
 """Field of `/proc/self/stat`, counted from 0: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html"""
@@ -30,6 +30,14 @@ def renew_state() -> None:
     main_thread = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):  # Python renews it by itself since 3.13 only
         main_thread._set_native_id()
+
+
+def limit_threads(environ: Mapping[str, str]) -> None:
+    """Have torch, where it is imported already, heed OMP_NUM_THREADS as if it had been imported with `environ`."""
+    torch = sys.modules.get("torch")
+    number = environ.get("OMP_NUM_THREADS", "")
+    if torch is not None and number.isdecimal() and int(number):
+        torch.set_num_threads(int(number))
 
 
 def _seed_generators() -> None:

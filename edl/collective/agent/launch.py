@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,8 +117,21 @@ def environment(launch: Launch, world: World, member: Member, local_rank: int) -
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "EDL_GENERATION": str(world.generation),
         **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
+        **_threads(world, member),
         **launch.environ,
     }
+
+
+def _threads(world: World, member: Member) -> dict[str, str]:
+    """Share a host's cores out among the workers of several nodes on it, where the user has not said how.
+
+    Each would start a thread for each core, and threads of OpenMP wait for one another by spinning: two workers with
+    two threads each on two cores then take ten times as long as with one thread each.
+    """
+    here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
+    if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here))}
 
 
 def forks(

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
-from edl.collective.agent.forked_state import renew_state, show_command_line, undo_side_effects
+from edl.collective.agent.forked_state import limit_threads, renew_state, show_command_line, undo_side_effects
 from edl.collective.agent.main_program import absolute_path, arm_interruption, command_line, run_main
 from edl.collective.agent.preload import Preloaded, fork_hazard, preload, watched_environ
 from edl.collective.agent.program_imports import ProgramImports, scan_imports, sources_of
@@ -289,6 +289,7 @@ def _become(warm: Warm, fork: Fork) -> None:
     if warm.kind == "program":
         os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
     renew_state()
+    limit_threads(fork.environ)
     show_command_line(command_line(warm.kind, warm.target, warm.arguments))
     if fork.stacks:
         from edl.collective.agent.stacks import arm_stack_dump

@@ -190,7 +190,7 @@ COUNTED = """
     import torch
     import os, sitecustomize
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    print(sitecustomize.COUNTS[os.getpid()])
+    print(sitecustomize.COUNTS[os.getpid()], torch.get_num_threads())
 """
 
 
@@ -202,10 +202,11 @@ def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": str(tmp_path)}
     theirs = start_python(tmp_path, "counted", [str(script)], environ)
     with zygote(Warm("script", str(script)), environ) as run:
-        first, restarted = (run(tmp_path, {})[0] for _ in range(2))
+        first, restarted = (run(tmp_path, {"OMP_NUM_THREADS": number})[0] for number in ("3", "1"))
     assert first[0] == restarted[0] == theirs()[0] == 0, (first, restarted, theirs())
-    assert int(theirs()[1]) > 1000, theirs()
-    assert max(int(first[1]), int(restarted[1])) < 30, (first, restarted)
+    assert int(theirs()[1].split()[0]) > 1000, theirs()
+    assert max(int(first[1].split()[0]), int(restarted[1].split()[0])) < 30, (first, restarted)
+    assert (first[1].split()[1], restarted[1].split()[1]) == ("3", "1"), "threads are those of the generation"
 
 
 @pytest.mark.slow

@@ -121,7 +121,6 @@ class EtcdClient(Owned):
         self.target = target
         self._connect(target.files)
         self._preferred = 0
-        self._token: str | None = None  # of the user's session; None: to be asked for
         self._jobs: deque[_Job] = deque()
         self._done = Notifier()
         # Now, since `close` must not start a thread: there is a lock in that, too.
@@ -162,7 +161,7 @@ class EtcdClient(Owned):
         index = self._preferred
         create = wire.WatchCreateRequest(key=prefix, range_end=_end(prefix), start_revision=revision + 1)
         # A member without a leader would stay silent: with this it ends the stream.
-        metadata = (*self._session(), ("hasleader", "true"))
+        metadata = (*self._login(time.monotonic() + self.target.timeout_s), ("hasleader", "true"))
         try:
             stream = self._members[index].watch(
                 wire.WatchRequest(create_request=create), timeout=wait_s, metadata=metadata
@@ -173,7 +172,7 @@ class EtcdClient(Owned):
         try:
             for answer in stream:
                 if answer.canceled and not answer.compact_revision:
-                    self._token = None  # what etcd says where it has expired is that permission is denied
+                    self.target.session.token = None  # what etcd says where it has expired is that permission is denied
                 if answer.events or answer.canceled or answer.header.revision < revision:
                     return
         except grpc.RpcError as exc:
@@ -255,27 +254,29 @@ class EtcdClient(Owned):
     def _call_here(self, method: _Method[Q, A], request: Q) -> A:
         deadline = time.monotonic() + self.target.timeout_s
         try:
-            return self._ask(method, request, self._session(), deadline)
+            return self._ask(method, request, self._login(deadline), deadline)
         except _Refusal as refusal:
-            if not (self._token and refusal.concerns_session):
+            if not (self.target.session.token and refusal.concerns_session):
                 raise
         # It was refused before anything was done: the session has expired, or users have changed.
-        self._token = None
-        return self._ask(method, request, self._session(), deadline)
+        self.target.session.token = None
+        return self._ask(method, request, self._login(deadline), deadline)
 
-    def _session(self) -> Metadata:
+    def _login(self, deadline: float) -> Metadata:
         """What goes with each call; asks for it first, where that has not been done."""
         if not self.target.user:
             return ()
-        if self._token is None:
+        token = self.target.session.token
+        if token is None:
             login = wire.AuthenticateRequest(name=self.target.user, password=self.target.password)
             try:
-                self._token = self._ask(_LOGIN, login, (), time.monotonic() + self.target.timeout_s).token
+                token = self._ask(_LOGIN, login, (), deadline).token
             except _Refusal as refusal:
                 if "not enabled" not in refusal.words:
                     raise
-                self._token = ""  # etcd asks nobody who they are
-        return (("token", self._token),) if self._token else ()
+                token = ""  # etcd asks nobody who they are
+            self.target.session.token = token
+        return (("token", token),) if token else ()
 
     def _ask(self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float) -> A:
         """Ask the members in turn."""

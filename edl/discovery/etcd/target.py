@@ -10,9 +10,20 @@ from edl.errors import SettingsError
 from edl.protocol.credentials import CredentialFiles
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
-__all__ = ["EtcdTarget"]
+__all__ = ["EtcdSession", "EtcdTarget"]
 
 PORT = 2379
+
+
+@dataclass(eq=False)
+class EtcdSession:
+    """A user's session, which etcd takes its time to begin.
+
+    Attributes:
+        token: goes with each call. None before the login, empty where etcd has no users.
+    """
+
+    token: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class EtcdTarget:
         timeout_s: how long a request may take, all attempts together.
         files: None without TLS (`etcd+https:`). Holds `ETCDCTL_CACERT`, `ETCDCTL_CERT` and `ETCDCTL_KEY`.
         user, password: `ETCDCTL_USER`, also as `name:password`, and `ETCDCTL_PASSWORD`. The password is never shown.
+        session: shared by all connections to this target.
     """
 
     endpoints: tuple[str, ...]
@@ -31,6 +43,7 @@ class EtcdTarget:
     files: CredentialFiles | None = field(default=None, repr=False, compare=False)
     user: str = ""
     password: str = field(default="", repr=False)
+    session: EtcdSession = field(default_factory=EtcdSession, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"etcd at {'https' if self.files else 'http'}://{','.join(self.endpoints)}"

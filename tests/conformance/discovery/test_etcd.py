@@ -19,6 +19,7 @@ from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.etcd import client as client_module
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
+from edl.discovery.registry import Registration
 from edl.discovery.store import StoreSnapshot
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from tests.certificates import Authority
@@ -29,6 +30,7 @@ from tests.plugins_etcd import EtcdServer, etcd_cluster
 
 pytestmark = pytest.mark.etcd
 STEP = 37
+PATIENT_S = 30.0  # for calls that must succeed on a busy machine; what cannot be reached is told at once
 
 
 def calls_of(registry: Registry, store: Store, service: str) -> list[Callable[[], object]]:
@@ -55,8 +57,8 @@ def refusal(call: Callable[[], object]) -> str:
 class TestServer:
     def test_all_survives_a_kill_and_a_restart(self, etcd_server: EtcdServer, service: str) -> None:
         with (
-            open_registry(etcd_server.url) as registry,
-            open_store(etcd_server.url) as store,
+            open_registry(etcd_server.url, timeout_s=PATIENT_S) as registry,
+            open_store(etcd_server.url, timeout_s=PATIENT_S) as store,
             registry.register(teacher(service), 2.0) as registration,
             registry.watch(service) as watch,
             store.watch(f"{service}/") as entries,
@@ -137,7 +139,8 @@ class TestServer:
 
     def test_hanging_etcd_is_an_error_in_time(self, etcd_server: EtcdServer, service: str) -> None:
         registry, store = open_registry(etcd_server.url, timeout_s=0.5), open_store(etcd_server.url, timeout_s=0.5)
-        registration, watch = registry.register(teacher(service)), registry.watch(service)
+        registration = eventually(lambda: _registered(registry, service)) or pytest.fail("etcd is too slow")
+        watch = registry.watch(service)
         assert watch.get(10) is not None
         os.kill(etcd_server.pid, signal.SIGSTOP)
         try:
@@ -165,9 +168,9 @@ class TestServer:
         """By a signal handler, in the middle of its own calls and of gRPC's functions."""
         over = (ClosedError, LeaseLostError)
         for number in itertools.count(1, STEP):
-            with deadline(20, f"closed before line {number} of {files}"), contextlib.ExitStack() as opened:
-                store = opened.enter_context(open_store(etcd_server.url))
-                registry = opened.enter_context(open_registry(etcd_server.url))
+            with deadline(60, f"closed before line {number} of {files}"), contextlib.ExitStack() as opened:
+                store = opened.enter_context(open_store(etcd_server.url, timeout_s=PATIENT_S))
+                registry = opened.enter_context(open_registry(etcd_server.url, timeout_s=PATIENT_S))
                 with InterruptAt(number, opened.close, files) as interrupt, contextlib.suppress(*over):
                     registry.register(teacher(service), 30.0)
                     lease = store.lease(30.0)
@@ -185,16 +188,16 @@ class TestServer:
         try:
             server.start()
             with (
-                open_registry(server.url) as registry,
-                open_store(server.url) as store,
-                registry.register(teacher(service), 1.0) as registration,
-                store.lease(2.0) as lease,
+                open_registry(server.url, timeout_s=PATIENT_S) as registry,
+                open_store(server.url, timeout_s=PATIENT_S) as store,
+                registry.register(teacher(service), 3.0) as registration,
+                store.lease(5.0) as lease,
             ):
                 entry = store.put(f"{service}/a", b"1", lease)
                 large = (refusal(lambda: store.put(f"{service}/b", b"x" * 250_000)) for _ in range(100))
                 assert "etcdctl alarm disarm" in next(filter(None, large))
                 assert "etcdctl alarm disarm" in refusal(lambda: registry.register(teacher(service, "b")))
-                time.sleep(3.0)  # longer than both leases
+                time.sleep(6.0)  # longer than both leases
                 assert (registration.error, lease.lost, store.get(entry.key)) == ("", False, entry)
                 assert registry.snapshot(service) == Snapshot(service, (teacher(service),))
                 assert store.delete(f"{service}/b")
@@ -207,13 +210,13 @@ class TestMembers:
         with etcd_cluster(tmp_path) as servers:
             url = "etcd://" + ",".join(server.client_url.partition("//")[2] for server in servers)
             with (
-                open_registry(url) as registry,
-                open_store(url) as store,
-                registry.register(teacher(service), 30.0) as registration,
+                open_registry(url, timeout_s=PATIENT_S) as registry,
+                open_store(url, timeout_s=PATIENT_S) as store,
+                registry.register(teacher(service), 60.0) as registration,
                 registry.watch(service) as watch,
                 store.watch(f"{service}/") as entries,
-                store.lease(30.0) as lease,
-                store.elect(service, b"me", 30.0) as election,
+                store.lease(60.0) as lease,
+                store.elect(service, b"me", 60.0) as election,
             ):
                 entry = store.put(f"{service}/a", b"1", lease)
                 assert election.wait(20)
@@ -242,11 +245,17 @@ class TestMembers:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             member = f"127.0.0.1:{silent.getsockname()[1]}"
             url = f"etcd://{member},{etcd_server.client_url.partition('//')[2]}"
-            with open_store(url, timeout_s=3.0) as store:
+            with open_store(url, timeout_s=6.0) as store:
                 assert store.get(f"{service}/a") is None, "half of the time is left for the other member"
                 assert store.put(f"{service}/a", b"1")
-            with open_store(url, timeout_s=3.0) as store, store.watch(f"{service}/") as watch:
+            with open_store(url, timeout_s=6.0) as store, store.watch(f"{service}/") as watch:
                 assert (watch.get(20) or pytest.fail("nothing came")).stale == ""
+
+
+def _registered(registry: Registry, service: str) -> Registration | None:
+    with contextlib.suppress(DiscoveryError):  # the machine is busy
+        return registry.register(teacher(service))
+    return None
 
 
 def _put_again(store: Store, key: str, lease: object) -> object:
@@ -337,7 +346,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdServ
     for name in ("server", "client"):
         authority.issue("127.0.0.1").save(folder, name)
     files = {name: str(folder / name) for name in ("ca.pem", "server.pem", "server.key", "client.pem", "client.key")}
-    options = ("--client-cert-auth", "--trusted-ca-file", files["ca.pem"])
+    options = ("--client-cert-auth", "--trusted-ca-file", files["ca.pem"], "--bcrypt-cost", "4")
     own = ("--cert-file", files["server.pem"], "--key-file", files["server.key"])
     tls = ("--cacert", files["ca.pem"], "--cert", files["client.pem"], "--key", files["client.key"])
     server = EtcdServer(folder / "alone", options=(*options, *own), tls=tls)
@@ -371,12 +380,12 @@ class TestGuarded:
         server, _ = guarded
         shown = []
         with (
-            open_registry(server.url) as registry,
-            open_store(server.url) as store,
+            open_registry(server.url, timeout_s=PATIENT_S) as registry,
+            open_store(server.url, timeout_s=PATIENT_S) as store,
             registry.register(teacher(service), 2.0) as registration,
             registry.watch(service) as watch,
-            store.lease() as lease,
-            store.elect(service, b"me") as election,
+            store.lease(60.0) as lease,
+            store.elect(service, b"me", 60.0) as election,
         ):
             assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)
             entry = store.put(f"{service}/a", b"1", lease)

@@ -245,6 +245,7 @@ def test_a_nodes_own_address_is_the_one_on_the_way_to_the_store(url: str) -> Non
 
 def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_hosts() -> None:
     mine = own_address("consul://127.0.0.1:8500")
+    assert own_address("etcd://[::1]:2379,127.0.0.1:2379") == mine, "a member that there is a way to"
     assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
     routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
     elsewhere = any(route[1] == "00000000" for route in routes)

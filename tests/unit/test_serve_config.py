@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from edl.discovery import Instance, open_registry
 from edl.errors import SettingsError
 from edl_serving import TensorSpec, values
-from edl_serving.address import is_loopback, outward_address
+from edl_serving.address import is_loopback, outward_address, warn_of_loopback
 from edl_serving.announce import Announcer
 from edl_serving.backends.specs import cast, parse_spec, parse_specs, pick
 from edl_serving.backends.target import resolve
@@ -233,6 +233,12 @@ def test_listening_everywhere_advertises_an_address_that_can_be_reached() -> Non
     assert is_loopback("localhost")
     assert is_loopback("[::1]")
     assert not is_loopback("10.0.0.1")
+
+
+@pytest.mark.parametrize("url", ["consul://c:8500", "etcd://e:2379,f:2379"])
+def test_loopback_is_of_no_use_in_a_cluster(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_loopback(url, "127.0.0.1", "--host ADDRESS")
+    assert "only students on this host" in caplog.text
 
 
 # Single values.

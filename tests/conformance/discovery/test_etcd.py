@@ -183,6 +183,22 @@ class TestServer:
             assert not store.list(f"{service}/"), "a lease was left behind"
             assert registry.snapshot(service) == Snapshot(service, ()), "a registration was left behind"
 
+    def test_main_thread_makes_no_calls(self, etcd_server: EtcdServer, service: str) -> None:
+        """gRPC holds a lock of the whole process in this file, which a signal handler's `close` would wait for."""
+        with (
+            InterruptAt(1 << 30, lambda: None, "grpc/_observability") as lines,
+            open_store(etcd_server.url, timeout_s=PATIENT_S) as store,
+            open_registry(etcd_server.url, timeout_s=PATIENT_S) as registry,
+            registry.register(teacher(service)) as registration,
+            store.lease() as lease,
+            store.watch(f"{service}/") as watch,
+        ):
+            store.put(f"{service}/a", b"1", lease)
+            assert watch.get(20)
+            assert registry.snapshot(service).instances
+            registration.update(teacher(service, state="draining"))
+        assert lines.lines == 0
+
     def test_full_etcd_keeps_who_is_there(self, tmp_path: Path, service: str) -> None:
         server = EtcdServer(tmp_path / "alone", options=("--quota-backend-bytes", "3000000"))
         try:

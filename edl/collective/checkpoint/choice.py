@@ -86,10 +86,11 @@ def _entire(
     """Return the newest state of which every rank has its own part, if the same world can go on from one.
 
     A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
-    the save before, which all have, counts more. Where none has all parts, as a host was lost, it is the newest.
+    the save before, which all have, counts more: nobody can have saved more than once since, or it were gone.
+    Where none has all parts, as a host was lost, it is the newest.
     """
     for state in sorted(held, reverse=True):
-        if state[0] == newest[0] and state[2] == size and len(held[state]) == size == newest[2]:
+        if state[2] == size == newest[2] == len(held[state]):
             return state, held[state]
     return newest, held[newest]
 

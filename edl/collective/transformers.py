@@ -1,0 +1,258 @@
+"""Hugging Face's `Trainer` under `edl run`: a callback that keeps all of its state in memory and goes on exactly there.
+
+A state is saved where a step begins: what follows the step before it (logging, evaluation, the Trainer's own
+checkpoints) has been done then, and is done again if it was not. By that time the step's batches were read, so random
+numbers are put back at the same place, and not where the state is restored.
+
+The Trainer reads its position only before model and optimizer are prepared, from files. So its two methods that know of
+positions are wrapped: one says where the run begins, the other trains an epoch from there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from contextlib import ExitStack
+from typing import Any, Final
+
+import transformers
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
+
+from edl.collective.checkpoint import rng
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state import State
+from edl.errors import SettingsError
+
+__all__ = ["ElasticCallback"]
+
+_NO_FOLDER: Final = "/dev/null/no-folder"
+"""Has the Trainer skip the batches that were trained, and finds no files there to load."""
+_POSITION: Final = frozenset({"epochs_trained", "steps_trained_in_current_epoch", "resume_from_checkpoint", "epoch"})
+_RESTORED: Final = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+
+
+class ElasticCallback(transformers.TrainerCallback):
+    """Saves a `Trainer`'s state between steps, and restores it when training begins.
+
+    ::
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+        trainer.add_callback(ElasticCallback(trainer))
+        trainer.train()
+
+    It serves one call of `train`. Parameters, the optimizer, the schedule, random numbers, the place in the data,
+    losses not logged yet, what the `Trainer` remembers of logs and metrics, and callbacks that are an `ExportableState`
+    (early stopping) come back. A world of another size goes on if its steps train as many samples.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        """Attach to a `Trainer`. Add the callback to it as well.
+
+        Args:
+            trainer: the `transformers.Trainer` whose `train` is called after this, once.
+            **options: of the `Checkpointer`.
+
+        Raises:
+            SettingsError: this version of transformers, or an argument of the trainer, does not allow going on exactly.
+        """
+        known = inspect.signature(getattr(trainer, "_run_epoch", lambda: None)).parameters
+        if _POSITION - known.keys():
+            raise SettingsError(
+                f"ElasticCallback does not know the Trainer of transformers {transformers.__version__}: use 5.23"
+            )
+        if trainer.args.ignore_data_skip:
+            raise SettingsError("ignore_data_skip=True would train samples again after a restart: leave it out")
+        if trainer.is_deepspeed_enabled:
+            raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
+        self._trainer = trainer
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._stack = ExitStack()
+        self._rng: dict[str, Any] | None = None
+        self._stepped = False
+        self._begin = (0, 0)
+        self._progress = _Progress(trainer)
+        self._init_training_state, trainer._init_training_state = trainer._init_training_state, self._find_beginning
+        self._run_epoch, trainer._run_epoch = trainer._run_epoch, self._train_epoch
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restore the newest state there is."""
+        if self._checkpointer is not None:
+            raise SettingsError(
+                "an ElasticCallback serves one call of train(): make another Trainer and another script"
+            )
+        trainer, optimizer = self._trainer, kwargs["optimizer"]
+        self._progress.order = _order_of(kwargs["train_dataloader"])
+        fields = {
+            "model": kwargs["model"],
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
+            "lr_scheduler": kwargs["lr_scheduler"],
+            "progress": self._progress,
+            "losses": _Losses(trainer),
+        }
+        if trainer.accelerator.scaler is not None:
+            fields["scaler"] = trainer.accelerator.scaler
+        self._checkpointer = Checkpointer(State(local=["losses"], **fields), **self._options)
+        self._stack.enter_context(self._checkpointer)
+        if self._checkpointer.restore() >= 0:
+            self._rng = rng.take()
+            self._begin = self._progress.epoch, self._progress.updates
+            control.should_training_stop = self._progress.finished
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the state after the last step, before this one; and pause there if the agent asks for it."""
+        if self._rng is not None:
+            rng.restore(self._rng)
+            self._rng = None
+        if self._stepped and self._checkpointer is not None:
+            self._stepped = False
+            self._checkpointer.save(state.global_step - 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the step."""
+        self._stepped = True
+        self._progress.updates += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the last state, and have it stored."""
+        if self._checkpointer is not None and not self._progress.finished:
+            self._progress.finished = True
+            self._checkpointer.save(state.global_step - 1, force=True)
+        self._stack.close()
+
+    def _find_beginning(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Keep where a checkpoint of the Trainer's own says that it begins; have it offer all epochs."""
+        epochs, batches = self._init_training_state(*args, **kwargs)
+        self._begin = epochs, batches // self._trainer.args.gradient_accumulation_steps
+        return 0, 0
+
+    def _train_epoch(self, **kwargs: Any) -> None:
+        """Train an epoch, or what is left of it."""
+        epoch, (first, updates) = kwargs["epoch"], self._begin
+        if self._progress.finished or epoch < first:
+            return
+        self._progress.epoch, self._progress.updates = epoch, updates if epoch == first else 0
+        if self._checkpointer is not None and self._rng is not None:
+            kwargs["resume_from_checkpoint"] = _NO_FOLDER if epoch == first and updates else None
+        kwargs["epochs_trained"] = first
+        kwargs["steps_trained_in_current_epoch"] = updates * self._trainer.args.gradient_accumulation_steps
+        self._run_epoch(**kwargs)
+
+
+class _Progress:
+    """How far a `Trainer` has come, the same on all ranks: a field of the `State`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.epoch = self.updates = 0
+        self.finished = False
+        self.order: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what the order and size of batches depend on, and what the Trainer remembers."""
+        trainer = self._trainer
+        exported: dict[str, list[dict[str, Any]]] = {}
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, transformers.trainer_callback.ExportableState):
+                attributes = callback.state()["attributes"]
+                exported.setdefault(type(callback).__name__, []).append(attributes)
+        trainer_state = dataclasses.asdict(trainer.state)
+        return {
+            "epoch": self.epoch,
+            "updates": self.updates,
+            "finished": self.finished,
+            "order": self.order,
+            "samples": self._samples,
+            "trainer_state": {name: trainer_state[name] for name in _RESTORED},
+            "callbacks": exported,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            SettingsError: a step trains another number of samples now, or the order of the data is another one.
+        """
+        trainer = self._trainer
+        if saved["samples"] != self._samples:
+            raise SettingsError(
+                f"a step trained {saved['samples']} samples, and trains {self._samples} with {trainer.args.world_size} "
+                "workers: samples would be repeated or left out. Set gradient_accumulation_steps by WORLD_SIZE so that "
+                "per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE stays the same"
+            )
+        if saved["order"] != self.order:
+            raise SettingsError(
+                f"the data was read in the order of {saved['order']}, and would go on in that of {self.order}: give "
+                "the same dataset, seed and data_seed"
+            )
+        self.epoch, self.updates, self.finished = saved["epoch"], saved["updates"], saved["finished"]
+        for name, value in saved["trainer_state"].items():
+            setattr(trainer.state, name, value)
+        # What is logged counts from here, unless this rank's losses come back as well.
+        trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step
+        for callback in trainer.callback_handler.callbacks:
+            attributes = saved["callbacks"].get(type(callback).__name__)
+            for name, value in attributes.pop(0).items() if attributes else ():
+                setattr(callback, name, value)
+
+    @property
+    def _samples(self) -> int:
+        args = self._trainer.args
+        return int(self._trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+class _Losses:
+    """What one rank has not logged yet: a local field of the `State`."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum of losses, from which step on, and operations that were not counted yet."""
+        trainer = self._trainer
+        return {
+            "loss": trainer._tr_loss,
+            "logged": (
+                float(trainer._total_loss_scalar),
+                trainer._globalstep_last_logged,
+                trainer._initial_global_step,
+            ),
+            "flos": float(trainer.current_flos),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there."""
+        trainer = self._trainer
+        trainer._tr_loss.copy_(saved["loss"])
+        trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer._initial_global_step = saved["logged"]
+        trainer.current_flos = saved["flos"]
+
+
+def _order_of(loader: Any) -> dict[str, Any]:
+    """Return what the order of the data depends on.
+
+    Raises:
+        SettingsError: the order is drawn anew in each process, so that it cannot be gone on with.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return {"sampler": "IterableDataset"}
+    batches = copy.copy(loader.batch_sampler)
+    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+    known = isinstance(sampler, SequentialSampler | DistributedSampler) or hasattr(sampler, "initial_seed")
+    if not known:
+        raise SettingsError(
+            f"{type(sampler).__name__} orders the data anew after a restart: use the Trainer's own random or "
+            "sequential order, with use_seedable_sampler"
+        )
+    seed = getattr(sampler, "initial_seed", getattr(sampler, "seed", None))
+    return {"sampler": type(sampler).__name__, "samples": len(loader.dataset), "seed": seed}

@@ -1,0 +1,81 @@
+"""A script with Hugging Face's Trainer, which kills itself in one step, once, if it is told to.
+
+Arguments: a folder for what it finds out; then in which step which rank is killed, or -1.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from edl.collective.transformers import ElasticCallback
+
+ROWS, FEATURES = 44, 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, x, labels):
+        logits = self.layers(x).squeeze(-1)
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+class Killed(TrainerCallback):
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        with (self.folder / "begins").open("a") as file:
+            file.write(f"{state.global_step}\n")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        mark = self.folder / "killed"
+        if state.global_step == self.step and args.process_index == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+    torch.manual_seed(3)
+    rows = torch.randn(ROWS, FEATURES)
+    data = [{"x": row, "labels": row.sum()} for row in rows]
+    world = int(os.environ["WORLD_SIZE"])
+    args = TrainingArguments(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4 // world,
+        num_train_epochs=4,
+        logging_steps=3,
+        eval_strategy="epoch",
+        save_strategy="no",
+        learning_rate=0.01,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[])
+    trainer.add_callback(ElasticCallback(trainer, interval_steps=2))
+    trainer.add_callback(Killed(folder, step))
+    trainer.train()
+    if args.process_index == 0:
+        weights = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
+        logs = [
+            {key: value for key, value in line.items() if "runtime" not in key and "per_second" not in key}
+            for line in trainer.state.log_history
+        ]
+        (folder / "result.json").write_text(json.dumps({"weights": weights, "logs": logs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The Hugging Face callback without a process group: restarts in one process, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+transformers = pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
+
+from edl.collective.checkpoint.slots import SlotPair  # noqa: E402
+from edl.collective.transformers import ElasticCallback  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
+
+ROWS = torch.linspace(-1, 1, 48).reshape(12, 4)
+
+
+class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+
+class Until(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Breaks off in a step, as a crash does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise LookupError("broken off")
+
+
+def trainer_of(folder: Path, until: int = -1, **settings: Any) -> Any:
+    data = [{"x": row, "labels": row.sum()} for row in ROWS]
+    usual = {"per_device_train_batch_size": 2, "num_train_epochs": 3, "logging_steps": 4, "save_strategy": "no"}
+    args = transformers.TrainingArguments(
+        output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, **(usual | settings)
+    )
+    torch.manual_seed(0)
+    trainer = transformers.Trainer(model=Model(), args=args, train_dataset=data)
+    trainer.add_callback(ElasticCallback(trainer, interval_steps=1, slots=SlotPair(folder / "slots")))
+    trainer.add_callback(Until(until))
+    return trainer
+
+
+def weights(trainer: Any) -> list[Any]:
+    return [one.detach().clone() for one in trainer.model.parameters()]
+
+
+def test_same_samples_go_on_other_samples_do_not(tmp_path: Path) -> None:
+    for folder in (tmp_path / "whole", tmp_path / "broken"):
+        folder.mkdir()
+    whole = trainer_of(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(LookupError):
+        trainer_of(tmp_path / "broken", until=9).train()
+    with pytest.raises(SettingsError, match="trained 2 samples, and trains 4 with 1 workers"):
+        trainer_of(tmp_path / "broken", per_device_train_batch_size=4).train()
+    with pytest.raises(SettingsError, match=r"in the order of .*'seed': 42.*'seed': 7"):
+        trainer_of(tmp_path / "broken", seed=7).train()
+    again = trainer_of(tmp_path / "broken", per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    again.train()
+    assert again.state.global_step == whole.state.global_step
+    for one, other in zip(weights(whole), weights(again), strict=True):
+        torch.testing.assert_close(one, other)
+    steps = [line["step"] for line in again.state.log_history]
+    assert steps == [line["step"] for line in whole.state.log_history], "logs come back as well"
+
+
+def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
+    first = trainer_of(tmp_path)
+    first.train()
+    again = trainer_of(tmp_path, until=1)
+    again.train()
+    assert again.state.global_step == first.state.global_step
+    assert all(map(torch.equal, weights(first), weights(again)))
+    with pytest.raises(SettingsError, match="one call of train"):
+        again.train()
+
+
+def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="train samples again"):
+        trainer_of(tmp_path, ignore_data_skip=True)
+    drawn = trainer_of(tmp_path, accelerator_config={"use_seedable_sampler": False})
+    with pytest.raises(SettingsError, match="RandomSampler orders the data anew"):
+        drawn.train()
+    trainer = trainer_of(tmp_path)
+    trainer._run_epoch = lambda: None
+    with pytest.raises(SettingsError, match=r"transformers .*: use 5\.23"):
+        ElasticCallback(trainer)

@@ -13,7 +13,7 @@ from edl.discovery.owned import Background, Owned
 from edl.discovery.records import validated
 from edl.discovery.registry import Instance, Registration
 from edl.discovery.store import Lease
-from edl.errors import DiscoveryError, SettingsError
+from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.notifier import Notifier
 
 __all__ = ["Claim", "InstanceClaim", "KeptLease", "KeptRegistration"]
@@ -105,7 +105,7 @@ class KeptLease(Owned, Lease):
     def _release(self) -> None:
         try:
             self.claim.withdraw()
-        except DiscoveryError as exc:
+        except (DiscoveryError, ClosedError) as exc:  # another thread may close the store at this moment
             log.warning("a lease could not be given up, it expires within %g s: %s", self._ttl_s, exc)
 
 
@@ -234,7 +234,7 @@ class KeptRegistration(Owned, Registration):
     def _release(self) -> None:
         try:
             self._claim.withdraw()
-        except DiscoveryError as exc:
+        except (DiscoveryError, ClosedError) as exc:  # another thread may close the registry at this moment
             log.warning(
                 "%s/%s could not be deregistered, it lapses within %g s: %s",
                 self._instance.service,

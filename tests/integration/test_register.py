@@ -162,8 +162,8 @@ def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
 
 
 def test_wrong_usage_ends_with_one_line_and_code_2() -> None:
-    command = [sys.executable, "-m", "edl", "register", "localhost:1", "--model", "m", "--discovery", "etcd://x"]
+    command = [sys.executable, "-m", "edl", "register", "localhost:1", "--model", "m", "--discovery", "zookeeper://x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     assert done.returncode == 2, done.stderr
-    assert "unknown scheme 'etcd'" in done.stderr
+    assert "unknown scheme 'zookeeper'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -10,7 +10,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -191,10 +191,12 @@ class _TokenInterceptor(grpc.aio.ServerInterceptor):
         matches = [hmac.compare_digest(shown[0].encode(), each) for each in valid] if len(shown) == 1 else []
         if any(matches):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(_refuse)
+        return grpc.stream_stream_rpc_method_handler(_refuse)
 
 
-async def _refuse(request: Any, context: Any) -> Any:
+async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    """Refuse a call of any method. Not by an empty message: to a watch that says that nothing is there."""
     context.set_code(grpc.StatusCode.UNAUTHENTICATED)
     context.set_details("no token, or none that is valid here")
-    return b""
+    return
+    yield  # a generator, which sends no message before it ends

@@ -41,8 +41,20 @@ def test_a_candidate_waits_as_long_as_it_is_told(store: Store, service: str) -> 
             assert not second.wait(0.3)
             assert time.monotonic() - begun < 5
             assert second.leader() == b"1"
-            threading.Timer(0.2, second.close).start()
+            closing = threading.Timer(0.2, second.close)
+            closing.start()
             assert not second.wait()
+            closing.join()
+
+
+def test_a_store_is_closed_under_an_election(store: Store, service: str) -> None:
+    with store.elect(service, b"1") as election:
+        assert election.wait(20)
+        threads = [threading.Thread(target=closing) for closing in (election.close, store.close)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def test_somebody_who_deletes_the_key_deposes_the_leader(store: Store, service: str) -> None:

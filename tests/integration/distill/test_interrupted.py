@@ -84,6 +84,7 @@ def test_kept_error_hangs_nobody(start: Start) -> None:
         assert error.args == (19,)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("thread", ["edl-distill", "edl-feed", "MainThread"])
 def test_garbage_is_collected_at_any_line(start: Start, thread: str) -> None:
     """A reader in the middle of an epoch ends in whatever thread collects it, with the locks that this one holds."""
@@ -118,6 +119,7 @@ def left() -> tuple[set[str], list[str]]:
 NOTHING: tuple[set[str], list[str]] = (set(), [])
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["fixed", "dynamic"])
 def test_handler_closes_before_any_line(start: Start, registry_url: str, kind: str) -> None:
     """Connecting, waiting, taking, starting an epoch, closing: the training loop's thread may be anywhere."""

@@ -29,7 +29,7 @@ def peak_mib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 before = peak_mib()
-reader = DistillReader(["x"], ["y"], teachers=[sys.argv[1]], options=Options(teacher_timeout_s=5))
+reader = DistillReader(["x"], ["y"], teachers=[sys.argv[1]], options=Options(teacher_timeout_s=10))
 reader.set_batch_generator(lambda: [(np.zeros((2, 4), np.float32),)])
 try:
     with reader:

@@ -27,7 +27,7 @@ from tests.slurm_guard import processes_of
 ROOT = Path(__file__).parent.parent
 START_S = 60.0
 ASK_S = 60.0
-NODES = ("first", "second")
+NODES = ("127.0.0.2", "127.0.0.3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "squeue")
 
 CONF = """\
@@ -61,10 +61,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 KillWait=60
-NodeName=first NodeHostname=first NodeAddr=127.0.0.1 Port={first_port} CPUs=4
-NodeName=second NodeHostname=second NodeAddr=127.0.0.1 Port={second_port} CPUs=4
-PartitionName=low Nodes=first,second Default=YES MaxTime=INFINITE PriorityTier=1
-PartitionName=high Nodes=first,second MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
+NodeName=127.0.0.2 NodeHostname=127.0.0.2 NodeAddr=127.0.0.2 Port={first_port} CPUs=4
+NodeName=127.0.0.3 NodeHostname=127.0.0.3 NodeAddr=127.0.0.3 Port={second_port} CPUs=4
+PartitionName=low Nodes=127.0.0.[2-3] Default=YES MaxTime=INFINITE PriorityTier=1
+PartitionName=high Nodes=127.0.0.[2-3] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF
 """
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.collective.job import Job, wait_until
 from tests.integration.test_readme import ROOT, blocks
-from tests.plugins_slurm import SlurmCluster
+from tests.plugins_slurm import NODES, SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -101,7 +101,7 @@ def test_usr1_stores_and_requeues(submitted: BatchJob) -> None:
 
 def test_failed_host_then_scancel(submitted: BatchJob) -> None:
     slurm = submitted.slurm
-    slurm.kill_node("second", submitted.processes("second"))
+    slurm.kill_node(NODES[1], submitted.processes(NODES[1]))
     try:
         wait_until(lambda: any(step.world == 1 for step in submitted.steps.steps()[-1:]), "one node goes on")
         assert slurm.state(submitted.id) == "RUNNING"
@@ -109,4 +109,4 @@ def test_failed_host_then_scancel(submitted: BatchJob) -> None:
         submitted.wait_for_state("CANCELLED")
         wait_until(lambda: not submitted.processes(), "nothing is left")
     finally:
-        slurm.start_node("second")
+        slurm.start_node(NODES[1])

@@ -13,6 +13,7 @@ from edl.distill import DistillReader
 from edl.testing import LocalTeacher
 from edl_serving.register import Answer, Server, newest_version
 from tests.plugins_consul import ConsulAgent
+from tests.plugins_etcd import EtcdServer
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
 
@@ -49,6 +50,12 @@ def test_students_talk_to_teachers_directly(dead_proxy: str) -> None:
 @pytest.mark.consul
 def test_consul_is_asked_directly(dead_proxy: str, consul_agent: ConsulAgent) -> None:
     with open_registry(consul_agent.url) as registry, registry.register(Instance("proxied", "a", "127.0.0.1", 1)):
+        assert "proxied" in registry.services(), f"{dead_proxy} was asked"
+
+
+@pytest.mark.etcd
+def test_etcd_is_asked_directly(dead_proxy: str, etcd_server: EtcdServer) -> None:
+    with open_registry(etcd_server.url) as registry, registry.register(Instance("proxied", "a", "127.0.0.1", 1)):
         assert "proxied" in registry.services(), f"{dead_proxy} was asked"
 
 

@@ -201,11 +201,14 @@ class EtcdClient(Owned):
 
     def grant(self, ttl_s: float) -> int:
         """A new lease. etcd counts in whole seconds, and grants more where its elections take longer."""
-        return self._call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
+        lease = self._call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
+        if not lease:
+            raise DiscoveryError(f"{self.target}: the answer is not what etcd answers: a lease without a number")
+        return lease
 
-    def renew(self, lease: int) -> bool:
-        """Renew; False if it is gone."""
-        return self._call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease)).TTL > 0
+    def renew(self, lease: int, ttl_s: float) -> bool:
+        """Renew; False if it is gone. A member that is silent leaves time for another before the lease is over."""
+        return self._call(_RENEW, wire.LeaseKeepAliveRequest(ID=lease), ttl_s / 4).TTL > 0
 
     def revoke(self, lease: int) -> None:
         """End a lease now, with its keys, if there is such a lease."""
@@ -217,17 +220,17 @@ class EtcdClient(Owned):
 
     # Calls
 
-    def _call(self, method: _Method[Q, A], request: Q) -> A:
+    def _call(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
         try:
-            return self._request(method, request)
+            return self._request(method, request, patience_s)
         except _Refusal as refusal:
             raise DiscoveryError(str(refusal)) from refusal
 
-    def _request(self, method: _Method[Q, A], request: Q) -> A:
+    def _request(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
         self._check()
         if self._background is None or threading.current_thread() is not threading.main_thread():
-            return self._call_here(method, request)
-        job = _Job(method, request)
+            return self._call_here(method, request, patience_s)
+        job = _Job(method, request, patience_s)
         self._jobs.append(job)
         self._background.wake()
         self._done.wait_for(lambda: job.answer is not None or job.failure is not None or self._closed)
@@ -245,22 +248,22 @@ class EtcdClient(Owned):
         while self._jobs:
             job = self._jobs.popleft()
             try:
-                job.answer = self._call_here(job.method, job.request)
+                job.answer = self._call_here(job.method, job.request, job.patience_s)
             except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
                 job.failure = exc
             self._done.notify()
         return _WORKER_IDLE_S
 
-    def _call_here(self, method: _Method[Q, A], request: Q) -> A:
+    def _call_here(self, method: _Method[Q, A], request: Q, patience_s: float) -> A:
         deadline = time.monotonic() + self.target.timeout_s
         try:
-            return self._ask(method, request, self._login(deadline), deadline)
+            return self._ask(method, request, self._login(deadline), deadline, patience_s)
         except _Refusal as refusal:
             if not (self.target.session.token and refusal.concerns_session):
                 raise
         # It was refused before anything was done: the session has expired, or users have changed.
         self.target.session.token = None
-        return self._ask(method, request, self._login(deadline), deadline)
+        return self._ask(method, request, self._login(deadline), deadline, patience_s)
 
     def _login(self, deadline: float) -> Metadata:
         """What goes with each call; asks for it first, where that has not been done."""
@@ -278,14 +281,16 @@ class EtcdClient(Owned):
             self.target.session.token = token
         return (("token", token),) if token else ()
 
-    def _ask(self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float) -> A:
-        """Ask the members in turn."""
+    def _ask(
+        self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float, patience_s: float = math.inf
+    ) -> A:
+        """Ask the members in turn; of those that could be followed by another, each for `patience_s` at most."""
         failure: grpc.RpcError | None = None
         try:
             for index, is_last in self._in_turn():
                 left_s = max(0.001, deadline - time.monotonic())
                 # One that is silent must leave time for another. What must not be done twice waits for its answer.
-                share_s = left_s if is_last or not method.repeatable else left_s / 2
+                share_s = left_s if is_last or not method.repeatable else min(left_s / 2, patience_s)
                 try:
                     answer: A = self._members[index].unary[method.path](request, timeout=share_s, metadata=metadata)
                 except ValueError:  # the channel was closed
@@ -361,6 +366,7 @@ class _Job:
 
     method: _Method[Any, Any]
     request: Any
+    patience_s: float
     answer: Any = None
     failure: Exception | None = None
 

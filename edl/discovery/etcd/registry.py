@@ -104,11 +104,11 @@ class _RecordClaim(InstanceClaim):
         if self._leases is None:
             return False
         record, alive = self._leases
-        if not self.client.renew(alive):
+        if not self.client.renew(alive, self._ttl_s):
             return False
         now = time.monotonic()
         if now >= self._record_renewed + RECORD_RENEWAL_S:
-            if not self.client.renew(record):
+            if not self.client.renew(record, self._ttl_s):
                 return False
             self._record_renewed = now
         # A person may have deleted the keys, and a lease has no need of any.

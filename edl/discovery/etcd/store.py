@@ -17,7 +17,7 @@ from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
-from edl.errors import ConflictError, LeaseLostError, SettingsError
+from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import etcd as wire
 
 __all__ = ["EtcdStore"]
@@ -75,7 +75,7 @@ class EtcdStore(Owned, Store):
         answer = self._write(wire.TxnRequest(compare=[_has_version(path, version or 0)], success=[put]), lease)
         if not answer.succeeded:
             return None
-        if not _has_put(answer.responses[0].response_txn):
+        if not any(_has_put(inner.response_txn) for inner in answer.responses):
             raise _held(key)
         return Entry(key, value, answer.header.revision)
 
@@ -109,11 +109,14 @@ class EtcdStore(Owned, Store):
 
     def _write(self, request: wire.TxnRequest, lease: Lease | None) -> wire.TxnResponse:
         answer = self._client.transact(request)
-        if answer is None:
-            assert isinstance(lease, KeptLease)
-            lease.forfeit()
-            raise LeaseLostError("the lease has expired")
-        return answer
+        if answer is not None:
+            return answer
+        if not isinstance(lease, KeptLease):
+            raise DiscoveryError(
+                f"{self._target}: the answer is not what etcd answers: a lease is gone, and none was named"
+            )
+        lease.forfeit()
+        raise LeaseLostError("the lease has expired")
 
 
 class _LeaseClaim(Claim):
@@ -122,15 +125,16 @@ class _LeaseClaim(Claim):
     def __init__(self, target: EtcdTarget) -> None:
         self.client = EtcdClient(target)
         self.number = 0
+        self._ttl_s = 0.0
 
     def open(self, ttl_s: float) -> float:
         """Have the lease granted; returns a monotonic time before that."""
         asked = time.monotonic()
-        self.number = self.client.grant(ttl_s)
+        self.number, self._ttl_s = self.client.grant(ttl_s), ttl_s
         return asked
 
     def renew(self) -> bool:
-        return self.client.renew(self.number)
+        return self.client.renew(self.number, self._ttl_s)
 
     def withdraw(self) -> None:
         try:

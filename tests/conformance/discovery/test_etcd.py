@@ -267,6 +267,18 @@ class TestMembers:
             with open_store(url, timeout_s=6.0) as store, store.watch(f"{service}/") as watch:
                 assert (watch.get(20) or pytest.fail("nothing came")).stale == ""
 
+    def test_a_silent_one_costs_no_lease(self, etcd_server: EtcdServer) -> None:
+        """However long a request may take, the other member is asked while the lease lasts."""
+        good = etcd_server.client_url.partition("//")[2]
+        with (
+            socket.create_server(("127.0.0.1", 0)) as silent,
+            open_store(etcd_server.url, timeout_s=PATIENT_S) as store,
+            store.lease(60.0) as lease,
+        ):
+            target = EtcdTarget((f"127.0.0.1:{silent.getsockname()[1]}", good), timeout_s=100.0)
+            with contextlib.closing(EtcdClient(target)) as client, deadline(40, "asked the other one"):
+                assert client.renew(lease.claim.number, 2.0)  # type: ignore[attr-defined]
+
 
 def _registered(registry: Registry, service: str) -> Registration | None:
     with contextlib.suppress(DiscoveryError):  # the machine is busy

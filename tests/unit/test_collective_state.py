@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.parts import view_of
-from edl.collective.checkpoint.snapshot import overlap, parse_meta
+from edl.collective.checkpoint.parts import LiveTensors, view_of
+from edl.collective.checkpoint.sharding import LiveMeshes
+from edl.collective.checkpoint.snapshot import Entry, overlap, parse_meta
 from edl.collective.checkpoint.state import Captured, State, WorldChange
 from edl.errors import ProtocolError, SettingsError
 
@@ -302,6 +303,22 @@ def test_an_object_that_cannot_load_is_named() -> None:
 def test_nothing_is_restored_to_meta() -> None:
     with pytest.raises(SettingsError, match=r"net\.weight is on the meta device.*to_empty"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 2, device="meta")))
+
+
+def test_tensors_come_back_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of an accelerator, the device `meta` is there, or none; tensors on it can be made on any machine."""
+    saved = Entry("a.b", "float32", (2,), (2,), (0,), "replicated", 0, 8, device="meta")
+
+    def place(alike: torch.Tensor | None = None) -> str:
+        live = LiveTensors({}, {} if alike is None else {"a.b": alike}, {}, LiveMeshes([]))
+        return live.target(saved, None).value.device.type
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
+    assert place() == "meta"
+    assert place(torch.ones(2)) == "cpu", "where the script has such a one already"
+    assert place(torch.ones(3)) == "meta"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert place() == "cpu"
 
 
 def test_listed_parameters_stay_the_same() -> None:

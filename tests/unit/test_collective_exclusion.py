@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from edl.collective.agent import arrival
 from edl.collective.agent.exclusion import Exclusions, host_key
+from edl.collective.agent.part import Part
 from edl.collective.job import Exclusion
 from edl.collective.ledger.records import read_job
 from edl.discovery import Store, open_store
@@ -61,3 +65,19 @@ def test_host_key_is_of_a_boot_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> 
 def test_odd_record_is_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="left out"):
         Exclusion.decode(data)
+
+
+def test_readmit_lets_a_host_join_again(store: Store) -> None:
+    exclusions = Exclusions(store, "job", host_key())
+    exclusions.add(Exclusion("node-a", FAULT))
+    said: list[str] = []
+
+    def left_out(*, readmit: bool) -> bool:
+        told = SimpleNamespace(job="job", readmit=readmit)
+        return arrival._is_left_out(cast(Part, SimpleNamespace(store=store, told=told, say=said.append)))
+
+    assert left_out(readmit=False)
+    assert f"leaves this host out ({FAULT})" in said[-1]
+    assert "`edl run --readmit`" in said[-1]
+    assert not left_out(readmit=True)
+    assert not left_out(readmit=False), "it need be said once only"

@@ -91,6 +91,11 @@ class Conduct:
             if code is not None:
                 return code
         elif world.generation != self._crew.generation:
+            verdict = self._crew.verdict(world.forgiven)
+            if verdict is not None and verdict.leave_out:  # others lost contact, and were first to begin anew
+                self._exclude(verdict)
+                if self._excluded is not None:
+                    return self._leave_faulty(records, member=True)
             self._begin(world, position)
         self._crew.hangs.others_busy = any(
             name != self._part.id and node.busy == world.generation for name, node in records.nodes.items()
@@ -221,7 +226,7 @@ class Conduct:
         if verdict is not None:
             if verdict.fatal and verdict.unclear:
                 self._exclusions.remove_unclear()
-            self._crew.restarted(verdict)
+            self._crew.restarted()
             self._part.storing.store_newest()
             kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
             self._part.chronicle.tell(kind, text, world.generation)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edl.collective.agent import failures, pausing
-from edl.collective.agent.failures import Failure, Verdict
+from edl.collective.agent.failures import Failure, Kind, Verdict
 from edl.collective.agent.gpu_faults import KernelLog
 from edl.collective.agent.hang_detector import HangDetector
 from edl.collective.agent.heart import Heart
@@ -255,16 +255,18 @@ class Crew:
         )
         return self._restarts.limited(verdict, forgiven, self.step) if verdict is not None else None
 
-    def restarted(self, verdict: Verdict) -> None:
+    def restarted(self) -> None:
         """The verdict was carried out: count it."""
         hung = any(one.what.startswith(HANGING) for one in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
-        self._restarts.count(self.step, lived_s, unclear=verdict.unclear)
+        self._restarts.count(self.step, lived_s)
 
     # --- Inside. ---
 
     def _forget(self) -> None:
         """What was heard of the last generation."""
+        if any(failure.kind in (Kind.UNCLEAR, Kind.MISSING) for failure in self._failures):
+            self._restarts.count_unclear_fault()  # whichever node was first to begin anew because of it
         self._failures.clear()
         self._ended_well.clear()
         self._stopped_since.clear()

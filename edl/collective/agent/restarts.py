@@ -41,14 +41,12 @@ class Restarts:
             return Verdict(fatal=f"{_FRUITLESS} restarts in a row led nowhere; the last because {verdict.restart}")
         return verdict
 
-    def count(self, step: int, lived_s: float, *, unclear: bool = False) -> None:
-        """The workers begin anew.
+    def count_unclear_fault(self) -> None:
+        """A GPU failed, or a kernel of the script, and nothing tells which: the next time the GPU is blamed."""
+        self._unclear_faults += 1
 
-        Args:
-            step: the last one that any of them finished.
-            lived_s: for how long they ran, which is all that is known of a script that reports no steps.
-            unclear: a GPU failed, or a kernel of the script: the next time the GPU is blamed.
-        """
-        self._unclear_faults += unclear
+    def count(self, step: int, lived_s: float) -> None:
+        """The workers begin anew, after `step` and a life of `lived_s`, which is all that is known of a script that
+        reports no steps."""
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
         self._best_step = max(self._best_step, step)

@@ -22,21 +22,21 @@ def test_spare_takes_the_place_of_a_broken_gpu(tmp_path: Path, capsys: pytest.Ca
         job.environ["CUDA_VISIBLE_DEVICES"] = "2"
         spare = job.start()
         wait_until(lambda: "no place for more" in spare.output, "a third node waits")
-        name = next(each.node for each in first if each.rank == 1)
+        name = next(each.node for each in first if each.rank == 0)
         faulty = next(node for node in job.nodes if node.name == name)
-        at = job.tell(1, "ecc")
+        at = job.tell(0, "ecc")
         assert faulty.wait() == 69
-        assert "this node's GPU has failed (rank 1: RuntimeError: CUDA error: uncorrectable ECC error" in faulty.output
+        assert "this node's GPU has failed (rank 0: RuntimeError: CUDA error: uncorrectable ECC error" in faulty.output
         assert "`edl run --readmit` lets it join again" in faulty.output
         assert {each.node for each in job.wait_for_world(2, after=at)} == {"node-0", "node-1", "node-2"} - {name}
 
         job.environ["CUDA_VISIBLE_DEVICES"] = name.removeprefix("node-")
         code, output = job.run()
         assert code == 69, "it does not come back by itself"
-        assert "leaves this host out (rank 1: RuntimeError: CUDA error: uncorrectable ECC" in output
+        assert "leaves this host out (rank 0: RuntimeError: CUDA error: uncorrectable ECC" in output
         assert main(["status", job.name, "--store", job.url]) == 0
         out = " ".join(capsys.readouterr().out.split())
-        assert "is left out (rank 1: RuntimeError: CUDA error: uncorrectable ECC error encountered)" in out
+        assert "is left out (rank 0: RuntimeError: CUDA error: uncorrectable ECC error encountered)" in out
         assert main(["status", job.name, "--json", "--store", job.url]) == 0
         (left_out,) = json.loads(capsys.readouterr().out)["left_out"]
         assert left_out["clear"] is True

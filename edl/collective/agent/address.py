@@ -7,6 +7,7 @@ import ipaddress
 import socket
 from typing import Final
 
+from edl.discovery.served.own_host import is_loopback
 from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 
@@ -31,6 +32,8 @@ def own_address(store_url: str) -> str:
     servers = servers_of(store_url)
     if not servers:
         return "127.0.0.1"  # a store in a file: all nodes are on this machine
+    if store_url.startswith("edl:") and is_loopback(servers[0][0]):
+        return "127.0.0.1"  # that of one agent: the others are on its machine
     for number, (host, port) in enumerate(servers, 1):
         try:
             address = _towards(host, port or 1)

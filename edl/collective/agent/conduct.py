@@ -42,7 +42,7 @@ class Conduct:
         self._shortage = Shortage(part.told.rules.min_nodes, part.told.join_timeout_s)
         self._exclusions = Exclusions(part.store, part.told.job, host_key())
         self._excluded: Exclusion | None = None
-        self._unreachable = False
+        self._unreachable_since: float | None = None
         self._reserve = False
         self._alone_s = 0.8 * part.told.rules.takeover_s
 
@@ -71,8 +71,8 @@ class Conduct:
         Raises:
             DiscoveryError: the store does not answer.
         """
-        if self._unreachable:
-            self._unreachable = False
+        if self._unreachable_since is not None:
+            self._unreachable_since = None
             self._say("the store answers again")
         world = records.world
         self._sightings.note(world, records.nodes, time.monotonic(), held=is_held(world, records.nodes))
@@ -113,15 +113,30 @@ class Conduct:
         self._reserve = reserve
 
     def without_store(self, exc: DiscoveryError) -> int | None:
-        """The store does not answer. Workers go on, but not so long that others may have taken the job over."""
-        if not self._unreachable:
-            self._unreachable = True
+        """The store does not answer. Workers go on, but not so long that others may have taken the job over.
+
+        Returns the exit code where this node shall leave, or has waited for the store for too long.
+        """
+        if self._unreachable_since is None:
+            self._unreachable_since = time.monotonic()
             self._say(f"the store does not answer ({exc}): going on without it for a while")
         cut_s = self._membership.cut_s
         if self._crew.running and cut_s > self._alone_s:
             self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
             self._crew.halt()
-        return self._signals.exit_code if self._signals.asked and not self._crew.running else None
+        if self._crew.running:
+            return None
+        if self._signals.asked:
+            return self._signals.exit_code
+        away_s = time.monotonic() - self._unreachable_since
+        if away_s <= self._told.join_timeout_s:
+            return None
+        self._part.ending.alone = True  # as far as is known here: the state in memory is kept for a later start
+        self._say(
+            f"no store for {away_s:.0f} s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code "
+            f"{Exit.TRY_AGAIN:d}"
+        )
+        return Exit.TRY_AGAIN
 
     @property
     def until(self) -> float:

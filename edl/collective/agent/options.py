@@ -22,6 +22,8 @@ and `Checkpointer` a script goes on where it was.
   edl run --nproc-per-node 2 train.py                          one node, two workers
   edl run --nnodes 1:4 --rdzv-id resnet train.py               start it; the same command in
                                                                another terminal adds a node
+  edl run --nnodes 1:4 --rdzv-endpoint node0:29400 train.py    on several hosts: the agent on
+                                                               node0 serves the store
   edl run --nnodes 1:4 --rdzv-id resnet \\
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
 
@@ -43,9 +45,9 @@ def _seconds(text: str) -> float:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--store": {
         "metavar": "URL",
-        "help": "where the nodes meet: sqlite:///path on one machine, consul://host:8500 or "
-        "etcd://host:2379 "
-        "(default: EDL_DISCOVERY, else a SQLite file of this user)",
+        "help": "where the nodes meet: sqlite:///path on one machine, consul://host:8500 or etcd://host:2379 "
+        "(default: at --rdzv-endpoint HOST:PORT, where the agent on HOST serves the store; else EDL_DISCOVERY, else a "
+        "SQLite file of this user)",
     },
     "--checkpoint": {
         "metavar": "URL",

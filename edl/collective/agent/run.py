@@ -14,7 +14,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from edl.collective.agent.address import own_address
 from edl.collective.agent.agent import Agent
+from edl.collective.agent.endpoint import RendezvousEndpoint
+from edl.collective.agent.exits import Exit
 from edl.collective.agent.launch import Launch
 from edl.collective.agent.log_folder import kept_logs, temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
@@ -34,7 +36,7 @@ from edl.collective.agent.watch import HangLimits
 from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Warm
 from edl.collective.paddle.environment import has_gpu_build
-from edl.discovery import open_store
+from edl.discovery import Store, open_store
 from edl.errors import SettingsError
 from edl.settings import Credentials, default_discovery_url, read
 
@@ -44,8 +46,10 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _STORE_TIMEOUT_S = 2.0
+_SERVED = "edl://"
 _BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
+_UNUSED_ANYWHERE = ("node_rank", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,30 +62,64 @@ def main(argv: Sequence[str]) -> int:
     step = SlurmStep.of()
     options = parse_options(argv, step)
     with ExitStack() as stack:
-        url = _store_url(options, stack, step)
-        told = replace(_launch(options, url, stack), slurm=step is not None)
-        store = stack.enter_context(open_store(url, timeout_s=_STORE_TIMEOUT_S))
+        conf = _conf(options)
+        endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
+        url = _store_url(options, stack, step) if endpoint is None else endpoint.url
+        told = replace(_launch(options, conf, url, stack), slurm=step is not None)
+        store = stack.enter_context(_opened(options, endpoint, url, told))
         told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
-        if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not url.startswith("sqlite"):
+        here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
+        if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not here_only:
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {told.workers}"
             _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}")
-        _tell_of_unused(options, url)
-        return Agent(told, store, _say).run()
+        _tell_of_unused(options, endpoint, url)
+        code = Agent(told, store, _say).run()
+        if url.startswith(_SERVED):
+            from edl.collective.agent.served_store import keep_for_later
+
+            keep_for_later(store, told.job, code == Exit.NOT_STORED)
+        return code
 
 
-def _tell_of_unused(options: argparse.Namespace, url: str) -> None:
-    """torchrun's ways to say where nodes meet are accepted, so that its command lines work; they say nothing here."""
+def _opened(
+    options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, told: Launch
+) -> AbstractContextManager[Store]:
+    """The store, served by one of the nodes or not."""
+    credentials = Credentials.of(
+        ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
+    )
+    if endpoint is None:
+        return open_store(url, timeout_s=_STORE_TIMEOUT_S, credentials=credentials)
+    from edl.collective.agent.served_store import served_store  # gRPC: others need not wait for its import
+
+    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=told.join_timeout_s, say=_say)
+
+
+def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
+    """Tell of torchrun's ways to say where nodes meet, which are accepted so that its command lines work, and not used.
+
+    Where nodes meet at `--rdzv-endpoint` or `--master-addr`, that is only which rank a node shall have.
+    """
     default = parser().get_default
     unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
+    if endpoint is not None or url == options.rdzv_endpoint:
+        unused = [name for name in unused if name in _UNUSED_ANYWHERE]
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
         where = f"{url}, which is on this machine only" if url.startswith("sqlite:") else url
         _say(f"{flags}: not used here; nodes meet in the store, {where} (--store URL)")
 
 
-def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
+def _conf(options: argparse.Namespace) -> dict[str, str]:
+    try:
+        return _parse_rendezvous_config(options.rdzv_conf)
+    except ValueError as exc:
+        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
+
+
+def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: ExitStack) -> Launch:
     minimum, maximum = _nodes(options.nnodes)
     try:
         workers = torchrun.determine_local_world_size(options.nproc_per_node)
@@ -89,17 +127,13 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         raise SettingsError(f"--nproc-per-node {options.nproc_per_node}: {exc}") from exc
     if workers < 1:
         raise SettingsError(f"--nproc-per-node {workers}: at least 1 worker")
-    try:
-        conf = _parse_rendezvous_config(options.rdzv_conf)
-    except ValueError as exc:
-        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
     # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return Launch(
-        job=_job(options, maximum),
+        job=_job(options, maximum, served=url.startswith(_SERVED)),
         warm=_warm(options),
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
@@ -117,7 +151,7 @@ def _launch(options: argparse.Namespace, url: str, stack: ExitStack) -> Launch:
         check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
-        resumable=options.rdzv_id != "none" and not options.standalone,
+        resumable=not options.standalone and (options.rdzv_id != "none" or url.startswith(_SERVED)),
         environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
         tls=_tls(options),
     )
@@ -138,6 +172,8 @@ def _store_url(options: argparse.Namespace, stack: ExitStack, step: SlurmStep | 
     if options.standalone:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-run-"))
         return f"sqlite:///{folder}/store.sqlite"
+    if not options.store and "://" in options.rdzv_endpoint:  # as for torchrun with --rdzv-backend edl
+        return str(options.rdzv_endpoint)
     named = options.store or read("EDL_DISCOVERY", str)
     if step is not None and step.hosts > 1 and not named:
         raise SettingsError(
@@ -147,16 +183,19 @@ def _store_url(options: argparse.Namespace, stack: ExitStack, step: SlurmStep | 
     return named or default_discovery_url()
 
 
-def _job(options: argparse.Namespace, max_nodes: int) -> str:
-    """The job's name; a single node needs none, as with torchrun."""
+def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
+    """The job's name; as with torchrun, a single node needs none, and nodes that meet at an endpoint of their own."""
     name = str(options.rdzv_id)
     if name != "none" and not options.standalone:
         if not name or "/" in name or name in (".", ".."):
             raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
         return name
+    if served:
+        return name
     if max_nodes > 1 and not options.standalone:
         raise SettingsError(
-            "--rdzv-id NAME is needed where several nodes shall meet: any name, the same on each of them"
+            "--rdzv-id NAME is needed where several nodes shall meet: any name, the same on each of them; or "
+            "--rdzv-endpoint HOST:PORT, where one of them serves the store"
         )
     return f"run-{uuid.uuid4().hex[:12]}"
 

@@ -19,7 +19,7 @@ from edl.protocol.handshake import explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 
-__all__ = ["StoreClient", "WatchCall"]
+__all__ = ["StoreClient", "StoreRefusalError", "WatchCall"]
 
 R = TypeVar("R", bound=Message)
 
@@ -33,6 +33,10 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # else channels of one process share a connection, and its backoff
 )
+
+
+class StoreRefusalError(DiscoveryError):
+    """What answers is no store of EDL, or takes no calls without a token that is valid there."""
 
 
 class StoreClient(Owned):
@@ -98,11 +102,11 @@ class StoreClient(Owned):
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DiscoveryError(f"{self.target} did not answer within {self.target.timeout_s:g} s")
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            return DiscoveryError(
+            return StoreRefusalError(
                 f"{self.target.endpoint} is a gRPC server, and no store of EDL: another program has this port"
             )
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            return DiscoveryError(
+            return StoreRefusalError(
                 f"{self.target} refuses this process: {words}; name the file of its tokens in EDL_TOKEN_FILE"
             )
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
 import logging
 import secrets
-import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 from edl.discovery.owned import Background, Owned
+from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.servicer import StoreLimits, StoreServicer
+from edl.discovery.sqlite.entries import live_entries
 from edl.discovery.sqlite.file import SqliteFile
+from edl.discovery.sqlite.leases import first_expiry
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.channel import listen
 from edl.protocol.credentials import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
-__all__ = ["ListenAddress", "PortTakenError", "StoreServer"]
+__all__ = ["StoreServer"]
 
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
 _STOP_S: Final = 0.2
+_RETURN_S: Final = 3.0
+"""How long clients of the server before, which is no more, may take to connect: three times their longest pause."""
 _FILE_S: Final = 1.0
 """How long a transaction may wait for another process; none has business in the file."""
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
@@ -40,45 +43,6 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 )
 _AGE_MS: Final = 3_600_000
 """With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
-
-
-class PortTakenError(DiscoveryError):
-    """Another program listens at the port."""
-
-
-@dataclass(frozen=True)
-class ListenAddress:
-    """Where a server listens: an IP address, `::` for all of this host's, IPv4 as well; port 0 for any."""
-
-    host: str
-    port: int
-
-    @property
-    def endpoint(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    def check_free(self) -> None:
-        """Find out whether a server can listen here; gRPC does not say why it cannot.
-
-        Raises:
-            PortTakenError: another program listens here.
-            SettingsError: it cannot for another reason.
-        """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                probe.bind((self.host, self.port))
-                probe.listen()
-        except OSError as exc:
-            if exc.errno == errno.EADDRINUSE:
-                raise PortTakenError(f"port {self.port} of this host is taken by another program") from exc
-            if exc.errno == errno.EAFNOSUPPORT and self.host == "::":
-                ListenAddress("0.0.0.0", self.port).check_free()
-                return
-            raise SettingsError(f"the store cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
 
 
 class StoreServer(Owned):
@@ -116,6 +80,7 @@ class StoreServer(Owned):
         self._stop: asyncio.Event | None = None
         address.check_free()
         self._file = self._own(SqliteFile(path, _FILE_S))
+        self._expected_until = time.monotonic() + _RETURN_S if self.holds("") else 0.0
         # Closed before the file: parts are closed from the last to the first.
         self._own(Background("edl-store-server", self._run, self._interrupt))
         if not self._started.wait(_START_S):
@@ -125,9 +90,30 @@ class StoreServer(Owned):
             raise self._failure
 
     @property
-    def watches(self) -> int:
-        """How many watches clients have open: each agent that lives has some."""
-        return 0 if self._servicer is None else self._servicer.watches
+    def needed(self) -> bool:
+        """Whether clients are there: each agent that lives has watches, and where one is expected back, its lease."""
+        if self._servicer is not None and self._servicer.watches:
+            return True
+        if time.monotonic() < self._expected_until:
+            return True
+        try:
+            with self._file.read() as connection:
+                return first_expiry(connection) < float("inf")
+        except DiscoveryError:
+            return False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, though nobody closed it."""
+        return self._failure is not None
+
+    def holds(self, prefix: str) -> bool:
+        """Whether there are keys that start with `prefix`. For any thread."""
+        try:
+            with self._file.read() as connection:
+                return bool(live_entries(connection, prefix)[0])
+        except DiscoveryError:
+            return False
 
     def _run(self) -> None:
         try:

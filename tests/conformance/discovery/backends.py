@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edl.discovery import Instance
-from edl.discovery.served.server import ListenAddress, StoreServer
+from edl.discovery.served.listening import ListenAddress
+from edl.discovery.served.server import StoreServer
 from tests.plugins_consul import ConsulAgent, free_ports
 from tests.plugins_etcd import EtcdServer
 

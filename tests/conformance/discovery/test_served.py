@@ -17,7 +17,8 @@ import pytest
 from edl.discovery import open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.discovery.served.client import StoreClient
-from edl.discovery.served.server import ListenAddress, PortTakenError, StoreServer
+from edl.discovery.served.listening import ListenAddress, PortTakenError
+from edl.discovery.served.server import StoreServer
 from edl.discovery.served.servicer import StoreLimits
 from edl.discovery.served.store import ServedStore
 from edl.discovery.store import StoreSnapshot, StoreWatch

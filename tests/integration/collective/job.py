@@ -109,7 +109,7 @@ class Job:
         folder: for the store, the workers' log and what they print.
         options: of `edl run`, before the script.
         command: the script and its arguments; without one, `train.py` here, which goes on until `end`.
-        store: URL; a SQLite file in `folder` if empty.
+        store: URL; a SQLite file in `folder` if empty. With `edl://HOST:PORT` a node on HOST serves it.
         program: what runs an agent.
     """
 
@@ -147,7 +147,7 @@ class Job:
         path = self.folder / f"{name}.out"
         line = [
             *self.program, *self.options, "--rdzv-id", self.name,
-            "--store", self.url,
+            *self._meeting,
             *options, *(command or self.command or [str(TRAIN), str(self.folder)]),
         ]  # fmt: skip
         environ = {**os.environ, MARK: self.name, "NODE": name, **self.environ}
@@ -198,6 +198,12 @@ class Job:
         at = time.monotonic()
         path.with_suffix(".new").rename(path)
         return at
+
+    @property
+    def _meeting(self) -> Sequence[str]:
+        """The option that says where nodes meet: torchrun's, if one of them serves the store."""
+        served = self.url.startswith("edl://")
+        return ["--rdzv-endpoint", self.url.removeprefix("edl://")] if served else ["--store", self.url]
 
     def end(self) -> None:
         """Let the script come to its end."""

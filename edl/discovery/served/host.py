@@ -1,0 +1,239 @@
+"""Which process of a host serves the store: the first, and when it ends another one of the same user."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from edl.discovery.owned import Background, Owned
+from edl.discovery.served.listening import ListenAddress, PortTakenError
+from edl.discovery.served.server import StoreServer
+from edl.errors import DiscoveryError, SettingsError
+from edl.protocol.credentials import CredentialFiles
+
+__all__ = ["KEPT", "StoreHost"]
+
+logger = logging.getLogger(__name__)
+
+KEPT: Final = "keep/"
+"""Keys with this prefix say that the store is needed after its server has ended, and its file is to stay."""
+
+_LOOK_S: Final = 0.1
+"""How soon another process of this host serves where one died. A look is one call of `flock`."""
+_PORT_AGAIN_S: Final = 1.0
+_END_S: Final = 2.0
+"""How long others may take to end as well, before one of them is to serve, or a line says that this process stays."""
+_HAND_OVER_S: Final = 10.0
+
+
+class StoreHost(Owned):
+    """Serves the store of a port of this host while no other process does; takes over where that one ended.
+
+    The store's file lies in this host's memory, and so outlives the process that serves it, but not the host. A lock
+    says who serves; the kernel lets go of it with the process. Clients find the next server at the same port, and their
+    leases as they were.
+
+    Args:
+        address: where to listen; the port names the store on this host.
+        files: certificates and tokens, None for neither.
+        began: called when this process begins to serve.
+
+    Raises:
+        SettingsError: this host cannot serve there at all.
+    """
+
+    def __init__(
+        self, address: ListenAddress, files: CredentialFiles | None, began: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__()
+        self._address = address
+        self._files = files
+        self._began = began
+        self._server: StoreServer | None = None
+        # Of this network namespace: in another one the same port is another store's.
+        name = f"{address.port}-{_namespace()}"
+        folder = _folder()
+        self.path: Final = folder / f"{name}.sqlite"
+        self._serving = _Lock(folder / f"{name}.serving")
+        self._waiting = _Lock(folder / f"{name}.waiting")
+        self._waiting.take(fcntl.LOCK_SH)
+        try:
+            self._attempt()
+        except BaseException:
+            self._release()
+            raise
+        self._background = self._own(Background("edl-store-host", self._look))
+
+    @property
+    def server(self) -> str:
+        """The name of the server in this process, empty while another one serves."""
+        server = self._server
+        return "" if server is None else server.name
+
+    def leave(self, say: Callable[[str], None], patience_s: float) -> None:
+        """Stop serving, as soon as no client is left or another process of this host goes on; at once if none is here.
+
+        Clients that are left would lose the store, and their job with it. A last one removes the file, unless keys that
+        begin with `KEPT` say that somebody will come for it: then it waits so long for them, and leaves the file.
+
+        Args:
+            say: called with a line where this takes long.
+            patience_s: how long to wait for whoever kept something.
+        """
+        self._background.close()
+        began, said = time.monotonic(), False
+        while True:
+            server = self._server
+            if server is None:
+                self._waiting.release()
+                if not self._serve_for_others():
+                    return
+                continue
+            kept, needed = server.holds(KEPT), server.needed and not server.failed
+            if not needed and (server.failed or not kept or time.monotonic() > began + patience_s):
+                server.close()
+                self._server = None
+                if not kept:
+                    self._remove()
+                return
+            if needed and time.monotonic() > began + _END_S and self._hand_over(server):
+                return
+            if not said and time.monotonic() > began + 1.5 * _END_S:
+                said = True
+                others = "other nodes" if needed else "nodes that could not store the job's last state"
+                say(f"this node serves the store until {others} have ended; a signal ends it now, and their job")
+            time.sleep(_LOOK_S)
+
+    def _look(self) -> float | None:
+        server = self._server
+        if server is not None and server.failed:
+            server.close()
+            self._server = None
+            self._serving.release()
+        try:
+            self._attempt()
+        except SettingsError as exc:
+            logger.warning("this process cannot serve the store: %s", exc)
+            return _PORT_AGAIN_S
+        except DiscoveryError as exc:
+            logger.debug("this process cannot serve the store: %s", exc)
+            return _PORT_AGAIN_S
+        return _LOOK_S
+
+    def _attempt(self, *, made: bool = False) -> None:
+        """Serve, unless another process does; with `made` only what others have made."""
+        if self._server is not None or not self._serving.take(fcntl.LOCK_EX):
+            return
+        if made and not self.path.exists():
+            self._serving.release()
+            return
+        try:
+            self._server = StoreServer(str(self.path), self._address, self._files)
+        except PortTakenError as exc:  # another user's agent, or one in a container: a client finds out who
+            self._serving.release()
+            logger.debug("this process does not serve the store: %s", exc)
+            return
+        except BaseException:
+            self._serving.release()
+            raise
+        self._began()
+
+    def _remove(self) -> None:
+        """Leave nothing of the store behind; of its locks neither, if no other process waits for them."""
+        for side in ("", "-wal", "-shm"):
+            Path(f"{self.path}{side}").unlink(missing_ok=True)
+        if self._waiting.take(fcntl.LOCK_EX):
+            self._waiting.path.unlink(missing_ok=True)
+            self._serving.path.unlink(missing_ok=True)
+
+    def _hand_over(self, server: StoreServer) -> bool:
+        """Let another process of this host go on. False if none does, and this one has to."""
+        self._waiting.release()
+        if self._waiting.take(fcntl.LOCK_EX):  # nobody else waits
+            self._waiting.release()
+            return False
+        server.close()
+        self._server = None
+        self._serving.release()
+        deadline = time.monotonic() + _HAND_OVER_S
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_S / 2)
+            if not self._serving.take(fcntl.LOCK_EX):
+                return True
+            self._serving.release()
+            if self._waiting.take(fcntl.LOCK_EX):  # it has ended instead
+                self._waiting.release()
+                break
+            time.sleep(2 * _LOOK_S)  # its turn
+        self._attempt()
+        return self._server is None
+
+    def _serve_for_others(self) -> bool:
+        """Serve where the server has just ended, and handed over to this process, which ends as well."""
+        with contextlib.suppress(DiscoveryError, SettingsError):
+            self._attempt(made=True)
+        return self._server is not None
+
+    def _release(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._waiting.close()
+        self._serving.close()
+
+
+class _Lock:
+    """A lock on a file, which the kernel lets go of when this process ends. The file may be removed by who has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = self._open()
+
+    def take(self, kind: int) -> bool:
+        """Take it, or turn it into this kind; False if others have it."""
+        while True:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            try:
+                if self.path.samefile(f"/proc/self/fd/{self._file}"):
+                    return True
+            except FileNotFoundError:
+                pass
+            self.close()  # who had it before has removed it
+            self._file = self._open()
+
+    def release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _folder() -> Path:
+    """A folder of this user's in memory, where the host has `/dev/shm`."""
+    base = Path("/dev/shm")
+    if not os.access(base, os.W_OK):
+        base = Path(tempfile.gettempdir())
+    folder = base / f"edl-store-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise SettingsError(f"{folder} belongs to another user, or is a link: remove it")
+    return folder
+
+
+def _namespace() -> int:
+    try:
+        return Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        return 0

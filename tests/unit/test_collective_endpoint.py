@@ -1,0 +1,169 @@
+"""Where nodes meet, by torchrun's options; what a node says while it waits for the store that another one serves."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from edl.collective.agent.endpoint import RendezvousEndpoint
+from edl.collective.agent.options import parser
+from edl.collective.agent.served_store import keep_for_later, served_store
+from edl.discovery.served.host import KEPT
+from edl.discovery.served.listening import ListenAddress
+from edl.errors import DiscoveryError, SettingsError
+from edl.settings import Credentials
+from tests.certificates import HERE, Authority
+from tests.plugins_consul import free_ports
+
+
+def endpoint(*arguments: str, conf: dict[str, str] | None = None, max_nodes: int = 4) -> RendezvousEndpoint | None:
+    return RendezvousEndpoint.of(parser().parse_args([*arguments, "train.py"]), conf or {}, max_nodes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url"),
+    [
+        (["--rdzv-endpoint", "node0:29401"], "edl://node0:29401"),
+        (["--rdzv-endpoint", "node0"], "edl://node0:29400"),
+        (["--rdzv-endpoint=[fd00::1]:7"], "edl://[fd00::1]:7"),
+        (["--rdzv_backend", "c10d", "--rdzv_endpoint", "10.0.0.1:29500"], "edl://10.0.0.1:29500"),
+        (["--node-rank", "1", "--master-addr", "node0"], "edl://node0:29500"),
+        (["--master-addr", "node0", "--master-port", "1234"], "edl://node0:1234"),
+        (["--master-addr", "fd00::1", "--master-port", "1234"], "edl://[fd00::1]:1234"),
+        (["--master-port", "1234"], "edl://127.0.0.1:1234"),
+        (["--rdzv-endpoint", "node0", "--master-addr", "node1"], "edl://node0:29400"),
+        ([], None),
+        (["--rdzv-backend", "c10d", "--master-addr", "node0"], None),
+        (["--rdzv-endpoint", "node0", "--store", "consul://node1"], None),
+        (["--rdzv-endpoint", "node0", "--standalone"], None),
+        (["--rdzv-endpoint", "consul://node1"], None),
+        (["--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "node0:2379"], None),
+    ],
+)
+def test_endpoints_of_torchrun(arguments: list[str], url: str | None) -> None:
+    found = endpoint(*arguments)
+    assert (None if found is None else found.url) == url
+
+
+def test_a_single_node_meets_nobody() -> None:
+    assert endpoint("--rdzv-endpoint", "localhost:0", max_nodes=1) is None
+
+
+@pytest.mark.parametrize("text", ["node0:0", "node0:port", "node0:99999", "no de:1", ":1"])
+def test_an_unusable_endpoint_is_named(text: str) -> None:
+    with pytest.raises(SettingsError, match="--rdzv-endpoint"):
+        endpoint("--rdzv-endpoint", text)
+
+
+def test_who_serves_and_where_it_listens() -> None:
+    def found(host: str, **conf: str) -> RendezvousEndpoint:
+        made = endpoint("--rdzv-endpoint", host, conf=conf)
+        assert made is not None
+        return made
+
+    assert found("localhost").listen == ListenAddress("127.0.0.1", 29400)
+    assert found("127.0.0.3").listen == ListenAddress("127.0.0.3", 29400)
+    assert found(socket.gethostname()).listen == ListenAddress("::", 29400)
+    assert found(socket.gethostname()).own
+    assert not found("203.0.113.7").own
+    assert found("203.0.113.7", is_host="true").own
+    assert not found("localhost", is_host="0").own
+    with pytest.raises(SettingsError, match="is_host=perhaps"):
+        found("localhost", is_host="perhaps")
+
+
+def served(
+    lines: list[str], port: int, credentials: Credentials | None = None, join_timeout_s: float = 60.0, own: bool = True
+) -> contextlib.AbstractContextManager[object]:
+    at = RendezvousEndpoint("127.0.0.1", port, own)
+    return served_store(
+        at, credentials or Credentials(), timeout_s=5.0, join_timeout_s=join_timeout_s, say=lines.append
+    )
+
+
+def test_the_store_of_a_served_endpoint() -> None:
+    """One node serves, a second one on the same host waits to, a third one on another host only connects."""
+    lines: list[list[str]] = [[], [], []]
+    port = free_ports(1)[0]
+    with (
+        served(lines[0], port) as first,
+        served(lines[1], port) as second,
+        served(lines[2], port, own=False) as third,
+    ):
+        entry = first.put("a", b"1")  # type: ignore[attr-defined]
+        assert second.get("a") == third.get("a") == entry  # type: ignore[attr-defined]
+        keep_for_later(third, "job", True)  # type: ignore[arg-type]
+        assert [found.key for found in first.list(KEPT)] == [f"{KEPT}job/{socket.gethostname()}"]  # type: ignore[attr-defined]
+        keep_for_later(third, "job", False)  # type: ignore[arg-type]
+    assert [found[:1] for found in lines] == [
+        [f"this node serves the job's store at port {port}: the job ends with this host"],
+        [],
+        [],
+    ]
+
+
+def test_a_store_that_comes_late_is_waited_for() -> None:
+    port, lines = free_ports(1)[0], list[str]()
+    found: list[object] = []
+
+    def wait() -> None:
+        with served(lines, port, own=False) as store:
+            found.append(store.get("a"))  # type: ignore[attr-defined]
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    deadline = time.monotonic() + 60
+    while not lines and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert f"waiting for the store at 127.0.0.1:{port}" in lines[0]
+    assert "nobody listens at that port: start the same command on 127.0.0.1" in lines[0]
+    with served([], port):
+        waiting.join(60)
+    assert found == [None]
+
+
+def test_nobody_serves_in_time() -> None:
+    port = free_ports(1)[0]
+    with pytest.raises(DiscoveryError, match=r"no store at .* within 0\.2 s .*join_timeout.*nobody listens"):
+        served([], port, join_timeout_s=0.2, own=False).__enter__()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_another_program_has_the_port(own: bool) -> None:
+    """Known at once, and not behind ten minutes, on the host itself and on others."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(SettingsError, match="another program than EDL answers there: choose another port"):
+                served([], server.server_port, own=own).__enter__()
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
+    ca = Authority()
+    own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))  # type: ignore[arg-type]
+    port = free_ports(1)[0]
+    with served([], port, own):
+        with pytest.raises(SettingsError, match=r"speaks TLS, and this side has no CA set.*all nodes of a job"):
+            served([], port, own=False).__enter__()
+        with served([], port, own, own=False) as store:
+            assert store.get("a") is None  # type: ignore[attr-defined]
+    with served([], port), pytest.raises(SettingsError, match="does not speak TLS"):
+        served([], port, own, own=False).__enter__()
+
+
+def test_listening_openly_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, port = list[str](), free_ports(1)[0]
+    at = RendezvousEndpoint(socket.gethostname(), port)
+    with served_store(at, Credentials(), timeout_s=5.0, join_timeout_s=60.0, say=lines.append) as store:
+        store.put("a", b"1")
+    assert len([line for line in lines if "without TLS or tokens" in line]) == 1

@@ -89,8 +89,8 @@ def test_the_last_removes_the_file(begin: Begin, port: int) -> None:
 
 def test_who_leaves_serves_until_others_end(begin: Begin, port: int) -> None:
     host, lines = begin(), list[str]()
-    with open_store(f"edl://{LOCAL}:{port}") as store, store.watch("a/"):
-        store.put("a", b"1")
+    with open_store(f"edl://{LOCAL}:{port}") as store, store.watch("a/") as watch:
+        put_and_see(store, watch, b"1")
         leaving = threading.Thread(target=host.leave, args=(lines.append, 60.0))
         leaving.start()
         assert eventually(lambda: lines)

@@ -97,7 +97,7 @@ def _is_step(process: psutil.Process) -> bool:
 
 
 class SlurmCluster:
-    """Two nodes, `first` and `second`, and the partitions `low` and `high`, which preempts jobs of `low`.
+    """Two nodes, `NODES`, and the partitions `low` and `high`, which preempts jobs of `low`.
 
     Args:
         folder: for everything that the daemons write; its path must be short, since a socket lies there.

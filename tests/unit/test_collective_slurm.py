@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from edl.collective.agent.options import parse_options
-from edl.collective.agent.run import main
 from edl.collective.agent.signals import Signals
 from edl.collective.agent.slurm import SlurmStep
 from edl.errors import SettingsError
@@ -169,9 +167,24 @@ def test_elsewhere_a_second_signal_hurries(send: Callable[[int], None]) -> None:
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_several_hosts_need_a_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in TASK.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "train.py").touch()
-    with pytest.raises(SettingsError, match=r"step 1 of 5 tasks on 3 hosts.*such as consul://gpu003:8500"):
-        main([str(tmp_path / "train.py")])
+def meeting_of(*argv: str, **changes: str) -> tuple[str, str]:
+    options = parse_options([*argv, "train.py"], step_of(**changes))
+    return options.rdzv_endpoint, options.rdzv_conf
+
+
+def test_several_hosts_meet_at_the_first() -> None:
+    assert meeting_of() == ("gpu003:29418", "is_host=0")
+    assert meeting_of("--rdzv-conf", "join_timeout=9", SLURM_NODEID="0") == ("gpu003:29418", "join_timeout=9,is_host=1")
+    assert meeting_of(SLURM_STEP_NUM_NODES="1") == ("", ""), "a file will do"
+
+
+@pytest.mark.parametrize(
+    "argv", [("--store", "consul://a"), ("--standalone",), ("--master-addr", "a"), ("--rdzv-endpoint", "a")]
+)
+def test_a_store_that_is_named_counts(argv: tuple[str, ...]) -> None:
+    assert meeting_of(*argv)[0] in ("", "a")
+
+
+def test_discovery_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDL_DISCOVERY", "consul://a")
+    assert meeting_of()[0] == ""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch.distributed import run as torchrun
 
 from edl.collective.agent.slurm import SlurmStep
+from edl.settings import read
 
 __all__ = ["parse_options", "parser"]
 
@@ -27,8 +28,8 @@ and `Checkpointer` a script goes on where it was.
   edl run --nnodes 1:4 --rdzv-id resnet \\
       --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
 
-In a task of Slurm's `srun`, --nnodes, --nproc-per-node and --rdzv-id follow from the step
-(docs/slurm.md).
+In a task of Slurm's `srun`, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint
+follow from the step (docs/slurm.md).
 
 Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
 GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in time, or the store
@@ -193,4 +194,14 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     for name, value in (("nnodes", str(step.tasks)), ("rdzv_id", step.name)):
         if name in unsaid:
             setattr(parsed, name, usual[name] if parsed.standalone else value)
+    if step.hosts > 1 and step.first_host and not _names_store(parsed, options.get_default("master_addr")):
+        parsed.rdzv_endpoint = f"{step.first_host}:{step.rendezvous_port}"
+        if "is_host=" not in parsed.rdzv_conf:
+            parsed.rdzv_conf = ",".join(filter(None, (parsed.rdzv_conf, f"is_host={int(step.host == 0)}")))
     return parsed
+
+
+def _names_store(options: argparse.Namespace, usual_address: str) -> bool:
+    """Whether an option or the environment says where nodes meet."""
+    named = options.store or options.rdzv_endpoint or options.standalone or read("EDL_DISCOVERY", str)
+    return bool(named) or options.master_addr != usual_address

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         conf = _conf(options)
         endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
-        url = _store_url(options, stack, step) if endpoint is None else endpoint.url
+        url = _store_url(options, stack) if endpoint is None else endpoint.url
         told = replace(_launch(options, conf, url, stack), slurm=step is not None)
         store = stack.enter_context(_opened(options, endpoint, url, told))
         told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {told.workers}"
-            _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}")
+            _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}, store {url}")
         _tell_of_unused(options, endpoint, url)
         code = Agent(told, store, _say).run()
         if url.startswith(_SERVED):
@@ -168,18 +168,13 @@ def _tls(options: argparse.Namespace) -> PeerTLS | None:
     return None  # a CA alone is for the script's own teachers
 
 
-def _store_url(options: argparse.Namespace, stack: ExitStack, step: SlurmStep | None) -> str:
+def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
     if options.standalone:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-run-"))
         return f"sqlite:///{folder}/store.sqlite"
     if not options.store and "://" in options.rdzv_endpoint:  # as for torchrun with --rdzv-backend edl
         return str(options.rdzv_endpoint)
     named = options.store or read("EDL_DISCOVERY", str)
-    if step is not None and step.hosts > 1 and not named:
-        raise SettingsError(
-            f"{step.describe()}: where shall they meet? Name a store that all hosts reach (--store, or EDL_DISCOVERY), "
-            f"such as consul://{step.first_host or 'HOST'}:8500 where a Consul runs on the first host"
-        )
     return named or default_discovery_url()
 
 

@@ -32,6 +32,7 @@ class SlurmStep:
         rank: which of them this task is, from 0 on.
         tasks_here: how many of them are on this host.
         hosts: how many hosts the step has.
+        host: which of them this task is on, from 0 on.
         host_list: their names in Slurm's notation, such as `gpu[003-004,7],login1`.
         cpus: how many CPUs belong to this task.
         gpus: how many GPUs of this host the step may use, 0 if Slurm gave it none.
@@ -46,6 +47,7 @@ class SlurmStep:
     rank: int
     tasks_here: int
     hosts: int
+    host: int
     host_list: str
     cpus: int
     gpus: int
@@ -80,6 +82,7 @@ class SlurmStep:
             rank=_number(environ, "SLURM_PROCID"),
             tasks_here=tasks_here,
             hosts=_number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1)),
+            host=_number(environ, "SLURM_NODEID"),
             host_list=host_list,
             cpus=max(1, _number(environ, "SLURM_CPUS_PER_TASK", cpus_shared)),
             gpus=_number(environ, "SLURM_GPUS_ON_NODE"),
@@ -101,6 +104,14 @@ class SlurmStep:
                 break
             name += letter
         return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name)
+
+    @property
+    def rendezvous_port(self) -> int:
+        """The port at the first host where the step's tasks meet: other jobs and steps there have other ones, mostly.
+
+        From torchrun's 29400 on, and below those that the system gives to outgoing connections (32768).
+        """
+        return 29400 + (self.job + self.step) % 3000
 
     @property
     def workers(self) -> int:

@@ -60,9 +60,9 @@ def submitted(slurm: SlurmCluster, tmp_path: Path) -> Iterator[BatchJob]:
     (tmp_path / "train.py").write_text(source.replace('environ["NODE"]', 'environ.get("SLURM_RESTART_COUNT", "0")'))
     (script,) = (block.text for block in blocks(ROOT / "docs/slurm.md") if "#SBATCH" in block.text)
     (tmp_path / "train.sbatch").write_text(script)
-    variables = f"--export=ALL,EDL_DISCOVERY=sqlite:///{tmp_path}/store.sqlite"
-    number = slurm.ask("sbatch", "--parsable", "--output=output", variables, "train.sbatch", cwd=tmp_path)
-    job = BatchJob(slurm, number, tmp_path, Job(tmp_path, name=f"slurm-test-{number}.0"))
+    number = slurm.ask("sbatch", "--parsable", "--output=output", "train.sbatch", cwd=tmp_path)
+    store = f"edl://{NODES[0]}:{29400 + int(number)}"
+    job = BatchJob(slurm, number, tmp_path, Job(tmp_path, name=f"slurm-test-{number}.0", store=store))
     try:
         wait_until(lambda: {(step.rank, step.world) for step in job.steps.steps()} >= {(0, 2), (1, 2)}, "two ranks")
         yield job

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from edl.discovery.call_thread import CallThread
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.owned import Background, Owned
+from edl.discovery.owned import Owned
 from edl.errors import DiscoveryError, SettingsError
-from edl.notifier import Notifier
 from edl.protocol import etcd as wire
 from edl.protocol.channel import Metadata, channel
 from edl.protocol.credentials import CredentialFiles
@@ -34,10 +32,6 @@ _RECONNECT_S: Final = (0.1, 1.0)
 """The first and the longest wait between two attempts of gRPC to connect: who comes back is found within a second."""
 _CONNECT_S: Final = 2.0
 """How long an attempt to connect may take. gRPC's own 20 s would be spent on a host that was away at its beginning."""
-
-
-_WORKER_IDLE_S: Final = 3600.0
-"""How long the thread that makes the main thread's calls waits for one, unless it is woken: it always is."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +102,8 @@ class EtcdClient(Owned):
 
     All methods raise DiscoveryError when no member can be reached, or etcd refuses.
 
-    In the middle of a call gRPC holds locks, some of them for the whole process. A signal handler that closes this
-    waits for threads that need those locks, so the main thread, where handlers run, makes no call itself: a thread of
-    this client makes it.
-
     Args:
-        from_main: the main thread calls this; else only background threads do, and it needs no thread for that.
+        from_main: the main thread calls this, for which there is a `CallThread`; else only background threads do.
     """
 
     def __init__(self, target: EtcdTarget, *, from_main: bool = True) -> None:
@@ -121,10 +111,7 @@ class EtcdClient(Owned):
         self.target = target
         self._connect(target.files)
         self._preferred = 0
-        self._jobs: deque[_Job] = deque()
-        self._done = Notifier()
-        # Now, since `close` must not start a thread: there is a lock in that, too.
-        self._background = self._own(Background("edl-etcd", self._work)) if from_main else None
+        self._calls = self._own(CallThread("edl-etcd")) if from_main else None
 
     def _connect(self, files: CredentialFiles | None) -> None:
         self._trust = _trust(files)
@@ -133,7 +120,6 @@ class EtcdClient(Owned):
     def _halt(self) -> None:
         for member in self._members:
             member.close()
-        self._done.notify()
 
     # Keys
 
@@ -228,31 +214,9 @@ class EtcdClient(Owned):
 
     def _request(self, method: _Method[Q, A], request: Q, patience_s: float = math.inf) -> A:
         self._check()
-        if self._background is None or threading.current_thread() is not threading.main_thread():
+        if self._calls is None:
             return self._call_here(method, request, patience_s)
-        job = _Job(method, request, patience_s)
-        self._jobs.append(job)
-        self._background.wake()
-        self._done.wait_for(lambda: job.answer is not None or job.failure is not None or self._closed)
-        if job.failure is not None:
-            try:
-                raise job.failure
-            finally:
-                del job  # this frame, which the error's traceback holds, would hold the error
-        if job.answer is None:
-            self._check()
-        answer: A = job.answer
-        return answer
-
-    def _work(self) -> float:
-        while self._jobs:
-            job = self._jobs.popleft()
-            try:
-                job.answer = self._call_here(job.method, job.request, job.patience_s)
-            except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
-                job.failure = exc
-            self._done.notify()
-        return _WORKER_IDLE_S
+        return self._calls.run(lambda: self._call_here(method, request, patience_s))
 
     def _call_here(self, method: _Method[Q, A], request: Q, patience_s: float) -> A:
         deadline = time.monotonic() + self.target.timeout_s
@@ -358,17 +322,6 @@ class EtcdClient(Owned):
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return ": this is no etcd of version 3.4 or newer"
         return ""
-
-
-@dataclass(eq=False)
-class _Job:
-    """A call that the main thread waits for."""
-
-    method: _Method[Any, Any]
-    request: Any
-    patience_s: float
-    answer: Any = None
-    failure: Exception | None = None
 
 
 class _Refusal(DiscoveryError):

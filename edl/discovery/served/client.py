@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
+from edl.discovery.call_thread import CallThread
 from edl.discovery.owned import Owned
 from edl.discovery.served.target import FORMAT, SERVICE, ServedTarget
 from edl.errors import ClosedError, DiscoveryError, SettingsError
@@ -54,10 +55,19 @@ class StoreClient(Owned):
         self._answered = False
         self._version = self._material_version
         self._channel = channel(target.endpoint, self._files, _OPTIONS)
+        self._calls = self._own(CallThread("edl-store-calls"))
 
     def call(self, method: str, request: Message, reply: type[R], timeout_s: float | None = None) -> R:
         """Make a unary call."""
         self._check()
+        return self._calls.run(lambda: self._call_here(method, request, reply, timeout_s))
+
+    def gather(self, prefix: str) -> list[messages.WatchReply]:
+        """Ask once what is under a prefix."""
+        self._check()
+        return self._calls.run(lambda: list(self.watch(prefix, once=True)))
+
+    def _call_here(self, method: str, request: Message, reply: type[R], timeout_s: float | None) -> R:
         try:
             path = f"/{SERVICE}/{method}"
             made: Any = self._current().unary_unary(path, _serialize, reply.FromString)
@@ -70,7 +80,7 @@ class StoreClient(Owned):
         return answer
 
     def watch(self, prefix: str, *, once: bool = False) -> WatchCall:
-        """Follow a prefix, until the call is cancelled or fails. Waits for nothing."""
+        """Follow a prefix, until the call is cancelled or fails. Waits for nothing. Not for the main thread."""
         self._check()
         try:
             made: Any = self._current().unary_stream(f"/{SERVICE}/Watch", _serialize, messages.WatchReply.FromString)
@@ -147,8 +157,11 @@ class StoreClient(Owned):
                     before.close()
         return self._channel
 
+    def _halt(self) -> None:
+        self._channel.close()  # which ends the calls that are under way
+
     def _release(self) -> None:
-        self._channel.close()
+        self._channel.close()  # one that was made anew meanwhile
 
 
 class WatchCall:

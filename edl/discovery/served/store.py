@@ -50,7 +50,7 @@ class ServedStore(Owned, Store):
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         state = _PrefixState()
-        for reply in self.client.watch(check_prefix(prefix), once=True):
+        for reply in self.client.gather(check_prefix(prefix)):
             state.take(reply)
         if state.partial:
             raise DiscoveryError(f"{self._target} broke off in the middle of an answer")

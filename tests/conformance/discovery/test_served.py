@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import itertools
 import sqlite3
 import threading
 import time
@@ -22,13 +23,14 @@ from edl.discovery.served.server import StoreServer
 from edl.discovery.served.servicer import StoreLimits
 from edl.discovery.served.store import ServedStore
 from edl.discovery.store import StoreSnapshot, StoreWatch
-from edl.errors import DiscoveryError, SettingsError
+from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
 from tests.conformance.discovery.backends import eventually
+from tests.interrupting import InterruptAt, deadline
 from tests.plugins_consul import free_ports
 
 Serve = Callable[..., StoreServer]
@@ -182,6 +184,40 @@ def test_a_restarted_server_goes_on(serve: Serve, tmp_path: Path) -> None:
         later = store.compare_and_set("a", b"2", entry.version, lease)
         assert later is not None
         assert later.version > entry.version
+
+
+def test_main_thread_makes_no_calls(serve: Serve) -> None:
+    """gRPC holds a lock of the whole process in this file, which a signal handler's `close` would wait for."""
+    server = serve()
+    with (
+        InterruptAt(1 << 30, lambda: None, "grpc/_observability") as lines,
+        opened(server) as store,
+        store.lease() as lease,
+        store.watch("") as watch,
+    ):
+        store.put("a", b"1", lease)
+        assert eventually(lambda: "a" in next_snapshot(watch).entries)
+        assert [entry.key for entry in store.list("")] == ["a"]
+        assert store.delete("a")
+    assert lines.lines == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("files", ["edl/", "grpc/"])
+def test_a_handler_closes_at_any_line(serve: Serve, files: str) -> None:
+    server = serve()
+    for number in itertools.count(1, 17):
+        with (
+            deadline(60, f"closed before line {number} of {files}"),
+            opened(server) as store,
+            InterruptAt(number, store.close, files) as interrupt,
+            contextlib.suppress(ClosedError, LeaseLostError),
+        ):
+            store.put("a", b"1", store.lease(30.0))
+            store.list("")
+        if not interrupt.reached:
+            assert number > 1, "nothing was interrupted"
+            break
 
 
 def test_a_second_server_is_refused(serve: Serve, tmp_path: Path) -> None:

@@ -203,20 +203,19 @@ def test_main_thread_makes_no_calls(serve: Serve) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("files", ["edl/", "grpc/"])
-def test_a_handler_closes_at_any_line(serve: Serve, files: str) -> None:
+def test_a_handler_closes_at_any_line(serve: Serve) -> None:
     server = serve()
     for number in itertools.count(1, 17):
         with (
-            deadline(60, f"closed before line {number} of {files}"),
+            deadline(60, f"closed before line {number}"),
             opened(server) as store,
-            InterruptAt(number, store.close, files) as interrupt,
+            InterruptAt(number, store.close, "edl/") as interrupt,
             contextlib.suppress(ClosedError, LeaseLostError),
         ):
             store.put("a", b"1", store.lease(30.0))
             store.list("")
         if not interrupt.reached:
-            assert number > 1, "nothing was interrupted"
+            assert number > 100, "nothing was interrupted"
             break
 
 

@@ -54,6 +54,7 @@ class MetricsServer:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # with the library's 5, who connects in a crowd waits for a second or more
 
     def __init__(self, *args: Any) -> None:
         self._lock = threading.Lock()

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.arena import SHM_FOLDER, Arena, Slot
+from tests.descriptors import count_descriptors
 
 
 def left_by(pid: int) -> list[str]:
@@ -173,7 +173,7 @@ def test_no_memory_is_no_slot(monkeypatch: pytest.MonkeyPatch, module: Any, name
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    descriptors = count_descriptors("/dev/shm/")
     arena = Arena(1 << 20)
     with monkeypatch.context() as patched:
         patched.setattr(module, name, fail)
@@ -183,7 +183,7 @@ def test_no_memory_is_no_slot(monkeypatch: pytest.MonkeyPatch, module: Any, name
     assert slot is not None, "one failure must not turn shared memory off"
     del slot
     arena.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert count_descriptors("/dev/shm/") == descriptors
 
 
 def test_a_folder_that_cannot_be_read() -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection
 
 from edl.collective.inprocess.sockets import GroupSockets, connections, shut_down
+from tests.descriptors import count_descriptors
 
 
 class Kernel:
@@ -111,7 +112,7 @@ def test_a_descriptor_that_was_used_again_is_left_alone() -> None:
 def test_nothing_is_left_open() -> None:
     listening, one, other = pair()
     with listening, one, other:
-        before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        before = count_descriptors("socket:", "anon_inode:[pidfd]", "/proc/")
         connections()
         shut_down([inode(one)])
-        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+        assert count_descriptors("socket:", "anon_inode:[pidfd]", "/proc/") == before

@@ -27,6 +27,7 @@ from edl.settings import Credentials
 from edl_serving import authentication
 from edl_serving.authentication import revokes
 from tests.certificates import Authority, Pair, ec, put
+from tests.descriptors import count_descriptors
 from tests.interrupting import deadline
 
 TOKEN = "0123456789abcdef-token"
@@ -440,15 +441,11 @@ def test_token_needs_tls_or_this_host(tmp_path: Path) -> None:
         assert call_metadata("10.0.0.7:8500", files) == (("authorization", f"Bearer {TOKEN}"),)
 
 
-def open_files() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 def test_keys_are_on_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nowhere"))
-    before = open_files()
+    before = count_descriptors("/memfd:", str(tmp_path))
     assert files_of(tmp_path).tls
-    assert open_files() == before, "descriptors are left open"
+    assert count_descriptors("/memfd:", str(tmp_path)) == before, "descriptors are left open"
 
 
 def test_link_that_kubernetes_moves(tmp_path: Path) -> None:

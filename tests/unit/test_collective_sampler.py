@@ -274,7 +274,7 @@ class Numbers(Dataset[int]):
         return index
 
 
-def test_rows_are_required_from_the_next_iteration_on() -> None:
+def test_rows_hold_from_the_next_iteration() -> None:
     samplers = [ElasticSampler(5, global_batch=5, rank=rank, world=3) for rank in range(3)]
     reading = [iter(one) for one in samplers]
     for one in samplers:

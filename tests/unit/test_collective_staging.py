@@ -116,7 +116,7 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_subclass(FakeGpuTensor)
 
 
-def test_copy_sees_queued_updates_and_no_later_ones(gpu: FakeGpu) -> None:
+def test_copy_sees_no_later_updates(gpu: FakeGpu) -> None:
     """The optimizer's step of before is queued when the state is saved; the next one comes when the save returned."""
     plain = torch.arange(5_000_000, dtype=torch.float32)
     expected = plain + 1

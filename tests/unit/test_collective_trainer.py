@@ -178,7 +178,7 @@ def test_batch_norm_never_sees_one_row() -> None:
         assert sampler.finished
 
 
-def test_a_batch_of_ones_own_with_one_row_is_refused() -> None:
+def test_an_own_batch_of_one_row_is_refused() -> None:
     trainer, *_ = batch_norm(global_batch=8)
     with pytest.raises(SettingsError, match="a rank has one row for this step, and BatchNorm1d"):
         trainer.micro_batches(rows(1))

@@ -54,7 +54,7 @@ def test_the_layers_hold() -> None:
 
 
 @pytest.mark.parametrize("name", ["etcd", "kserve", "store"])
-def test_what_is_generated_from_the_protocol_is_up_to_date(tmp_path: Path, name: str) -> None:
+def test_generated_protocol_is_up_to_date(tmp_path: Path, name: str) -> None:
     python(
         *("-m", "grpc_tools.protoc", f"--proto_path={ROOT / 'edl/protocol'}", f"{name}.proto"),
         *(f"--descriptor_set_out={tmp_path / f'{name}.binpb'}", f"--pyi_out={tmp_path}"),

@@ -72,7 +72,7 @@ def test_a_process_that_waits_is_not(source: str) -> None:
         pytest.fail("it was never quiet")
 
 
-def test_a_core_that_spins_for_a_device_is_no_work() -> None:
+def test_spinning_for_a_device_is_no_work() -> None:
     with running(COMPUTE) as pid:
         for before, after in itertools.islice(pairs(pid), 60):
             if is_active(before, after):

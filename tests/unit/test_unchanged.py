@@ -294,6 +294,18 @@ def test_looks_take_their_share_of_time() -> None:
     assert TimeShare(0.0, always=True).left
 
 
+def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("edl.distill.checksum.time.perf_counter", lambda: now[0])
+    share = TimeShare(0.02)
+    now[0] += 3600.0
+    assert share.left
+    share.spend(0.03)
+    assert not share.left, "an hour without work allows no more than a moment does"
+    now[0] += 1.0
+    assert share.left
+
+
 def test_a_made_array_is_not_kept() -> None:
     """Nobody but the chunk has it, so it cannot change; keeping it would double the memory of samples that decode."""
     assert not Unchanged("sample 0", object(), {"x": np.zeros(9)}, ALWAYS)._parts

@@ -31,7 +31,7 @@ def server(request: pytest.FixtureRequest) -> ConsulAgent | EtcdServer:
     return found
 
 
-def test_an_error_on_one_node_ends_all_with_its_traceback(tmp_path: Path, server: ConsulAgent | EtcdServer) -> None:
+def test_an_error_on_one_node_ends_all(tmp_path: Path, server: ConsulAgent | EtcdServer) -> None:
     with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "3"), store=server.url) as job:
         nodes = [job.start(), job.start()]
         job.wait_for_world(2)

@@ -17,16 +17,22 @@ from edl.notifier import ReentrantEvent
 from edl.protocol import names
 from edl.quoting import quote
 from edl.settings import Credentials
-from edl_serving import values as v
-from edl_serving.address import warn_of_loopback
-from edl_serving.announce import Announcer
-from edl_serving.config import Group, Option, add_flags, read_file, values
-from edl_serving.leash import exit_with
-from edl_serving.logs import log_to_stderr
-from edl_serving.parser import Parser
-from edl_serving.ready_file import ReadyFile
-from edl_serving.register import Answer, Prober, Server, Turn, Verdict
-from edl_serving.serve_config import CLIENT_CREDENTIALS, DISCOVERY_OPTIONS, LOG_FORMAT, Announcement, credentials_of
+from edl_serving.command_line import option_values as v
+from edl_serving.command_line.options import Group, Option, add_flags, read_file, values
+from edl_serving.command_line.parser import Parser
+from edl_serving.command_line.serve_config import (
+    CLIENT_CREDENTIALS,
+    DISCOVERY_OPTIONS,
+    LOG_FORMAT,
+    Announcement,
+    credentials_of,
+)
+from edl_serving.process.log_output import log_to_stderr
+from edl_serving.process.parent_watch import exit_with
+from edl_serving.registration.address import warn_of_loopback
+from edl_serving.registration.announcer import Announcer
+from edl_serving.registration.probe import Answer, Prober, Server, Turn, Verdict
+from edl_serving.registration.ready_file import ReadyFile
 
 __all__ = ["RegisterConfig", "main"]
 

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from edl.errors import EDLError
 from edl.protocol.credentials import CredentialFiles
-from edl_serving.backend import Backend
 from edl_serving.backends import open_backends
-from edl_serving.config import add_flags, read_file, values
-from edl_serving.failed_model import what_failed
-from edl_serving.leash import exit_with
-from edl_serving.logs import log_to_stderr
-from edl_serving.parser import Parser
-from edl_serving.presence import Presence
-from edl_serving.ready_file import ReadyFile
-from edl_serving.serve_config import GROUPS, ServeConfig
+from edl_serving.backends.backend import Backend
+from edl_serving.command_line.model_failure import what_failed
+from edl_serving.command_line.options import add_flags, read_file, values
+from edl_serving.command_line.parser import Parser
+from edl_serving.command_line.serve_config import GROUPS, ServeConfig
+from edl_serving.process.log_output import log_to_stderr
+from edl_serving.process.parent_watch import exit_with
+from edl_serving.registration.ready_file import ReadyFile
+from edl_serving.registration.teacher import Presence
 
 __all__ = ["main"]
 
@@ -78,7 +78,7 @@ def run(config: ServeConfig) -> int:
     Raises:
         SettingsError: something that the user said cannot be used.
     """
-    from edl_serving.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
+    from edl_serving.process.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
 
     CredentialFiles.of(config.server.credentials, serving=True)  # what is wrong shows before a large model is loaded
     if config.exit_with is not None:

@@ -6,7 +6,7 @@ import asyncio
 import enum
 
 from edl.protocol.transport import grpc
-from edl_serving.refusal import Refusal
+from edl_serving.request_error import Refusal
 
 __all__ = ["Lifecycle", "State"]
 

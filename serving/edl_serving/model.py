@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
-from edl_serving.backend import Backend, TensorSpec
-from edl_serving.refusal import invalid, not_found, quote
+from edl_serving.backends.backend import Backend, TensorSpec
+from edl_serving.request_error import invalid, not_found, quote
 from edl_serving.settings import ServerSettings
 
 __all__ = ["Model"]

@@ -15,21 +15,21 @@ from edl.protocol import names
 from edl.protocol.channel import listen
 from edl.protocol.credentials import CredentialFiles
 from edl.protocol.transport import grpc
-from edl_serving.access import AccessLog
-from edl_serving.authentication import TokenCheck, follow_revocations
-from edl_serving.backend import Backend
-from edl_serving.batcher import Batcher
-from edl_serving.canary import Canary
-from edl_serving.clients import Clients
-from edl_serving.infer import Inference
+from edl_serving.backends.backend import Backend
+from edl_serving.batching.batcher import Batcher
+from edl_serving.batching.canary import Canary
 from edl_serving.lifecycle import Lifecycle, State
-from edl_serving.listening import authority, check_path, check_port, private_path, publish, withdraw
-from edl_serving.metrics import Metrics
 from edl_serving.model import Model
-from edl_serving.peers import Peers
-from edl_serving.regions import Regions
-from edl_serving.servicer import Servicer
-from edl_serving.settings import ServerSettings
+from edl_serving.monitoring.metrics import Metrics
+from edl_serving.rpc.access_log import AccessLog
+from edl_serving.rpc.authentication import TokenCheck, follow_revocations
+from edl_serving.rpc.clients import Clients
+from edl_serving.rpc.inference import Inference
+from edl_serving.rpc.listening import check_path, check_port, private_path, publish, withdraw
+from edl_serving.rpc.servicer import Servicer
+from edl_serving.settings import ServerSettings, authority
+from edl_serving.shared_memory.peers import Peers
+from edl_serving.shared_memory.regions import Regions
 
 __all__ = ["TeacherServer"]
 
@@ -293,7 +293,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         *(aging if mutual else []),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.per_message_decompression", 0),  # see `refusal.malformed`
+        ("grpc.per_message_decompression", 0),  # see `request_error.malformed`
         ("grpc.max_concurrent_streams", settings.max_calls),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its students at random
         # Students ping to notice a teacher that vanished without a word; gRPC's default takes that for an attack.

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from edl.errors import SettingsError
 from edl.protocol.channel import is_this_host
 from edl.settings import Credentials
-from edl_serving.listening import authority
 
-__all__ = ["ServerSettings"]
+__all__ = ["ServerSettings", "authority"]
 
 _COUNTS = (
     "max_batch_rows",
@@ -147,3 +146,9 @@ class ServerSettings:
         value = getattr(self, name)
         if not low <= value <= high:
             raise SettingsError(f"{name}={value!r}: must be between {low} and {high}")
+
+
+def authority(host: str, port: int) -> str:
+    """`host:port` as gRPC takes it: an IPv6 address, with brackets or without, in brackets."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,7 +11,7 @@ import pytest
 from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader
 from edl.testing import LocalTeacher
-from edl_serving.register import Answer, Server, newest_version
+from edl_serving.registration.probe import Answer, Server, newest_version
 from tests.plugins_consul import ConsulAgent
 from tests.plugins_etcd import EtcdServer
 

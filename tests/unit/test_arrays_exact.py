@@ -18,9 +18,9 @@ from edl.distill.source import BatchCutter, SampleCutter
 from edl.errors import SourceError
 from edl.protocol import codec
 from edl_serving import TensorSpec
-from edl_serving.plan import make_plan
-from edl_serving.request import bind
-from tests.unit.serving_fakes import FakeBackend, model_of
+from edl_serving.messages.request import bind
+from edl_serving.messages.request_plan import make_plan
+from tests.unit.serving.fakes import FakeBackend, model_of
 
 X = {"x": itemgetter(0)}
 SENDABLE = (

@@ -15,7 +15,7 @@ from edl.distill.request import Payload
 from edl.distill.source import BatchCutter, SampleCutter, SampleListCutter, as_array
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.tensors import array_of, from_raw, to_raw
-from edl_serving.backend import TensorSpec
+from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.callable import CallableBackend
 from edl_serving.backends.specs import cast
 

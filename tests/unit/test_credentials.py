@@ -24,8 +24,8 @@ from edl.protocol.credentials import CredentialFiles
 from edl.protocol.public_keys import kind_not_in_grpc
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
-from edl_serving import authentication
-from edl_serving.authentication import revokes
+from edl_serving.rpc import authentication
+from edl_serving.rpc.authentication import revokes
 from tests.certificates import Authority, Pair, ec, put
 from tests.descriptors import count_descriptors
 from tests.interrupting import deadline

@@ -14,10 +14,10 @@ from edl.distill.iteration import SourceIterator
 from edl.distill.source import BatchCutter, SampleCutter, SampleListCutter
 from edl.errors import SourceError
 from edl_serving import ServerSettings
-from edl_serving.batcher import Batcher
-from edl_serving.metrics import Metrics
+from edl_serving.batching.batcher import Batcher
 from edl_serving.model import Model
-from tests.unit.serving_fakes import FakeBackend
+from edl_serving.monitoring.metrics import Metrics
+from tests.unit.serving.fakes import FakeBackend
 
 
 def stop(*_: Any) -> Any:

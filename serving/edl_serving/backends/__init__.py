@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from edl.errors import SettingsError
-from edl_serving.backend import Backend
+from edl_serving.backends.backend import Backend
 from edl_serving.backends.source import ModelSource
 
 __all__ = ["KINDS", "Kind", "ModelSource", "open_backends"]

@@ -21,7 +21,7 @@ import numpy as np
 
 from edl.errors import SettingsError
 from edl.protocol.tensors import array_of
-from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.identity import identity
 from edl_serving.backends.opened import reading

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from edl.errors import SettingsError
-from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.specs import cast, complete_outputs, parse_specs, pick, spec_of
 
 __all__ = ["DescribedBackend"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edl_serving.backend import Array
+from edl_serving.backends.backend import Array
 from edl_serving.backends.specs import Predict
 
 __all__ = ["Rows", "in_parts"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
-from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
 from edl_serving.backends.source import ModelSource, digest

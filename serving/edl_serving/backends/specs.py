@@ -11,7 +11,7 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import array_of, datatype_of, dtype_of
-from edl_serving.backend import Array, TensorSpec
+from edl_serving.backends.backend import Array, TensorSpec
 from edl_serving.backends.source import existing
 
 __all__ = [

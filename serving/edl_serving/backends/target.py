@@ -12,7 +12,7 @@ from typing import Any
 from edl.errors import SettingsError
 from edl_serving.backends.opened import reading
 from edl_serving.backends.source import top_name
-from edl_serving.suggest import did_you_mean
+from edl_serving.spelling import did_you_mean
 
 __all__ = ["module_of", "resolve"]
 

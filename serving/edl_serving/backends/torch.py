@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from edl.errors import SettingsError
-from edl_serving.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts

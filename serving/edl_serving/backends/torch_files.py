@@ -14,7 +14,7 @@ import torch
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
-from edl_serving.backend import TensorSpec
+from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.fixed_batch import Rows
 from edl_serving.backends.specs import unnamed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from edl.errors import SettingsError
-from edl_serving.backend import Array, TensorSpec
+from edl_serving.backends.backend import Array, TensorSpec
 
 __all__ = ["Normalization", "to_tensor"]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edl.errors import SettingsError
-from edl_serving.backend import Backend, TensorSpec
 from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends.backend import Backend, TensorSpec
 from tests.integration.backends.models import FORMS, IN, OUT, expected
 
 Sources = dict[tuple[str, int], ModelSource]

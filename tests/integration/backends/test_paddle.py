@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from edl.errors import SettingsError
-from edl_serving.backend import TensorSpec
 from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends.backend import TensorSpec
 from tests.integration.backends.models import as_old_paddle, as_paddle, expected
 
 pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")

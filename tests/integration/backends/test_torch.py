@@ -15,8 +15,8 @@ from tritonclient import grpc as triton
 
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
-from edl_serving.backend import TensorSpec
 from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.torch import TorchBackend
 from tests.integration.backends.models import HERE, expected, module, trained
 

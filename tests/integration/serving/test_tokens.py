@@ -15,10 +15,10 @@ import pytest
 from edl.protocol import credentials, kserve, names
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
-from edl_serving import authentication
+from edl_serving.rpc import authentication
 from tests.certificates import Authority, put
 from tests.integration.serving.conftest import TIMEOUT_S, Inside, StartInside, request_bytes, until
-from tests.unit.serving_fakes import FakeBackend
+from tests.unit.serving.fakes import FakeBackend
 
 FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
 METHODS = [

@@ -1,0 +1,162 @@
+"""What a model looks like to the teacher server."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.tensors import Array, dtype_of
+from edl_serving.backends.input_writes import lively, log_copies, writes
+
+__all__ = ["Array", "Backend", "TensorSpec"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, type and shape of an input or output.
+
+    Attributes:
+        name: its name on the wire.
+        datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
+        shape: of one row, without the batch dimension; -1 is a dimension of any size.
+
+    Raises:
+        SettingsError: an empty name, an unknown datatype, or a dimension that is neither -1 nor above 0.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SettingsError("a tensor needs a name")
+        try:
+            dtype_of(self.datatype)
+        except ProtocolError as exc:
+            raise SettingsError(f"tensor {self.name!r}: {exc}") from exc
+        bad = [size for size in self.shape if size != -1 and size <= 0]
+        if bad:
+            raise SettingsError(f"tensor {self.name!r}: shape {list(self.shape)} has a size of {bad[0]}")
+
+
+class Backend(abc.ABC):
+    """One instance of a model.
+
+    The server calls `warm_up`, `predict` and `close` of one backend from one worker thread, never at the same time;
+    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
+    """
+
+    @property
+    @abc.abstractmethod
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """What `predict` takes."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """What `predict` returns."""
+
+    version_if_unnamed = "1"
+    """What `version` is where a subclass does not say. `edl serve --factory` puts a hash here."""
+
+    writes_inputs = False
+    """Whether `predict` changes the arrays that it is given: then it gets copies. `warm_up` finds it out."""
+
+    @property
+    def version(self) -> str:
+        """Identifies the weights: students key their cache of soft labels by it, so two models must differ in it."""
+        return self.version_if_unnamed
+
+    @property
+    def names_its_version(self) -> bool:
+        """Whether `version` comes from the model, and not from outside."""
+        return type(self).version is not Backend.version
+
+    @property
+    def platform(self) -> str:
+        """What `ModelMetadata` calls the platform."""
+        return "python"
+
+    @property
+    def inline(self) -> bool:
+        """True for a `predict` that takes microseconds, such as a look-up: the server calls it on its event loop.
+
+        That saves the way to a worker thread and back. Everything else (health checks, other requests) waits meanwhile,
+        and requests are not batched, so no real model may say so.
+        """
+        return False
+
+    @abc.abstractmethod
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Outputs for a batch.
+
+        Args:
+            inputs: every name in `inputs`, each `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays
+                of bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
+                read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
+                With `writes_inputs` they may be written to.
+
+        Returns:
+            Every name in `outputs`, each `[rows, *shape]` with the same number of rows and in the same order, in the
+            dtype of its datatype. The server has read them before it calls `predict` again, so a backend may return
+            the same arrays every time. More names than that are ignored.
+
+        Raises:
+            Exception: any; the students of this batch are told its type and message, and the server serves on.
+        """
+
+    def sample(self, rows: int) -> Mapping[str, Array]:
+        """A batch to try the model with. Default: zeros."""
+        return {spec.name: zeros(spec, rows) for spec in self.inputs}
+
+    def warm_up(self, max_rows: int) -> None:
+        """Make the first request as fast as the rest; called before it is ready. Default: two calls on `sample`.
+
+        The first one is a look at whether the model writes to its inputs, too: with floats that are not 0 where the
+        sample is made up, unless the model does not take those.
+
+        Args:
+            max_rows: the most rows that `predict` will be given at once.
+        """
+        if self.writes_inputs or not self._look_for_writes():
+            self.predict(self.sample(1))
+        if max_rows > 1:
+            self.predict(self.sample(max_rows))
+
+    def _look_for_writes(self) -> bool:
+        """Set `writes_inputs` if it is so; whether the model has been called, and did not fail."""
+        batch = self.sample(1)
+        if self._sample_is_made_up:
+            try:
+                self.writes_inputs = writes(self.predict, lively(batch))
+            except Exception as exc:  # noqa: BLE001 - zeros are what it is promised
+                _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
+                self.writes_inputs = writes(self.predict, batch)
+        else:
+            self.writes_inputs = writes(self.predict, batch)
+        if self.writes_inputs:
+            log_copies()
+        return not self.writes_inputs
+
+    @property
+    def _sample_is_made_up(self) -> bool:
+        return type(self).sample is Backend.sample
+
+    def close(self) -> None:  # noqa: B027 - most models have nothing to release
+        """Release what the model holds. Called once, after the last `predict`."""
+
+
+def zeros(spec: TensorSpec, rows: int) -> Array:
+    """A batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become 1."""
+    shape = (rows, *(1 if size == -1 else size for size in spec.shape))
+    if spec.datatype == "BYTES":
+        return np.full(shape, b"", np.object_)
+    return np.zeros(shape, dtype_of(spec.datatype))

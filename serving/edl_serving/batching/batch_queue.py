@@ -1,0 +1,263 @@
+"""Which requests wait, and which of them make the next batch: a plain state machine without clock, thread or lock.
+
+Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes:
+each client has a tag, the rows that it was served, and the least tag is next; a client that comes back after a pause
+starts at the tag that is being served. So a client with a few requests waits for the batch that is being computed and
+for its own, however many requests another one has queued.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from edl_serving.batching.job import Job, Shapes
+
+__all__ = ["BatchQueue", "Taken"]
+
+_MOST_REMEMBERED = 1024
+"""Clients without a job whose tags are remembered: as many as may be connected as it comes. A client that is forgotten
+gains one turn at most."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What `BatchQueue.take` found.
+
+    Attributes:
+        jobs: the next batch; empty if none is due.
+        expired: jobs whose deadline has passed: they are out of the queue and must not be computed.
+        wait_s: if no batch is due, when one will be; None while nothing waits.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    expired: list[Job] = field(default_factory=list)
+    wait_s: float | None = None
+
+
+class _Backlog:
+    """The jobs of one client, a line for each of their shapes."""
+
+    def __init__(self, name: str, tag: int, number: int) -> None:
+        self.name = name
+        self.tag = tag
+        self.number = number  # breaks ties, in the order of arrival
+        self.lines: dict[Shapes, deque[Job]] = {}
+        self.rows = self.nbytes = 0
+
+    def jobs(self) -> list[Job]:
+        """All of them, oldest first."""
+        return sorted(itertools.chain(*self.lines.values()), key=lambda job: job.arrived)
+
+
+class BatchQueue:
+    """Jobs by client, grouped by the shapes that can share a batch.
+
+    A batch holds at most `max_batch_rows`. A single job that is larger by itself goes alone, and counts as one batch:
+    it is to be computed in parts, and put back for the next one (`put_back`). Jobs of one client and shape never
+    overtake each other; whose turn it is decides which shape is next, and of a client's shapes the one that has waited
+    longest.
+
+    Where there is no room for a job, the latest jobs of the client that has most give way to it, as long as that client
+    keeps no less than the other one gets: so one client may use the whole queue, and cannot keep others out of it.
+
+    Args:
+        max_batch_rows: rows of a full batch.
+        max_delay_s: how long a job may wait for others before its batch is due though not full.
+        max_queue_rows: rows that may wait.
+        max_queue_bytes: bytes that may wait.
+    """
+
+    def __init__(
+        self, max_batch_rows: int, max_delay_s: float, max_queue_rows: int, max_queue_bytes: int = 1 << 62
+    ) -> None:
+        self._max_batch_rows = max_batch_rows
+        self._max_delay_s = max_delay_s
+        self._max_queue_rows = max_queue_rows
+        self._max_queue_bytes = max_queue_bytes
+        self._clients: dict[str, _Backlog] = {}
+        self._tag = 0  # of the job that was taken last
+        self._tags: dict[str, int] = {}  # of clients without a job that were served more than their share
+        self._numbers = itertools.count()
+        self.rows = 0
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return sum(len(line) for client in self._clients.values() for line in client.lines.values())
+
+    def push(self, job: Job) -> list[Job]:
+        """Queue a job.
+
+        Returns:
+            The jobs that there is no room for: none; the job itself, which then is not queued; or, out of the queue
+            now, those that give way to it.
+        """
+        giving_way: list[Job] = []
+        if self.rows + job.rows > self._max_queue_rows or self.nbytes + job.nbytes > self._max_queue_bytes:
+            found = self._giving_way_to(job)
+            if found is None:
+                return [job]
+            for other in found:
+                self.remove(other)
+            giving_way = found
+        self._line_for(job).append(job)
+        return giving_way
+
+    def put_back(self, job: Job) -> None:
+        """Queue the rest of a job that was taken and computed in part: it is its client's next one."""
+        self._line_for(job).appendleft(job)
+
+    def remove(self, job: Job) -> bool:
+        """Take a job out; False if it is not in here (any more)."""
+        client = self._clients.get(job.client)
+        line = client.lines.get(job.shapes) if client is not None else None
+        if client is None or line is None or job not in line:
+            return False
+        line.remove(job)
+        self._left(client, line, job)
+        return True
+
+    def take(self, now: float) -> Taken:
+        """The next batch that is due at `now`."""
+        expired = self._drop_expired(now)
+        if not self._clients:
+            return Taken(expired=expired)
+        shapes = self._due(now)
+        if shapes is not None:
+            return Taken(self._pop_batch(shapes), expired)
+        heads = (line[0].arrived for client in self._clients.values() for line in client.lines.values())
+        return Taken(expired=expired, wait_s=min(heads) + self._max_delay_s - now)
+
+    def clear(self) -> list[Job]:
+        """Empty the queue; what was in it."""
+        jobs = [job for client in self._clients.values() for line in client.lines.values() for job in line]
+        self._clients.clear()
+        self.rows = self.nbytes = 0
+        return jobs
+
+    # In and out
+
+    def _line_for(self, job: Job) -> deque[Job]:
+        """Where a job belongs, which is counted from now on."""
+        client = self._clients.get(job.client)
+        if client is None:
+            tag = max(self._tag, self._tags.pop(job.client, 0))
+            client = self._clients[job.client] = _Backlog(job.client, tag, next(self._numbers))
+        rows = job.rows - job.done
+        self.rows += rows
+        client.rows += rows
+        self.nbytes += job.nbytes
+        client.nbytes += job.nbytes
+        line = client.lines.get(job.shapes)
+        if line is None:
+            line = client.lines[job.shapes] = deque()
+        return line
+
+    def _left(self, client: _Backlog, line: deque[Job], job: Job) -> None:
+        """A job has been taken out of its line."""
+        rows = job.rows - job.done
+        self.rows -= rows
+        client.rows -= rows
+        self.nbytes -= job.nbytes
+        client.nbytes -= job.nbytes
+        if line:
+            return
+        del client.lines[job.shapes]
+        if client.lines:
+            return
+        del self._clients[client.name]
+        if client.tag > self._tag:
+            if len(self._tags) >= _MOST_REMEMBERED:
+                self._tags = {name: tag for name, tag in self._tags.items() if tag > self._tag}
+            if len(self._tags) < _MOST_REMEMBERED:
+                self._tags[client.name] = client.tag
+
+    def _giving_way_to(self, job: Job) -> list[Job] | None:
+        """The jobs that must leave for this one to fit, None if it has no right to that."""
+        rows = self.rows + job.rows - self._max_queue_rows
+        nbytes = self.nbytes + job.nbytes - self._max_queue_bytes
+        own = self._clients.get(job.client)
+        wanted = self._share((own.rows if own else 0) + job.rows, (own.nbytes if own else 0) + job.nbytes)
+        has = {name: (client.rows, client.nbytes) for name, client in self._clients.items() if client is not own}
+        latest = {name: iter(reversed(self._clients[name].jobs())) for name in has}
+        chosen: list[Job] = []
+        while rows > 0 or nbytes > 0:
+            most = max(has, key=lambda name: self._share(*has[name]), default=None)
+            other = next(latest[most], None) if most is not None else None
+            if most is None or other is None:
+                return None
+            kept = has[most][0] - other.rows + other.done, has[most][1] - other.nbytes
+            if other.done or self._share(*kept) < wanted:
+                return None
+            has[most] = kept
+            chosen.append(other)
+            rows -= other.rows
+            nbytes -= other.nbytes
+        return chosen
+
+    def _share(self, rows: int, nbytes: int) -> float:
+        """How much of the queue this is."""
+        return max(rows / self._max_queue_rows, nbytes / self._max_queue_bytes)
+
+    def _drop_expired(self, now: float) -> list[Job]:
+        expired = []
+        for client in self._clients.values():
+            for line in client.lines.values():
+                expired += [job for job in line if job.deadline <= now]
+        for job in expired:
+            self.remove(job)
+        return expired
+
+    # Turns
+
+    def _due(self, now: float) -> Shapes | None:
+        """The shapes of the next batch; None if none is due."""
+        clients: Iterable[_Backlog] = self._clients.values()
+        if len(self._clients) > 1:
+            clients = sorted(clients, key=lambda client: (client.tag, client.number))
+        for client in clients:
+            lines: Iterable[tuple[Shapes, deque[Job]]] = client.lines.items()
+            if len(client.lines) > 1:
+                lines = sorted(lines, key=lambda entry: entry[1][0].arrived)
+            for shapes, line in lines:
+                if line[0].arrived + self._max_delay_s <= now or self._fills_a_batch(shapes):
+                    return shapes
+        return None
+
+    def _fills_a_batch(self, shapes: Shapes) -> bool:
+        rows = 0
+        for client in self._clients.values():
+            for job in client.lines.get(shapes, ()):
+                rows += job.rows - job.done
+                if rows >= self._max_batch_rows:
+                    return True
+        return False
+
+    def _pop_batch(self, shapes: Shapes) -> list[Job]:
+        most = self._max_batch_rows
+        turns = [(client.tag, client.number, client) for client in self._clients.values() if shapes in client.lines]
+        if len(turns) > 1:
+            heapq.heapify(turns)
+        jobs: list[Job] = []
+        rows = 0
+        while turns and rows < most:
+            client = turns[0][2]
+            line = client.lines[shapes]
+            left = line[0].rows - line[0].done
+            if jobs and rows + left > most:
+                heapq.heappop(turns)  # so its turn is the first of the next batch
+                continue
+            job = line.popleft()
+            jobs.append(job)
+            rows += left
+            self._tag = max(self._tag, client.tag)
+            client.tag += min(left, most)
+            self._left(client, line, job)
+            if line:
+                heapq.heapreplace(turns, (client.tag, client.number, client))
+            else:
+                heapq.heappop(turns)
+        return jobs

@@ -1,0 +1,48 @@
+"""The argument parser of the commands: errors that suggest, help that keeps its line breaks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from edl.errors import SettingsError
+from edl_serving.spelling import did_you_mean
+
+__all__ = ["Parser"]
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is a SettingsError in place of an exit."""
+
+    def __init__(self, command: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=command,
+            usage=f"{command} [OPTION ...]",
+            description=description,
+            epilog=examples,
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`.
+
+        Raises:
+            SettingsError: an unknown or malformed argument; suggests near ones.
+        """
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            what = "option" if flag.startswith("-") else "argument"
+            raise SettingsError(f"unknown {what} {flag!r}{did_you_mean(flag, known) or '; --help lists all'}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)

@@ -1,0 +1,341 @@
+"""Everything that `edl serve` can be told, as a table of options and as one object."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from edl.discovery import Instance
+from edl.discovery.records import check_ttl, validated
+from edl.errors import SettingsError
+from edl.settings import Credentials, DiscoverySettings
+from edl_serving.backends import KINDS
+from edl_serving.backends.source import ModelSource
+from edl_serving.command_line import option_values as v
+from edl_serving.command_line.options import Group, Option
+from edl_serving.registration.address import outward_address
+from edl_serving.settings import ServerSettings
+
+__all__ = [
+    "CLIENT_CREDENTIALS",
+    "DISCOVERY_OPTIONS",
+    "GROUPS",
+    "LOG_FORMAT",
+    "Announcement",
+    "ServeConfig",
+    "credentials_of",
+]
+
+NO_DISCOVERY = "none"
+
+_MODEL = Group(
+    "the model (one of the first six)",
+    (
+        Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
+        Option("factory", v.text, "TARGET", "a function or class that returns such a function; takes --option"),
+        Option("torch-factory", v.text, "TARGET", "a function that returns a torch.nn.Module; takes --option"),
+        Option("torchscript", v.text, "FILE", "a model saved by torch.jit.save"),
+        Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
+        Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
+        Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
+        Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
+        Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
+        Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
+        Option(
+            "sample", v.text, "FILE", "an .npz file with a batch of each input, to call the model with at the start"
+        ),
+        Option(
+            "device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); with commas several, an instance each"
+        ),
+        Option("threads", v.count, "N", "CPU threads for one call of the model"),
+        Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
+        Option(
+            "normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: makes floats of uint8 images for the model"
+        ),
+        Option(
+            "model-version",
+            v.text,
+            "TEXT",
+            "identifies the weights to caches of labels (default: a hash of what is known when the model is loaded)",
+        ),
+    ),
+)
+
+_SERVER = Group(
+    "the server",
+    (
+        Option("model", v.text, "NAME", "name of the model in requests (default: the service's name)"),
+        Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
+        Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
+        Option("uds", v.text, "PATH", "a Unix socket to listen on as well"),
+        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
+        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
+        Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
+        Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, likewise (default 1GiB)"),
+        Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
+        Option("max-connections", v.count, "N", "clients with calls open at a time (default 1024)"),
+        Option("max-streams", v.count, "N", "streams open at a time, of all clients (default 1024)"),
+        Option("max-calls", v.count, "N", "calls that one connection may have open at a time (default 1024)"),
+        Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of one client's requests and answers (default 1GiB)"),
+        Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
+        Option(
+            "linger",
+            v.duration_s,
+            "TIME",
+            "once draining shows in discovery, take requests so much longer (default 0.5s)",
+        ),
+        Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
+        Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
+        Option(
+            "shared-memory-user",
+            v.user,
+            "USER",
+            "take shared memory of another user than the server's own, by a copy; a name or number, repeatable",
+            many=True,
+        ),
+        Option("metrics-port", v.port, "PORT", "serve Prometheus metrics here, 0 for a free port (default: off)"),
+        Option("metrics-host", v.text, "ADDRESS", "address for that (default 127.0.0.1)"),
+        Option("canary", v.seconds, "TIME", "run a row of the sample so often; not ready while it fails"),
+        Option("canary-timeout", v.seconds, "TIME", "how long that may take, waiting included (default 30s)"),
+        Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
+    ),
+)
+
+DISCOVERY_OPTIONS = (
+    Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
+    Option(
+        "discovery",
+        v.text,
+        "URL",
+        "sqlite:///path, consul://host:8500 or etcd://host:2379 (default: EDL_DISCOVERY, or your file)",
+    ),
+    Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
+    Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
+    Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
+    Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
+    Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
+)
+
+NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
+
+_CREDENTIALS = Group(
+    "TLS and tokens (docs/security.md); files are read again when they change",
+    (
+        Option("tls-cert", v.text, "FILE", "certificate, PEM: students speak TLS to this teacher (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("tls-ca", v.text, "FILE", "mutual TLS: take only students with a certificate of this CA (EDL_TLS_CA)"),
+        Option(
+            "max-connection-age",
+            v.duration_s,
+            "TIME",
+            "with mutual TLS, look at the certificate of a connection anew after so long (default 1h)",
+        ),
+        Option(
+            "token-file", v.text, "FILE", "take only students with a token of this file, one a line (EDL_TOKEN_FILE)"
+        ),
+        Option("allow-insecure-tokens", v.flag, "", "take tokens without TLS beyond this host", negative=True),
+        Option("open-health", v.flag, "", "answer health checks without a token (default)", negative=True),
+        NO_TOKEN,
+    ),
+)
+
+CLIENT_CREDENTIALS = Group(
+    "TLS and tokens for that server (docs/security.md); files are read again when they change",
+    (
+        Option("tls-ca", v.text, "FILE", "speak TLS, with servers of these CAs; or system (EDL_TLS_CA)"),
+        Option("tls-server-name", v.text, "NAME", "that its certificate must hold, not the host (EDL_TLS_SERVER_NAME)"),
+        Option("tls-cert", v.text, "FILE", "certificate to show to the server: mutual TLS (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("token-file", v.text, "FILE", "send the first token of this file to the server (EDL_TOKEN_FILE)"),
+        Option("allow-insecure-tokens", v.flag, "", "send it without TLS beyond this host, too", negative=True),
+        NO_TOKEN,
+    ),
+)
+
+_DISCOVERY = Group(
+    f"discovery (--discovery {NO_DISCOVERY} to stay out of it)",
+    (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+)
+
+LOG_FORMAT = Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line")
+
+_PROCESS = Group(
+    "the process",
+    (
+        Option(
+            "ready-file", v.text, "PATH", "written once students can come: JSON of endpoint, port, metrics_port, pid"
+        ),
+        Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
+        LOG_FORMAT,
+        Option("verbose", v.flag, "", "log more", negative=True),
+    ),
+)
+
+GROUPS = (_MODEL, _SERVER, _CREDENTIALS, _DISCOVERY, _PROCESS)
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """How a teacher shows in discovery.
+
+    Attributes:
+        url: None to stay out of it.
+        id: None for this host's name and the port: the same again after a restart on that port.
+    """
+
+    service: str
+    url: str | None
+    ttl_s: float = 10.0
+    id: str | None = None
+    capacity: float = 1.0
+    tags: tuple[str, ...] = ()
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], service: str) -> Announcement:
+        """From values of `DISCOVERY_OPTIONS`."""
+        settings = DiscoverySettings.of(given.get("discovery"), given.get("ttl"))
+        return cls(
+            service=service,
+            url=None if settings.url == NO_DISCOVERY else settings.url,
+            ttl_s=settings.ttl_s,
+            id=given.get("id"),
+            capacity=given.get("capacity", 1.0),
+            tags=given.get("tag", ()),
+            meta=given.get("meta", {}),
+        )
+
+    def check(self, address: str) -> None:
+        """Find out now, rather than once a large model is loaded, what no registry would take.
+
+        Raises:
+            SettingsError: names the value.
+        """
+        if self.url is not None:
+            check_ttl(self.ttl_s)
+            validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
+
+    def instance(self, address: str, port: int, model: str, meta: Mapping[str, str]) -> Instance:
+        """What discovery is told. `meta` gives way to the user's."""
+        return Instance(
+            service=self.service,
+            id=self.id or re.sub(r"[^A-Za-z0-9.-]+", "-", f"{socket.gethostname()}-{port}").strip("-"),
+            address=address,
+            port=port,
+            capacity=self.capacity,
+            model=model,
+            tags=self.tags,
+            meta={**meta, **self.meta},
+        )
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All of it.
+
+    Attributes:
+        address: host name or address at which students reach this server.
+        linger_s: how long the server takes requests after it shows as draining, so that students hear of it before
+            they are refused; at most a quarter of the drain timeout.
+    """
+
+    source: ModelSource
+    server: ServerSettings
+    announcement: Announcement
+    address: str
+    linger_s: float = 0.5
+    ready_file: str | None = None
+    exit_with: int | None = None
+    verbose: bool = False
+    log_format: str = "text"
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ServeConfig:
+        """From values of `GROUPS`.
+
+        Raises:
+            SettingsError: something is missing, or does not go together.
+        """
+        kinds = [kind for kind in KINDS if kind.replace("-", "_") in given]
+        if len(kinds) != 1:
+            found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"
+            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in KINDS)}; {found}")
+        model = given.get("model") or given.get("service")
+        if model is None:
+            raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
+        announcement = Announcement.of(given, given.get("service") or model)
+        address = _address(given, announcement.url)
+        announcement.check(address)
+        return cls(
+            source=_source(kinds[0], given),
+            server=_server(model, given),
+            announcement=announcement,
+            address=address,
+            **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": "", "log_format": ""}),
+        )
+
+
+def _only(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Those of `given` that `names` has, under the name that it gives them (empty: the same)."""
+    return {new or old: given[old] for old, new in names.items() if old in given}
+
+
+def credentials_of(given: Mapping[str, Any]) -> Credentials:
+    """From values of the options, or else from the environment."""
+    return Credentials.of(
+        ca=given.get("tls_ca"),
+        cert=given.get("tls_cert"),
+        key=given.get("tls_key"),
+        server_name=given.get("tls_server_name"),
+        token_file=given.get("token_file"),
+        allow_insecure_tokens=given.get("allow_insecure_tokens"),
+    )
+
+
+def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
+    names = {
+        **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
+        "option": "options",
+        "input": "inputs",
+        "output": "outputs",
+        "model_version": "version",
+    }
+    return ModelSource(kind, given[kind.replace("-", "_")], **_only(given, names))
+
+
+def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
+    names = {
+        **dict.fromkeys(
+            ("host", "port", "uds", "check_nan", "shared_memory", "metrics_port", "metrics_host", "access_log"), ""
+        ),
+        **dict.fromkeys(("max_queue_bytes", "max_connections", "max_streams", "max_calls", "max_client_bytes"), ""),
+        "open_health": "",
+        "max_batch": "max_batch_rows",
+        "max_delay": "max_delay_s",
+        "max_queue": "max_queue_rows",
+        "max_message": "max_message_bytes",
+        "shared_memory_user": "shared_memory_users",
+        "drain_timeout": "drain_timeout_s",
+        "canary": "canary_s",
+        "canary_timeout": "canary_timeout_s",
+        "max_connection_age": "max_connection_age_s",
+    }
+    chosen = _only(given, names)
+    chosen["credentials"] = credentials_of(given)
+    if "max_queue" not in given and "max_batch" in given:
+        chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * given["max_batch"])
+    if "metrics_port" not in given and "metrics_host" in given:
+        raise SettingsError("--metrics-host means nothing without --metrics-port")
+    return ServerSettings(model, **chosen)
+
+
+def _address(given: Mapping[str, Any], url: str | None) -> str:
+    if "advertise" in given:
+        return str(given["advertise"])
+    host = str(given.get("host", ServerSettings.host)).strip("[]")
+    if host in ("0.0.0.0", "::", "*"):
+        return outward_address(url)
+    return host

@@ -1,0 +1,165 @@
+"""Output options: what a request may ask to be done with the outputs before they are sent.
+
+`edl_top_k` keeps the k largest logits of each row and sums up the rest, `edl_dtype` chooses the type of floating-point
+outputs. Both work on the last axis, row by row, so requests with different options share a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edl.protocol import kserve, names
+from edl.protocol.tensors import dtype_of
+from edl_serving.backends.backend import Array, TensorSpec
+from edl_serving.request_error import invalid, quote
+
+__all__ = ["OutputOptions", "top_k"]
+
+_FLOATS = ("FP16", "FP32", "FP64")
+_DTYPES = ("FP16", "FP32")
+_COLDEST, _HOTTEST = 1e-3, 1e6  # within these, float32 logits neither vanish nor overflow
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """The options of one request.
+
+    Attributes:
+        top_k: how many of the last axis to keep, None for all.
+        temperature: of the sum over the classes left out.
+        datatype: of floating-point outputs, None for as they are. Finite values stay finite.
+    """
+
+    top_k: int | None = None
+    temperature: float = 1.0
+    datatype: str | None = None
+
+    @classmethod
+    def parse(cls, parameters: Mapping[str, kserve.InferParameter]) -> OutputOptions:
+        """Read a request's parameters; those of others are left alone.
+
+        Raises:
+            Refusal: a value of a wrong type or out of range.
+        """
+        if not parameters:
+            return _AS_THEY_ARE
+        k = _read(parameters, names.TOP_K, ("int64_param", "uint64_param"))
+        if k is not None and k < 1:
+            raise invalid(f"parameter {names.TOP_K}={quote(k)}: must be at least 1")
+        temperature = _read(parameters, names.TEMPERATURE, ("double_param", "int64_param", "uint64_param"))
+        if temperature is not None and not _COLDEST <= temperature <= _HOTTEST:
+            raise invalid(
+                f"parameter {names.TEMPERATURE}={quote(temperature)}: must be between {_COLDEST} and {_HOTTEST}"
+            )
+        datatype = _read(parameters, names.DTYPE, ("string_param",))
+        if datatype is not None and datatype not in _DTYPES:
+            raise invalid(f"parameter {names.DTYPE}={quote(datatype)}: must be one of {', '.join(_DTYPES)}")
+        return cls(k, 1.0 if temperature is None else float(temperature), datatype)
+
+    def names_of(self, spec: TensorSpec) -> tuple[str, ...]:
+        """Names under which the output `spec` is sent.
+
+        Raises:
+            Refusal: `edl_top_k` cannot be taken of such an output.
+        """
+        if self.top_k is None:
+            return (spec.name,)
+        if spec.datatype not in _FLOATS:
+            raise invalid(
+                f"parameter {names.TOP_K}: output {quote(spec.name)} is {spec.datatype}; ask for floating-point outputs"
+            )
+        if not spec.shape:
+            raise invalid(f"parameter {names.TOP_K}: output {quote(spec.name)} has one value a row, no classes")
+        self._check_classes(spec.name, spec.shape[-1])
+        return names.top_k_names(spec.name)
+
+    def check(self, specs: list[TensorSpec]) -> None:
+        """Refuse `edl_dtype` if none of the wanted outputs is of floating point."""
+        if self.datatype is not None and specs and not any(spec.datatype in _FLOATS for spec in specs):
+            spec = specs[0]
+            raise invalid(
+                f"parameter {names.DTYPE}={self.datatype}: output {quote(spec.name)} is {spec.datatype}, "
+                "and only floating-point outputs can change type"
+            )
+
+    def apply(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
+        """The arrays that are sent for `output` [rows, *shape], by name.
+
+        Raises:
+            Refusal: there are fewer than k classes (where only the model could know).
+        """
+        if self.top_k is None:
+            return {spec.name: self._cast(output)}
+        self._check_classes(spec.name, output.shape[-1])
+        ids, values, tail = top_k(output, self.top_k, self.temperature)
+        return dict(zip(names.top_k_names(spec.name), (ids, self._cast(values), tail), strict=True))
+
+    def _cast(self, output: Array) -> Array:
+        if self.datatype is None or output.dtype.kind != "f":
+            return output
+        return _narrowed(output, dtype_of(self.datatype))
+
+    def _check_classes(self, name: str, classes: int) -> None:
+        if self.top_k is not None and classes != -1 and self.top_k > classes:
+            raise invalid(f"parameter {names.TOP_K}={self.top_k}: output {quote(name)} has {classes} classes")
+
+
+_AS_THEY_ARE = OutputOptions()
+
+
+def _narrowed(output: Array, dtype: np.dtype[Any]) -> Array:
+    """`output` as `dtype`. Finite values beyond its range become its largest, as students do it themselves.
+
+    An infinite logit would make every probability of its row NaN, and masks such as -1e9 are common.
+    """
+    if output.dtype.itemsize <= dtype.itemsize or not output.size:
+        return output.astype(dtype, copy=False)
+    most = np.finfo(dtype).max
+    if not (-most <= output.min() and output.max() <= most):  # also where there is NaN
+        output = np.where(np.isinf(output), output, np.clip(output, -most, most))
+    return output.astype(dtype)
+
+
+def _read(parameters: Mapping[str, kserve.InferParameter], name: str, fields: tuple[str, ...]):  # type: ignore[no-untyped-def]
+    if name not in parameters:  # a look-up in a protobuf map would add it
+        return None
+    field = parameters[name].WhichOneof("parameter_choice")
+    if field not in fields:
+        raise invalid(f"parameter {name}: must be given as {' or '.join(fields)}, not {field}")
+    return getattr(parameters[name], field)
+
+
+def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
+    """The k largest logits of the last axis, and what the others add to a softmax.
+
+    Args:
+        logits: `[..., classes]`, floating point, no NaN; infinite is allowed.
+        k: between 1 and `classes`.
+        temperature: of the sum over the others.
+
+    Returns:
+        Class ids (int32 `[..., k]`, by falling logit, equal ones by rising id), their logits (as `logits`), and
+        log(sum(exp(logit / temperature))) over the others (float32 `[...]`, -inf if there are none).
+    """
+    ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]
+    ids.sort(axis=-1)
+    values = np.take_along_axis(logits, ids, -1)
+    order = np.argsort(-values, axis=-1, kind="stable")
+    ids = np.take_along_axis(ids, order, -1)
+    values = np.take_along_axis(values, order, -1)
+    if k == logits.shape[-1]:
+        return ids.astype(np.int32), values, np.full(logits.shape[:-1], -np.inf, np.float32)
+    tail = logits.astype(np.float64 if logits.dtype.itemsize > 4 else np.float32)
+    np.put_along_axis(tail, ids, -np.inf, -1)
+    largest = tail.max(-1, keepdims=True)
+    shift = np.where(np.isfinite(largest), largest, 0)  # inf - inf would be NaN
+    with np.errstate(over="ignore", divide="ignore"):
+        np.subtract(tail, shift, out=tail)
+        np.divide(tail, temperature, out=tail)
+        total = np.exp(tail, out=tail).sum(-1, keepdims=True)
+        lse = np.log(total) + shift / temperature
+    return ids.astype(np.int32), values, lse[..., 0].astype(np.float32)

@@ -1,0 +1,77 @@
+"""A job's outputs as the bytes of its `ModelInferResponse`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from edl.protocol import codec, kserve, names
+from edl.protocol.codec import Buffer
+from edl.protocol.tensors import datatype_of, to_raw
+from edl_serving.backends.backend import Array
+from edl_serving.messages.request import Request
+from edl_serving.messages.request_plan import Place, Plan
+from edl_serving.model import Model
+from edl_serving.request_error import invalid, quote
+
+__all__ = ["encode_answer"]
+
+_MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
+
+
+def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array], id_bytes: bytes | None = None) -> bytes:
+    """Apply the request's options, and put each output into the response or into shared memory.
+
+    As with Triton, an output in shared memory has an empty entry in `raw_output_contents`: clients count on the index.
+
+    Args:
+        outputs: by the model's names, this request's rows only.
+        id_bytes: if the answer is one of a stream, the id that it carries there (`codec.id_field`).
+
+    Raises:
+        Refusal: an output does not fit the memory that the request gave for it.
+    """
+    plan = request.plan
+    sent: dict[str, Array] = {}
+    for output in plan.outputs:
+        if output.name not in sent:
+            sent.update(plan.options.apply(output.spec, outputs[output.spec.name]))
+    arrays = [sent[output.name] for output in plan.outputs]
+    raw: list[Buffer] = [to_raw(array) for array in arrays]
+    for index, output in enumerate(plan.outputs):
+        if output.place is not None:
+            raw[index] = _put(request, output.name, output.place, raw[index])
+    header = _header(model, plan, arrays, raw)
+    if id_bytes is None:
+        return codec.join_response(header, raw)
+    return codec.join_streamed_response(header, raw, id_bytes)
+
+
+def _put(request: Request, name: str, place: Place, data: Buffer) -> bytes:
+    if len(data) > place.nbytes:
+        raise invalid(
+            f"output {quote(name)} has {len(data)} bytes, and {names.SHM_NBYTES}={place.nbytes} "
+            f"in region {quote(place.region)}"
+        )
+    request.regions[place.region].write(place.offset, data)
+    return b""
+
+
+def _header(model: Model, plan: Plan, arrays: list[Array], raw: list[Buffer]) -> bytes:
+    key = tuple([(array.shape, array.dtype) for array in arrays])
+    header = plan.answers.get(key)
+    if header is not None:
+        return header
+    message = kserve.ModelInferResponse(model_name=model.name, model_version=model.version, id=plan.id)
+    for output, array in zip(plan.outputs, arrays, strict=True):
+        entry = message.outputs.add(name=output.name, datatype=datatype_of(array.dtype), shape=array.shape)
+        if output.place is not None:
+            entry.parameters[names.SHM_REGION].string_param = output.place.region
+            entry.parameters[names.SHM_NBYTES].int64_param = len(to_raw(array))
+            if output.place.offset:
+                entry.parameters[names.SHM_OFFSET].int64_param = output.place.offset
+    header = message.SerializeToString()
+    if "BYTES" not in [output.spec.datatype for output in plan.outputs]:  # their sizes are not in their shapes
+        if len(plan.answers) >= _MAX_HEADERS:
+            plan.answers.clear()
+        plan.answers[key] = header
+    return header

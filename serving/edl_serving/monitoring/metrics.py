@@ -1,0 +1,180 @@
+"""What Prometheus is told: https://prometheus.io/docs/practices/naming/.
+
+The counts are plain numbers that are put together when somebody asks. The client library's own counters take a lock for
+each increment, which at thousands of requests a second costs more than all of the batching.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from edl.errors import SettingsError
+from edl_serving.monitoring.metrics_server import MetricsServer
+from edl_serving.request_error import Refusal
+
+__all__ = ["Metrics", "WorkerMetrics"]
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_TRIES = 10  # to read a gauge; each fails with some small chance
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class _Buckets:
+    """A histogram that one thread writes."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class WorkerMetrics:
+    """What one worker thread counts; only it may call these."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.faults: Counter[str] = Counter()
+        self.batch_rows = _Buckets(_ROWS)
+        self.queue_s = _Buckets(_SECONDS)
+        self.compute_s = _Buckets(_SECONDS)
+
+    def waited(self, seconds: float) -> None:
+        """A request left the queue for a batch."""
+        self.queue_s.observe(seconds)
+
+    def computed(self, rows: int, seconds: float) -> None:
+        """The model was called."""
+        self.rows += rows
+        self.batch_rows.observe(rows)
+        self.compute_s.observe(seconds)
+
+    def faulted(self, kind: str) -> None:
+        """The model failed a request: "exception", "nan" or "output" (missing, or other than promised)."""
+        self.faults[kind] += 1
+
+
+class Metrics(Collector):
+    """The counters of one server, in a registry of their own.
+
+    Args:
+        model: label of every series.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._outcomes: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._workers: list[WorkerMetrics] = []
+        self._gauges: list[tuple[str, str, Callable[[], float]]] = []
+        self._http: MetricsServer | None = None
+        self.registry.register(self)
+
+    def worker(self) -> WorkerMetrics:
+        """Counters for one more worker."""
+        self._workers.append(WorkerMetrics())
+        return self._workers[-1]
+
+    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """A gauge that is read whenever somebody asks."""
+        self._gauges.append((name, text, read))
+
+    def answered(self, outcome: str) -> None:
+        """A request ended: "ok", "cancelled", or the status in lower case. For the event loop's thread only."""
+        self._outcomes[outcome] += 1
+
+    def refused(self, refusal: Refusal) -> None:
+        """A request ended with an error. For the event loop's thread only."""
+        self._outcomes[refusal.code.name.lower()] += 1
+        self._refusals[refusal.reason] += 1
+
+    def turned_away(self, refusal: Refusal) -> None:
+        """A call that carries no request ended with an error. For the event loop's thread only."""
+        self._refusals[refusal.reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """For Prometheus."""
+        requests = CounterMetricFamily(
+            "edl_teacher_requests", "Requests answered, by outcome.", labels=["model", "outcome"]
+        )
+        for outcome, count in sorted(self._outcomes.copy().items()):
+            requests.add_metric([self._model, outcome], count)
+        yield requests
+        refusals = CounterMetricFamily(
+            "edl_teacher_refusals",
+            "Requests and calls that ended with an error.",
+            labels=["model", "reason"],
+        )
+        for reason, count in sorted(self._refusals.copy().items()):
+            refusals.add_metric([self._model, reason], count)
+        yield refusals
+        faults = CounterMetricFamily(
+            "edl_teacher_model_faults",
+            "Requests that the model failed: it raised, answered NaN, or an output other than promised.",
+            labels=["model", "kind"],
+        )
+        for kind in ("exception", "nan", "output"):
+            faults.add_metric([self._model, kind], sum(worker.faults[kind] for worker in self._workers))
+        yield faults
+        rows = CounterMetricFamily("edl_teacher_rows", "Rows computed.", labels=["model"])
+        rows.add_metric([self._model], sum(worker.rows for worker in self._workers))
+        yield rows
+        for name, text, parts in (
+            ("edl_teacher_batch_rows", "Rows in one call of the model.", [one.batch_rows for one in self._workers]),
+            ("edl_teacher_queue_seconds", "From arrival to batch.", [one.queue_s for one in self._workers]),
+            ("edl_teacher_compute_seconds", "One call of the model.", [one.compute_s for one in self._workers]),
+        ):
+            yield self._histogram(name, text, parts)
+        for name, text, read in self._gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["model"])
+            gauge.add_metric([self._model], _read(read))
+            yield gauge
+
+    def _histogram(self, name: str, text: str, parts: Sequence[_Buckets]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=["model"])
+        if parts:
+            total, buckets = 0, []
+            for index, bound in enumerate([*map(str, map(float, parts[0].bounds)), "+Inf"]):
+                total += sum(part.counts[index] for part in parts)
+                buckets.append((bound, total))
+            family.add_metric([self._model], buckets, sum(part.sum for part in parts))
+        return family
+
+    def listen(self, host: str, port: int) -> int:
+        """Serve `/metrics`; the port.
+
+        Raises:
+            SettingsError: the address cannot be listened on.
+        """
+        try:
+            self._http = MetricsServer(self.registry, host, port)
+        except OSError as exc:
+            raise SettingsError(f"metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        return self._http.port
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._http is not None:
+            server, self._http = self._http, None
+            server.close()
+
+
+def _read(gauge: Callable[[], float]) -> float:
+    """A gauge's value, read in another thread than it changes in."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return gauge()
+        except RuntimeError:  # a dictionary changed its size while it was looked through
+            continue
+    return gauge()

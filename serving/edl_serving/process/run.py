@@ -1,0 +1,157 @@
+"""A teacher server as a whole process: started, joined to discovery, drained on a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from edl_serving.backends.backend import Backend
+from edl_serving.registration.address import warn_of_no_credentials
+from edl_serving.server import TeacherServer
+from edl_serving.settings import ServerSettings
+
+__all__ = ["serve"]
+
+_log = logging.getLogger(__name__)
+_CLOSE_S = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(
+    settings: ServerSettings,
+    backends: Backend | Sequence[Backend],
+    *,
+    join: Callable[[TeacherServer], None] | None = None,
+    leave: Callable[[], None] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT, then drain. Call it from the main thread.
+
+    The first signal: not ready any more; `leave`, while requests are still served; then new requests are refused, and
+    those accepted are finished. All of it takes at most `settings.drain_timeout_s`. The second signal ends the process
+    at once, as that signal does by default (to a shell: exit code 128 + its number).
+
+    Args:
+        join: called in a thread once the server is ready, to enter discovery. What it raises ends the server, and is
+            raised again here.
+        leave: called in a thread when draining begins, to leave discovery. What it raises is logged.
+
+    Returns:
+        The process's exit code: 0 if everything accepted was answered, 1 if the deadline passed first.
+
+    Raises:
+        SettingsError: the settings, or the backends, cannot be served.
+        Exception: whatever `Backend.warm_up` or `join` raised.
+    """
+    return asyncio.run(_serve(settings, backends, join, leave))
+
+
+async def _serve(
+    settings: ServerSettings,
+    backends: Backend | Sequence[Backend],
+    join: Callable[[TeacherServer], None] | None,
+    leave: Callable[[], None] | None,
+) -> int:
+    server = TeacherServer(settings, backends)
+    signalled = _on_first_signal()
+    close_within_s = 0.0
+    try:
+        starting = asyncio.ensure_future(server.start())
+        if not await _done_before(signalled, starting):
+            starting.cancel()
+            await asyncio.wait({starting})
+            return 0
+        _log.info("model %r is served on %s:%d", settings.model, settings.host, server.port)
+        warn_of_no_credentials(settings.host, settings.credentials)
+        if join is not None:
+            joining = _in_thread(lambda: join(server))
+            if not await _done_before(signalled, joining):  # else `leave` could overtake it
+                await asyncio.wait({joining}, timeout=settings.drain_timeout_s / 2)
+        await signalled.wait()
+        drained = await _drain(server, leave)
+        if drained:
+            close_within_s = _CLOSE_S
+        return 0 if drained else 1
+    finally:
+        await server.stop(close_within_s)
+        for number in _SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+
+def _on_first_signal() -> asyncio.Event:
+    """An event that the first signal sets; it also gives the next one back its power to kill."""
+    signalled = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle(number: signal.Signals) -> None:
+        for one in _SIGNALS:
+            loop.remove_signal_handler(one)
+            signal.signal(one, signal.SIG_DFL)
+        _log.info("%s: draining; a second signal ends at once", number.name)
+        signalled.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, handle, number)
+    return signalled
+
+
+async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> bool:
+    """Wait for `work`; False if the signal comes first. Raises what `work` raises."""
+    signal_wait = asyncio.ensure_future(signalled.wait())
+    try:
+        await asyncio.wait({signal_wait, work}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        signal_wait.cancel()
+    if work.done():
+        work.result()
+    return work.done()
+
+
+def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
+    """Run `call` in a daemon thread: unlike an executor's, one that hangs does not keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def finish(failure: Exception | None) -> None:
+        if future.done():
+            return
+        if failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(failure)
+
+    def run() -> None:
+        failure = None
+        try:
+            call()
+        except Exception as exc:  # noqa: BLE001 - raised again where the future is awaited
+            failure = exc
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, failure)
+
+    threading.Thread(target=run, name="edl-discovery", daemon=True).start()
+    return future
+
+
+async def _drain(server: TeacherServer, leave: Callable[[], None] | None) -> bool:
+    """Whether everything accepted was answered within the settings' deadline."""
+    loop = asyncio.get_running_loop()
+    timeout_s = server.settings.drain_timeout_s
+    deadline = loop.time() + timeout_s
+    await server.leave()
+    if leave is not None:
+        try:
+            await asyncio.wait_for(_in_thread(leave), timeout_s / 2)
+        except asyncio.TimeoutError:
+            _log.error("leaving discovery takes longer than %.1f s; going on without", timeout_s / 2)
+        except Exception as exc:  # noqa: BLE001 - whatever discovery says, students' requests are finished first
+            _log.error("leaving discovery raised %s: %s", type(exc).__name__, exc, exc_info=exc)
+    drained = await server.drain(max(0.0, deadline - loop.time()))
+    if drained:
+        _log.info("drained")
+    else:
+        _log.error("requests were left unanswered after %.1f s", timeout_s)
+    return drained

@@ -1,0 +1,229 @@
+"""One open `ModelStreamInfer`: its requests under way, and the answers on their way back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import TypeAlias
+
+from edl.errors import ProtocolError
+from edl.protocol import bundles, codec, kserve, names
+from edl.protocol.codec import Buffer
+from edl_serving.lifecycle import Lifecycle
+from edl_serving.request_error import Refusal, invalid, malformed, quote
+from edl_serving.rpc.clients import Context, StreamPlace
+
+__all__ = ["Compute", "Context", "Stream", "refused"]
+
+_Parts: TypeAlias = tuple[bytes, list[memoryview], str, Refusal | None]
+Compute: TypeAlias = Callable[[bytes, list[memoryview], int, str, Refusal | None], Awaitable[bytes]]
+
+_Taken: TypeAlias = tuple[bool, int | None]
+"""Whether the lifecycle counts a request, and how many bytes its client's limit does; None if it was refused."""
+
+_WINDOW = 64  # requests of one stream that are worked on at a time; the others wait in the connection
+_BUNDLE_NBYTES = 1 << 20  # of answers in one message: a larger one costs more to copy than a message of its own
+_CANCEL = kserve.ModelInferRequest(
+    parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
+).SerializeToString()
+
+
+class Stream:
+    """Answers in the order of the requests or, if the call's metadata say so, as soon as they are there.
+
+    An error ends its request, not the stream.
+
+    Args:
+        compute: called with a request's header without its id, its raw tensors, the bytes of both, its id, and why it
+            is refused, if it is; returns the bytes of a `ModelStreamInferResponse`.
+        cancelled: called for each request that nobody waits for any more.
+        place: among the streams that are served.
+        metadata: of the call.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        cancelled: Callable[[], None],
+        lifecycle: Lifecycle,
+        place: StreamPlace,
+        metadata: Mapping[str, str | bytes],
+        context: Context,
+    ) -> None:
+        self._compute = compute
+        self._cancelled = cancelled
+        self._lifecycle = lifecycle
+        self._place = place
+        self._context = context
+        self._ordered = names.UNORDERED not in metadata
+        self._bundles = names.BUNDLES in metadata and not self._ordered
+        self._window = asyncio.Semaphore(_WINDOW)
+        self._answers: deque[asyncio.Task[bytes] | None] = deque()
+        self._wake = asyncio.Event()
+        self._entered: dict[asyncio.Task[bytes], _Taken] = {}  # all not written yet
+        self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, where there is no order
+        self._receiver: asyncio.Task[None] | None = None
+        self._last = False
+
+    async def run(self, requests: AsyncIterator[bytes]) -> None:
+        """Until the client, or `end`, ends the stream and everything taken has been answered."""
+        self._receiver = asyncio.create_task(self._receive(requests))
+        try:
+            while (task := await self._next_answer()) is not None:
+                tasks, message = self._with_others(task, await task)
+                await self._context.write(message)
+                for one in tasks:
+                    self._forget(one)
+            if self._receiver.done() and not self._receiver.cancelled():
+                self._receiver.result()
+        finally:
+            self._receiver.cancel()
+            for task in self._entered:
+                task.cancel()
+            await asyncio.gather(self._receiver, *self._entered, return_exceptions=True)
+            for task in list(self._entered):
+                self._forget(task)
+
+    def end(self) -> None:
+        """Take no more requests, and end the stream behind the last answer."""
+        if self._receiver is not None:
+            self._receiver.cancel()
+
+    # Out
+
+    def _answer(self, task: asyncio.Task[bytes] | None) -> None:
+        self._answers.append(task)
+        self._wake.set()
+
+    async def _next_answer(self) -> asyncio.Task[bytes] | None:
+        while not self._answers:
+            self._wake.clear()
+            await self._wake.wait()
+        return self._answers.popleft()
+
+    def _with_others(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
+        """The message with this answer and, if the client takes bundles, others that are there by now."""
+        tasks, answers, nbytes = [task], [answer], len(answer)
+        while self._bundles and self._answers and (other := self._answers[0]) is not None:
+            if other.cancelled() or other.exception() is not None:
+                break  # its own turn will tell
+            nbytes += len(other.result())
+            if nbytes > _BUNDLE_NBYTES:
+                break
+            tasks.append(other)
+            answers.append(other.result())
+            self._answers.popleft()
+        return tasks, answer if len(answers) == 1 else bundles.join_responses(answers)
+
+    # In
+
+    async def _receive(self, requests: AsyncIterator[bytes]) -> None:
+        try:
+            async for data in requests:
+                for parts in self._messages(data):
+                    await self._window.acquire()
+                    self._take(*parts)
+        finally:
+            self._last = True
+            if self._ordered or not self._entered:
+                self._answer(None)
+
+    def _messages(self, data: bytes) -> Iterator[_Parts]:
+        """The message, or those in it if it is a bundle."""
+        header, raw, request_id, refusal = _split(data)
+        if not bundles.is_bundle(header):
+            yield header, raw, request_id, refusal
+        elif len(data) > bundles.MOST_REQUEST_NBYTES:
+            yield header, raw, request_id, _misused(f"{len(data):,} bytes, at most {bundles.MOST_REQUEST_NBYTES:,}")
+        elif self._ordered:
+            yield header, raw, request_id, _misused(f"the stream was not opened with {names.UNORDERED}")
+        elif request_id or not raw:
+            yield (
+                header,
+                raw,
+                request_id,
+                _misused(f"has the id {quote(request_id)} and {len(raw)} messages"),
+            )
+        else:
+            for message in raw:
+                part = _split(message)
+                yield (*part[:3], _misused("lies within another one")) if bundles.is_bundle(part[0]) else part
+
+    def _take(self, header: bytes, raw: list[memoryview], request_id: str, refusal: Refusal | None) -> None:
+        if header == _CANCEL and not self._ordered:
+            self._window.release()
+            if request_id in self._computing:
+                self._computing[request_id].cancel()
+            return
+        entered, held = False, None
+        nbytes = len(header) + sum([len(tensor) for tensor in raw])
+        if refusal is None:
+            try:
+                self._lifecycle.enter()
+                entered = True
+                (self._place.client or self._place.admit()).take(nbytes)
+                held = nbytes
+            except Refusal as exc:
+                refusal = exc
+        task = asyncio.ensure_future(self._compute(header, raw, nbytes, request_id, refusal))
+        self._entered[task] = entered, held
+        if self._ordered:
+            task.add_done_callback(self._hold_answer)
+            self._answer(task)
+        else:
+            self._computing[request_id] = task
+            task.add_done_callback(lambda task: self._computed(request_id, task))
+
+    def _computed(self, request_id: str, task: asyncio.Task[bytes]) -> None:
+        if self._computing.get(request_id) is task:
+            del self._computing[request_id]
+        if task.cancelled():
+            self._forget(task)
+        else:
+            self._hold_answer(task)
+            self._answer(task)
+
+    def _hold_answer(self, task: asyncio.Task[bytes]) -> None:
+        client = self._place.client
+        if client is not None and not task.cancelled() and task.exception() is None and task in self._entered:
+            _, held = self._entered[task]
+            if held is not None:
+                client.nbytes += len(task.result())
+                self._entered[task] = self._entered[task][0], held + len(task.result())
+
+    def _forget(self, task: asyncio.Task[bytes]) -> None:
+        taken = self._entered.pop(task, None)
+        if taken is None:
+            return
+        entered, held = taken
+        self._window.release()
+        if held is not None and self._place.client is not None:
+            self._place.client.nbytes -= held
+        if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
+            self._cancelled()
+        if entered:
+            self._lifecycle.leave()
+        if self._last and not self._ordered and not self._entered:
+            self._answer(None)
+
+
+def _split(data: Buffer) -> _Parts:
+    try:
+        return (*codec.split_streamed_request(data), None)
+    except ProtocolError as exc:
+        return b"", [], "", malformed(data, str(exc))
+
+
+def _misused(how: str) -> Refusal:
+    return invalid(f"parameter {names.BUNDLE}: {how}")
+
+
+def refused(refusal: Refusal, model: str, request_id: str) -> bytes:
+    """The `ModelStreamInferResponse` that says what a unary call's status and trailing metadata would."""
+    answer = kserve.ModelInferResponse(model_name=model, id=request_id)
+    answer.parameters[names.STATUS].string_param = refusal.code.name
+    if refusal.retry_after_ms is not None:
+        answer.parameters[names.RETRY_AFTER].int64_param = refusal.retry_after_ms
+    message = kserve.ModelStreamInferResponse(error_message=refusal.message, infer_response=answer)
+    return bytes(message.SerializeToString())

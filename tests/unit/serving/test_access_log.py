@@ -1,0 +1,166 @@
+"""Ids of requests, trace context, and what both logs make of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edl.distill.tracing import RequestIds, current_traceparent
+from edl.errors import SettingsError
+from edl_serving.messages.trace_context import checked_traceparent, request_id_of
+from edl_serving.process.log_output import JsonFormatter
+from edl_serving.rpc.access_log import AccessLog
+from tests.interrupting import deadline
+
+VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_ids_are_unique_and_valid_spans() -> None:
+    one, other = RequestIds(), RequestIds()
+    found = [next(ids) for _ in range(1000) for ids in (one, other)]
+    assert len(set(found)) == 2000
+    assert all(len(each) == 16 and int(each, 16) for each in found)
+    assert checked_traceparent(one.traceparent) == one.traceparent
+    assert one.traceparent[3:35] == other.traceparent[3:35], "requests of one process are in one trace"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        b"\xff",
+        "",
+        "ff" + VALID[2:],
+        VALID.upper(),
+        VALID + "\n",
+        VALID[:-1],
+        f"00-{'0' * 32}-b7ad6b7169203331-01",
+        f"00-0af7651916cd43dd8448eb211c80319c-{'0' * 16}-01",
+        VALID + "-" + "x" * 1000,
+    ],
+)
+def test_invalid_traceparents_are_left_out(text: str | bytes | None) -> None:
+    assert checked_traceparent(text) == ""
+
+
+def test_request_ids_are_cut() -> None:
+    assert request_id_of({"x-request-id": "a" * 1000}, "b") == "a" * 128
+    assert request_id_of({"x-request-id": b"\xff"}, "b") == "b"
+    assert request_id_of({}, "b") == "b"
+
+
+def test_without_opentelemetry_there_is_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace", raising=False)
+    assert current_traceparent() == ""
+
+
+def test_the_current_span_is_found() -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    assert current_traceparent() == "", "no span is current"
+    context = trace.SpanContext(int(VALID[3:35], 16), int(VALID[36:52], 16), False, trace.TraceFlags(1))
+    with trace.use_span(trace.NonRecordingSpan(context)):
+        assert current_traceparent() == VALID
+
+
+def test_json_lines_hold_any_message() -> None:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter("edl serve"))
+    logger = logging.Logger("edl_serving.x")
+    logger.addHandler(handler)
+    logger.warning("a %s\nb\x1b[31m", 'quote "')
+    try:
+        raise ValueError("deep\ninside")
+    except ValueError:
+        logger.exception("failed")
+    first, second = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert first["message"] == 'a quote "\nb\x1b[31m'
+    assert (first["level"], first["logger"], first["command"]) == ("warning", "edl_serving.x", "edl serve")
+    assert second["exception"].endswith("ValueError: deep\ninside")
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.005)
+
+
+def test_the_access_log_may_be_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "access.log"
+    log = AccessLog(str(path), "m", "1")
+    log.add(None, "OK", id="first")
+    until(lambda: lines_of(path))
+    path.rename(tmp_path / "access.log.1")
+    log.add(None, "OK", id="second")
+    log.close()
+    assert [line["id"] for line in lines_of(tmp_path / "access.log.1")] == ["first"]
+    assert [line["id"] for line in lines_of(path)] == ["second"]
+
+
+def test_an_access_log_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"nowhere.*cannot be written"):
+        AccessLog(str(tmp_path / "nowhere" / "access.log"), "m", "1")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
+    """To open it would wait for a reader for ever, and SIGTERM would not end that."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with deadline(10, "opening a pipe"), pytest.raises(SettingsError, match="nobody reads this pipe"):
+        AccessLog(str(pipe), "m", "1")
+
+
+def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = AccessLog("/dev/full", "m", "1")
+    for _ in range(100):
+        log.add(None, "OK", id="lost")
+    log.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "edl_serving.rpc.access_log"]
+    assert len(said) == 1, said
+    assert "No space left" in said[0]
+
+
+def test_a_pipe_that_hangs_holds_nothing_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        log = AccessLog(str(path), "m", "1")
+        for number in range(30_000):  # a pipe holds 64 kB, and the queue 10,000 lines
+            log.add(None, "OK", id=number)
+        log.close()
+        assert any("hangs" in record.getMessage() for record in caplog.records)
+    finally:
+        os.set_blocking(reader, True)
+        while os.read(reader, 1 << 20):  # so that its thread can end
+            pass
+        os.close(reader)
+
+
+def test_dropped_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl_serving.rpc.access_log._MOST_WAITING", 10)
+    path = tmp_path / "access.log"
+    log = AccessLog(str(path), "m", "1")
+    for number in range(1000):
+        log.add(None, "OK", id=number)
+    until(lambda: len(lines_of(path)) >= 10)
+    log.add(None, "OK", id="last")
+    log.close()
+    lines = lines_of(path)
+    dropped = sum(int(str(line.get("dropped", 0))) for line in lines)
+    assert dropped > 0
+    assert len(lines) + dropped == 1001

@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 EDL = str(Path(sys.executable).with_name("edl"))
+ROOT = Path(__file__).parents[3]
 TRAIN = Path(__file__).with_name("train.py")
+TRAIN_STATE = Path(__file__).with_name("train_state.py")
+IMPATIENT = Path(__file__).with_name("impatient.py")
 MARK = "EDL_TEST_MARK"
 START_S = 100.0
 RECOVER_S = 60.0

@@ -1,0 +1,179 @@
+"""Workers that go on in the same process: real jobs, whose workers and agents are killed, stopped and joined."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.collective.inprocess.run import JOB, Job, check_parameters, check_steps, kill, until
+
+
+def final_hash(job: Job, step: int) -> str:
+    return next(row["hash"] for rows in job.rows().values() for row in rows if row["step"] == step)
+
+
+@pytest.mark.slow
+def test_ten_kills_lose_and_repeat_no_step_and_leave_the_survivors_as_they_are(tmp_path: Path) -> None:
+    steps = 250
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "churn").mkdir()
+    with Job(tmp_path / "calm", [str(steps), "0"]) as calm:
+        calm.start(3, "1")
+        assert calm.end() == [0], calm.output
+    chance = random.Random(3)
+    with Job(tmp_path / "churn", [str(steps), "0.02"]) as job:
+        job.start(3, "1")
+        generation, took = -1, []
+        for _ in range(10):
+            world = job.world(3, after=generation)
+            generation = next(iter(world.values()))["generation"]
+            victim = chance.choice(sorted(world))
+            survivors = [pid for pid in world if pid != victim]
+            took.append(job.resumed_s(survivors, generation, kill(victim)))
+        assert job.end() == [0], job.output
+        check_steps(job, steps)
+        assert len(job.rows()) == 13  # each kill cost one process, and brought one
+        assert final_hash(job, steps - 1) == final_hash(calm, steps - 1)
+        print("seconds to the slowest survivor's next step:", sorted(round(one, 3) for one in took))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_evaluation_outlives_a_lost_rank(tmp_path: Path) -> None:
+    with Job(tmp_path, ["12", "0", "evaluates"]) as job:
+        job.start(3, "1")
+        assert job.end(timeout_s=180.0) == [0], job.output
+        check_steps(job, 12)
+        results = [path.read_text() for path in tmp_path.glob("*.results")]
+        assert results == ["{5: 6} None"] * 3, job.output
+        evaluated = (tmp_path / "evaluations").read_text().split()
+        assert set(evaluated) == {"6"}, "the same state each time"
+        assert len(evaluated) in (4, 5, 6), "once by three ranks, and before that by those that came to it"
+
+
+@pytest.mark.slow
+def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
+    with Job(tmp_path, ["5000", "0.005"]) as job:
+        job.start(2, "1")
+        world = job.world(2)
+        survivor = min(world)
+        generations = []
+        for _ in range(21):
+            generation = world[survivor]["generation"]
+            kill(next(pid for pid in world if pid != survivor))
+            world = job.world(2, after=generation)
+            generations.append(world[survivor]["generation"])
+        early = next(row for row in reversed(job.rows()[survivor]) if row["generation"] == generations[0])
+
+        def settled() -> dict[str, Any] | None:
+            """A thread that has ended stays in /proc for a moment."""
+            late = job.rows()[survivor][-1]
+            return late if (late["fds"], late["threads"]) == (early["fds"], early["threads"]) else None
+
+        late = until(settled, f"as many files and threads as in {early}")
+    assert late["resident"] - early["resident"] < 20 * 3 * 2**20
+
+
+def test_nodes_join_and_leave_and_die_without_a_step_lost(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100000", "0.02"]) as job:
+        job.start(1, "1:3")
+        first = job.world(1)
+        job.start(1, "1:3")
+        second = job.world(2, after=next(iter(first.values()))["generation"])
+        assert set(first) < set(second)  # the first one's process went on
+        third = job.start(1, "1:3")
+        world = job.world(3, after=next(iter(second.values()))["generation"])
+        assert set(second) < set(world)
+        newest = next(pid for pid in world if pid not in second)
+        generation = world[newest]["generation"]
+
+        third.send_signal(signal.SIGTERM)
+        assert third.wait(20) == 143, job.output
+        world = job.world(2, after=generation)
+        assert set(world) == set(second)
+
+        job.agents[0].kill()  # the whole node of the first: its worker dies with it
+        survivor = next(pid for pid in second if pid not in first)
+        world = job.world(1, after=next(iter(world.values()))["generation"])
+        assert set(world) == {survivor}
+        check_steps(job)
+        sizes = job.rows()[survivor][-1]["sizes"]
+        assert sizes == [[1, 2], [2, 3], [3, 2], [2, 1]]
+
+
+def test_a_stopped_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100000", "0.02"]) as job:
+        job.start(3, "1")
+        world = job.world(3)
+        victim = next(pid for pid, row in world.items() if row["rank"] == 1)
+        kill(victim, signal.SIGSTOP)
+        after = job.world(3, after=world[victim]["generation"])
+        assert set(world) - set(after) == {victim}
+        check_steps(job)
+
+
+def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100000", "0.02"]) as job:
+        job.start(3, "1")
+        world = job.world(3)
+        survivor, *victims = sorted(world)
+        for victim in victims:
+            kill(victim)
+        after = job.world(3, after=world[survivor]["generation"])
+        assert survivor in after, job.output
+        check_steps(job)
+        generation = after[survivor]["generation"]
+        first, second = (pid for pid in after if pid != survivor)
+        kill(first)
+        until(lambda: f"generation {generation + 1}" in job.output, "the next generation")
+        kill(second)
+        # Whoever waited to be connected by the second may be replaced as well: then a few steps are made again.
+        job.world(3, after=generation)
+        check_parameters(job)
+
+
+def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100000", "0.02", "clings"]) as job:
+        job.start(3, "1")
+        world = job.world(3)
+        victim, _, good = sorted(world, key=lambda pid: world[pid]["rank"])
+        kill(victim)
+        after = job.world(3, after=world[victim]["generation"])
+        assert set(world) & set(after) == {good}, job.output
+        assert "worker 1 took more than 2 s to go on in process" in job.output
+        check_steps(job)
+
+
+def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100", "0.02", "wrong"]) as job:
+        job.start(2, "1")
+        assert job.end() == [1]
+        assert "ValueError: this batch is no good" in job.output
+        assert max(row["step"] for rows in job.rows().values() for row in rows) <= 5
+
+
+def test_a_step_that_changed_parameters_and_failed_is_restored_from_memory(tmp_path: Path) -> None:
+    with Job(tmp_path, ["100000", "0.05", "late"]) as job:
+        job.start(3, "1")
+        world = job.world(3)
+        for _ in range(3):
+            victim = max(world)
+            kill(victim)
+            world = job.world(3, after=next(iter(world.values()))["generation"])
+        check_parameters(job)
+
+
+@pytest.mark.parametrize("command", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+def test_without_edl_run_there_is_one_generation(tmp_path: Path, command: list[str]) -> None:
+    script = [str(JOB), str(tmp_path), "5", "0"]
+    done = subprocess.run([sys.executable, *command, *script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks = Job(tmp_path, []).rows().values()
+    assert len(ranks) == (2 if command else 1)
+    assert all([row["step"] for row in rows] == [0, 1, 2, 3, 4] for rows in ranks)

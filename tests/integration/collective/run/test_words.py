@@ -1,0 +1,185 @@
+"""What `edl run` says to a user who got something wrong, and that it does so before anything is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from edl.collective.agent.exits import Exit
+from edl.collective.job import Node, prefix
+from edl.discovery import open_store
+from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, options=("--nnodes", "1:2")) as job:
+        yield job
+
+
+def edl_run(*arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "edl", "run", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_another_script_is_not_another_node(job: Job, tmp_path: Path) -> None:
+    """It would stop the training that is there."""
+    job.start()
+    steps = len(job.wait_for_world(1))
+    other = tmp_path / "hello.py"
+    other.write_text("print('hello')")
+    code, said = job.run(command=[str(other)])
+    assert code == 2, said
+    assert f"job {job.name} runs train.py, and this is hello.py: another --rdzv-id starts another job" in said
+    assert {one.generation for one in job.steps()} == {0}
+    wait_until(lambda: len(job.steps()) > steps, "the training goes on")
+    job.end()
+    assert job.nodes[0].wait() == 0
+
+
+def test_a_job_that_nobody_runs_may_go_on_with_another_script(job: Job, tmp_path: Path) -> None:
+    names = [tmp_path / name for name in ("first.py", "second.py")]
+    for name in names:
+        name.write_text("raise SystemExit(7)")
+        code, said = job.run("--nnodes", "1", command=[str(name)])
+        assert code == 1, said
+        assert "runs first.py" not in said
+
+
+def test_storage_that_cannot_be_written_is_found_before_the_training(job: Job) -> None:
+    code, said = job.run("--checkpoint", "/proc/checkpoints")
+    assert code == 2, said
+    assert "checkpoints cannot be stored at /proc/checkpoints" in said
+    assert not job.steps()
+    job.nothing_is_left()
+
+
+def test_a_node_without_a_place_says_that_it_waits(job: Job) -> None:
+    for _ in range(2):
+        job.start()
+    job.wait_for_world(2)
+    reserve = job.start()
+    words = "the job has its 2 nodes, and no place for more: waiting for one"
+    wait_until(lambda: words in reserve.output, "it says so")
+    job.end()
+    assert [node.wait() for node in job.nodes] == [0, 0, 0]
+
+
+def test_a_node_says_how_many_are_missing_and_how_long_it_waits(tmp_path: Path) -> None:
+    with Job(tmp_path, options=("--nnodes", "2:3", "--rdzv-conf", "join_timeout=77")) as job:
+        first = job.start()
+        words = "1 of at least 2 nodes are here: waiting up to 77 s for more (--rdzv-conf join_timeout=SECONDS)"
+        wait_until(lambda: words in first.output, "it says so when it comes")
+        second = job.start()
+        job.wait_for_world(2)
+        lost = job.member(second)
+        second.signal_all(signal.SIGKILL)
+        wait_until(lambda: first.output.count(words) >= 2, "it says so when the other is lost")
+        assert f"the workers are stopped: lost {lost}" in first.output
+        first.kill(signal.SIGTERM)
+        assert first.wait() == 143
+    shutil.rmtree(job.shared_memory, ignore_errors=True)
+
+
+def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path: Path) -> None:
+    """The store was removed and made anew: a state in memory of then would count as newer than any of now."""
+    first = job.start(command=[str(TRAIN_STATE), str(tmp_path)])
+    wait_until(lambda: any(one.step > 5 for one in job.steps()), "steps that are in memory")
+    first.kill()
+    first.process.wait()
+    wait_until(lambda: not job.processes(), "its workers die with it")
+    for file in tmp_path.glob("store.sqlite*"):
+        file.unlink()
+    with open_store(job.url):  # made anew
+        again = job.start(command=[str(TRAIN_STATE), str(tmp_path)])
+        job.wait_for_world(1, after=job.steps()[-1].time)
+        assert "left a state in memory, of a job before this one: it is removed" in again.output
+    job.end()
+    assert again.wait() == 0
+    shutil.rmtree(job.shared_memory, ignore_errors=True)
+
+
+def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("print('hello')")
+    arguments = ["--standalone", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--node-rank", "0"]
+    done = edl_run(*arguments, str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "edl run: --rdzv-backend, --rdzv-endpoint: not used here; nodes meet in the store, sqlite:///" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["-r", "3"], ["-t", "0:1"], []])
+def test_what_workers_print_into_files_stays_where_it_is_said_to_be(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello', 'file')")
+    (tmp_path / "temporary").mkdir()
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    done = edl_run("--standalone", "--no-prewarm", *options, "hello.py", cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    folders = list((tmp_path / "temporary").glob("edl-*"))
+    if not options:
+        assert not folders
+        return
+    (folder,) = folders
+    assert f"what the workers print is kept in {folder} (--log-dir FOLDER)" in done.stderr
+    assert [path.read_text() for path in folder.rglob("stdout.log")] == ["hello file\n"]
+
+
+def test_a_folder_for_output_that_nothing_came_into_does_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("")
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = edl_run("--store", "redis://x", "-r", "3", "hello.py", cwd=tmp_path, environ=environ)
+    assert done.returncode == 2, done.stderr
+    assert not list(tmp_path.glob("edl-*"))
+
+
+def test_a_store_that_cannot_be_reached_is_no_failure_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and nobody listens
+        store = f"consul://127.0.0.1:{silent.getsockname()[1]}"
+        done = edl_run("--store", store, "--rdzv-id", "x", "hello.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (Exit.TRY_AGAIN, ""), done.stderr
+    assert "cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--nnodes", "2", "--rzdv-id", "x", "train.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--nnodes", "2"], "which script?"),
+        (["--log-dir", "/proc/logs", "hello.py"], "--log-dir /proc/logs"),
+        (["--store", "redis://x", "hello.py"], "unknown scheme 'redis'"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text("print('hello')")
+    done = edl_run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_node_says_how_much_memory_those_who_come_will_need(tmp_path: Path) -> None:
+    command = [str(TRAIN_STATE), str(tmp_path)]
+    with Job(tmp_path, ("--nnodes", "1:2"), command, environ={"PYTHONPATH": str(ROOT)}) as job:
+        job.start()
+        job.wait_for_world(1)
+        with open_store(job.url) as store:
+            records = f"{prefix(job.name)}nodes/"
+            wait_until(lambda: any(Node.decode(one.value).slot_nbytes for one in store.list(records)), "one says it")
+        job.start()
+        job.wait_for_world(2)
+        job.end()
+        assert [node.wait() for node in job.nodes] == [0, 0]

@@ -1,0 +1,129 @@
+"""A node that is asked to leave while it waits for something: it does not wait for it, and nothing is left behind."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edl.collective.job import Node, State, World, prefix
+from edl.discovery import open_store
+from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+SOON_S = 15.0
+
+SLOW_IMPORT = "import time, pathlib\npathlib.Path('importing').touch()\ntime.sleep(1000)\n"
+
+# As a user's own file system would be installed.
+HANGING = """
+import os, time
+from fsspec.implementations.local import LocalFileSystem
+
+class HangingFileSystem(LocalFileSystem):
+    protocol = "hanging"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return LocalFileSystem._strip_protocol(str(path).removeprefix("hanging://"))
+
+    def _open(self, path, mode="rb", **kwargs):
+        while "w" in mode and os.path.exists(os.path.join(os.path.dirname(__file__), "hang")):
+            time.sleep(0.05)
+        return super()._open(path, mode, **kwargs)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, options=("--nnodes", "1:2")) as job:
+        yield job
+        job.nothing_is_left()
+
+
+def test_a_checkpoint_url_that_cannot_be_used_leaves_nothing_behind(job: Job) -> None:
+    code, said = job.run("--checkpoint", "no-such-protocol://x")
+    assert code == 2, said
+    assert "no-such-protocol" in said
+    assert "Traceback" not in said
+    job.nothing_is_left()
+
+
+def ends_soon(job: Job, number: int) -> None:
+    """The newest node, which waits for something, is asked to leave."""
+    node, at = job.nodes[-1], time.monotonic()
+    node.kill(number)
+    assert node.wait() == 128 + number
+    assert time.monotonic() - at < SOON_S
+    assert "Traceback" not in node.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_while_the_scripts_imports_are_imported(job: Job, tmp_path: Path, number: int) -> None:
+    (tmp_path / "endless.py").write_text(SLOW_IMPORT)
+    (tmp_path / "script.py").write_text("import endless\n")
+    job.start("--preload", "endless", command=["script.py"])
+    wait_until((tmp_path / "importing").exists, "the import has begun")
+    ends_soon(job, number)
+
+
+def test_while_others_are_waited_for_to_check_one_another(job: Job) -> None:
+    node = job.start("--node-check", "--rdzv-conf", "last_call_timeout=1000")
+    wait_until(lambda: job.processes() and shared(job), "it has begun")
+    with open_store(job.url) as store:
+        wait_until(lambda: store.list(prefix(job.name) + "check/waiting/"), "it waits to be checked")
+        ends_soon(job, signal.SIGTERM)
+        assert not store.list(prefix(job.name) + "check/waiting/")
+    assert "checking" not in node.output
+
+
+def test_while_a_node_is_checked(job: Job) -> None:
+    node = job.start("--node-check", "--rdzv-conf", "last_call_timeout=0")
+    wait_until(lambda: "checking itself" in node.output, "the check has begun")
+    ends_soon(job, signal.SIGTERM)
+
+
+def test_while_the_nodes_of_a_job_that_failed_leave(job: Job) -> None:
+    with open_store(job.url) as store, store.lease(10.0) as lease:
+        store.put(prefix(job.name) + "world", World(3, State.FAILED, message="it raised").encode())
+        store.put(prefix(job.name) + "nodes/last", Node("last", "127.0.0.1", 1, 1).encode(), lease)
+        job.start("--lease-ttl", "300")
+        wait_until(lambda: shared(job), "it looks at the job")
+        ends_soon(job, signal.SIGTERM)
+
+
+def shared(job: Job) -> bool:
+    """Whether an agent has begun."""
+    return job.shared_memory.exists()
+
+
+def test_a_second_time_while_the_last_checkpoint_is_stored(tmp_path: Path) -> None:
+    plugin, stored = tmp_path / "plugin", tmp_path / "stored"
+    (plugin / "hanging-1.dist-info").mkdir(parents=True)
+    (plugin / "hanging-1.dist-info" / "METADATA").write_text("Name: hanging\nVersion: 1\n")
+    (plugin / "hanging-1.dist-info" / "entry_points.txt").write_text(
+        "[fsspec.specs]\nhanging = hanging:HangingFileSystem\n"
+    )
+    (plugin / "hanging.py").write_text(HANGING)
+    options = ("--nnodes", "1", "--checkpoint", f"hanging://{stored}", "--checkpoint-interval", "0.5")
+    environ = {"PYTHONPATH": f"{ROOT}:{plugin}"}
+    with Job(tmp_path, options, [str(TRAIN_STATE), str(tmp_path)], environ=environ) as job:
+        node = job.start()
+        wait_until(lambda: "stored the state" in node.output, "a checkpoint is stored")
+        before = sorted(path.name for path in stored.iterdir())
+        (plugin / "hang").touch()
+        last = job.steps()[-1].step
+        wait_until(lambda: job.steps()[-1].step > last, "training goes on")
+        node.kill(signal.SIGTERM)
+        wait_until(lambda: "the last checkpoint is being stored" in node.output, "it says what it waits for")
+        assert node.process.poll() is None
+        ends_soon(job, signal.SIGTERM)
+        assert "the last checkpoint was not stored" in node.output
+        assert set(before) <= {path.name for path in stored.iterdir()}
+        job.nothing_is_left(state=True)
+        shutil.rmtree(job.shared_memory)

@@ -1,0 +1,285 @@
+"""Scripts that know nothing of EDL see under `edl run` what they see under torchrun, and end as they do there.
+
+torchrun starts a worker as `python -u SCRIPT`. So most scripts here run once by that command and once in a fork of a
+zygote, all at the same time; what the launchers themselves add is compared in one job of each.
+"""
+
+from __future__ import annotations
+
+import compileall
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.collective.agent.workers import Exited, Workers, ZygoteLost
+from edl.collective.agent.zygote import Fork, Warm
+
+SCRIPTS = Path(__file__).with_name("scripts")
+DEADLINE_S = 100.0
+
+Ending = tuple[int, str, str]
+"""Exit status, standard output and standard error of a worker."""
+
+
+@contextmanager
+def zygote(warm: Warm, environ: Mapping[str, str] | None = None) -> Iterator[Callable[..., list[Ending]]]:
+    """A function that forks a worker for each of some environments, and returns how they ended."""
+    ended: queue.Queue[Exited | ZygoteLost] = queue.Queue()
+    workers = Workers(warm, ended.put, {**os.environ, **(environ or {})})
+    generation = 0
+
+    def run(folder: Path, *environs: Mapping[str, str]) -> list[Ending]:
+        nonlocal generation
+        generation += 1
+        folder = Path(tempfile.mkdtemp(dir=folder))
+        outputs = [
+            (folder / f"{generation}-{rank}.out", folder / f"{generation}-{rank}.err") for rank in range(len(environs))
+        ]
+        forks = {
+            rank: Fork({**environ, "EDL_STDOUT": str(out), "EDL_STDERR": str(err)})
+            for rank, (environ, (out, err)) in enumerate(zip(environs, outputs, strict=True))
+        }
+        workers.start(generation, forks)
+        statuses: dict[int, int] = {}
+        while len(statuses) < len(environs):
+            event = ended.get(timeout=DEADLINE_S)
+            assert isinstance(event, Exited), event
+            statuses[event.local_rank] = event.status
+        return [(statuses[rank], out.read_text(), err.read_text()) for rank, (out, err) in enumerate(outputs)]
+
+    try:
+        workers.warm_up()
+        run.workers, run.ended = workers, ended  # type: ignore[attr-defined]
+        yield run
+    finally:
+        workers.close()
+
+
+def start_python(folder: Path, name: str, line: Sequence[str], environ: Mapping[str, str]) -> Callable[[], Ending]:
+    """Start a worker as torchrun does. Returns a function that waits for its end."""
+    out, err = folder / f"python-{name}.out", folder / f"python-{name}.err"
+    with out.open("w") as output, err.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *line], env={**os.environ, **environ}, stdout=output, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+    return lambda: (process.wait(DEADLINE_S), out.read_text(), err.read_text())
+
+
+ENDS = [
+    "leave_text", "leave_by_number 0", "leave_by_number 1", "leave_by_number 3", "leave_by_number 300", "leave_at_once",
+    "raise_in_frames", "raise_with_hook", "raise_with_broken_hook", "raise_with_hook_that_exits", "raise_and_look",
+    "interrupt_with_hook", "die 9", "die 15", "die 6", "die 10", "handle 15", "handle 2", "handle 10", "handle 12",
+    "wait_for_threads", "write_raw", "close_output", "show_annotations", "change_folder", "show_process",
+    "start_processes",
+]  # fmt: skip
+
+
+def test_ends_are_those_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    line = ["ends.py", "--argument", "a b", ""]
+    environs = [{"END": end} for end in ENDS]
+    theirs = [start_python(tmp_path, str(index), line, environ) for index, environ in enumerate(environs)]
+    with zygote(Warm("script", line[0], tuple(line[1:]), prewarm=False)) as run:
+        ours = run(tmp_path, *environs)
+        silent = run(tmp_path, {"END": "interrupt"})
+    pairs = {end: (mine, wait()) for end, mine, wait in zip(ENDS, ours, theirs, strict=True)}
+    different = {end: pair for end, pair in pairs.items() if pair[0] != pair[1]}
+    assert not different
+    # No traceback of each rank where somebody pressed Ctrl-C.
+    assert silent == [(-signal.SIGINT, "atexit after an interrupt\n", "")]
+
+
+def test_modules_run_as_python_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPTS)
+    theirs = [start_python(tmp_path, name, ["-m", name, "-m", "x"], {}) for name in ("pack.program", "pack.absent")]
+    ours = []
+    for name in ("pack.program", "pack.absent"):
+        with zygote(Warm("module", name, ("-m", "x"), prewarm=False)) as run:
+            ours += run(tmp_path, {})
+    assert ours == [wait() for wait in theirs]
+    assert (ours[0][0], "Point" in ours[0][1], "its traceback is the same" in ours[0][2]) == (1, True, True), ours
+
+
+SHOW = """
+    import os, sys
+    import near
+    print(__name__, __file__, __package__, __cached__, type(__loader__).__name__, __spec__ and __spec__.name)
+    print(sys.argv, sys.path, near.__file__, sorted(name for name in globals() if name.startswith("__")))
+"""
+
+
+def test_kinds_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths with dots, links, folders, archives, compiled and wrong ones; without the script's folder in the path."""
+    (tmp_path / "sub").mkdir()
+    for folder in (tmp_path, tmp_path / "sub"):
+        (folder / "near.py").write_text("")
+        for name in ("show.py", "__main__.py"):
+            (folder / name).write_text(textwrap.dedent(SHOW))
+    (tmp_path / "linked.py").symlink_to("sub/show.py")
+    (tmp_path / "wrong.py").write_text("import sys\nprint('never'\n")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.write(tmp_path / "__main__.py", "__main__.py")
+        archive.write(tmp_path / "near.py", "near.py")
+    compileall.compile_file(tmp_path / "show.py", quiet=1, legacy=True)
+    shutil.move(tmp_path / "show.pyc", tmp_path / "sub" / "compiled.pyc")
+    (tmp_path / "random.py").write_text("raise SystemExit('a module of this folder hides the standard library')")
+    monkeypatch.chdir(tmp_path)
+    targets = ["sub/show.py", "./sub/../sub/./show.py", "sub", "archive.zip", "sub/compiled.pyc", "wrong.py"]
+    cases = [(target, {}) for target in [*targets, "sub/absent.py", "linked.py", str(tmp_path / "sub" / "show.py")]]
+    cases.append(("sub/show.py", {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "sub")}))
+    theirs = [start_python(tmp_path, str(index), [target], environ) for index, (target, environ) in enumerate(cases)]
+    ours = []
+    for target, environ in cases:
+        with zygote(Warm("script", target, prewarm=False), environ) as run:
+            ours += run(tmp_path, {})
+    pairs = [(target, mine, wait()) for (target, _), mine, wait in zip(cases, ours, theirs, strict=True)]
+    assert not [each for each in pairs if each[1] != each[2]]
+
+
+def test_everybody_is_asked_to_end(tmp_path: Path) -> None:
+    """Slurm and systemd send SIGTERM to all processes of a job, also to the one that workers are forked from."""
+    script = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+        open(os.environ["HERE"], "w").close()
+        time.sleep(100)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    with zygote(Warm("script", str(tmp_path / "script.py"), prewarm=False)) as run:
+        workers: Workers = run.workers  # type: ignore[attr-defined]
+        workers.start(1, {0: Fork({"HERE": str(tmp_path / "here")})})
+        wait_until((tmp_path / "here").exists)
+        (worker,) = workers.running.values()
+        parent = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(parent, number)
+        assert run(tmp_path, {"HERE": str(tmp_path / "missing" / "folder")})[0][0] == 1, "workers are forked as before"
+        os.kill(worker, signal.SIGTERM)
+        event = run.ended.get(timeout=DEADLINE_S)  # type: ignore[attr-defined]
+    assert (event.generation, event.status) == (1, 5)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+COUNTING = """
+    import collections, os, sys
+    COUNTS = collections.Counter()
+    sys.addaudithook(lambda event, _: COUNTS.update([os.getpid()]) if event == "import" else None)
+"""
+COUNTED = """
+    import torch
+    import os, sitecustomize
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    print(sitecustomize.COUNTS[os.getpid()], torch.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(COUNTING))
+    script = tmp_path / "counted.py"
+    script.write_text(textwrap.dedent(COUNTED))
+    environ = {"PYTHONPATH": str(tmp_path)}
+    theirs = start_python(tmp_path, "counted", [str(script)], environ)
+    with zygote(Warm("script", str(script)), environ) as run:
+        first, restarted = (run(tmp_path, {"OMP_NUM_THREADS": number})[0] for number in ("3", "1"))
+    assert first[0] == restarted[0] == theirs()[0] == 0, (first, restarted, theirs())
+    assert int(theirs()[1].split()[0]) > 1000, theirs()
+    assert max(int(first[1].split()[0]), int(restarted[1].split()[0])) < 30, (first, restarted)
+    assert (first[1].split()[1], restarted[1].split()[1]) == ("3", "1"), "threads are those of the generation"
+
+
+@pytest.mark.slow
+def test_variables_set_behind_an_import_count(tmp_path: Path) -> None:
+    """The first optimizer's imports read some 200 variables: too soon for one that sets them behind `import torch`."""
+    script = """
+        import torch
+        import os
+        os.environ["TORCHINDUCTOR_MAX_AUTOTUNE"] = "1"
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        import torch._inductor.config
+        print(torch._inductor.config.max_autotune)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    with zygote(Warm("script", str(tmp_path / "script.py"))) as run:
+        assert run(tmp_path, {}) == [(0, "True\n", "")]
+        complaint = run.workers.complaint  # type: ignore[attr-defined]
+    assert "importing torch.optim reads TORCHINDUCTOR_MAX_AUTOTUNE, which the program may set before" in complaint
+
+
+DIFFERENT = {
+    "environment/EDL_": "what EDL tells its own parts in the worker",
+    "environment/THP_MEM_ALLOC_ENABLE": "memory that is touched for the first time comes faster",
+    "environment/MASTER_": "of this start: `localhost` or 127.0.0.1, and a free port",
+    "environment/TORCHELASTIC_RUN_ID": "of this start",
+    "environment/TORCHELASTIC_ERROR_FILE": "of this start",
+    "environment/SEEN": "of this test",
+    "descriptor_targets/": "of this test; and 200 is where a hanging worker's stacks are written",
+    "process/descriptors": "200 is where a hanging worker's stacks are written",
+    "signals/masks": "SIGUSR2 writes the stacks, where the script has no handler of its own",
+    "random_numbers/own": "by chance",
+    "modules/edl": "EDL is there",
+    "stack": "the frames that the script is called by end with EDL's",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_workers_see_what_torchrun_shows_them(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("torchrun", "edl")}
+    jobs = []
+    for name, folder in folders.items():
+        shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        module = ["torch.distributed.run"] if name == "torchrun" else ["edl", "run"]
+        line = [sys.executable, "-m", *module, "--standalone", "--nproc-per-node", "2", "observe.py", "a", "--b", "c d"]
+        environ = {**os.environ, "SEEN": str(folder)}
+        with (folder / "out").open("w") as output:
+            job = subprocess.Popen(
+                line, cwd=folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        jobs.append((job, folder))
+    for job, folder in jobs:
+        assert job.wait(200) == 0, (folder / "out").read_text()
+    numbers = []
+    for rank in range(2):
+        theirs, ours = (
+            flat(json.loads((folder / f"{rank}.json").read_text().replace(str(folder), "FOLDER")))
+            for folder in folders.values()
+        )
+        names = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
+        found = {name: (theirs.get(name), ours.get(name)) for name in names if not name.startswith(tuple(DIFFERENT))}
+        assert not found, f"rank {rank}: (torchrun, edl run)"
+        assert ours["stack"][-6:] == theirs["stack"][-6:], "the script's own frames"
+        numbers.append(ours["random_numbers/own"])
+    assert all(first != second for first, second in zip(*numbers, strict=True)), "each rank draws its own"
+
+
+def flat(found: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, whose keys are paths."""
+    result: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{name}/")
+        else:
+            result[prefix + name] = value
+    return result

@@ -1,0 +1,100 @@
+"""Real Paddle trainers under `edl run --framework paddle`: killed and joined, and bit for bit as if they were not."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.collective.job import Job, wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("paddle") is None, reason="PaddlePaddle is not installed"),
+    pytest.mark.skipif(find_spec("torch") is None, reason="edl run needs PyTorch"),
+]
+SCRIPT = str(Path(__file__).with_name("train_paddle.py"))
+STEPS = 14
+KILLS = [
+    (0, 1, 4, "before the update"),
+    (1, 0, 7, "before the save"),
+    (2, 0, 9, "after the save"),
+    (2, 1, 9, "after the save"),
+]
+
+
+def job(folder: Path, *options: str, **environ: Any) -> Job:
+    told = {name: str(value) for name, value in environ.items()}
+    return Job(folder, ("--framework", "paddle", *options), (SCRIPT,), environ={"OMP_NUM_THREADS": "1", **told})
+
+
+def said(job: Job, what: str) -> list[dict[str, Any]]:
+    """What trainers said, of one kind."""
+    path = job.folder / "said.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [line for line in map(json.loads, lines) if what in line]
+
+
+def finals(job: Job) -> dict[int, tuple[str, float]]:
+    return {line["rank"]: (line["digest"], line["loss"]) for line in said(job, "ended")}
+
+
+def test_killed_trainers_end_with_the_parameters_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    two = ("--nproc-per-node", "2")
+    with job(tmp_path / "calm", *two, STEPS=STEPS) as calm:
+        code, output = calm.run()
+        assert code == 0, output
+        calm.nothing_is_left()
+    with job(tmp_path / "killed", *two, STEPS=STEPS, KILLS=json.dumps(KILLS)) as killed:
+        code, output = killed.run()
+        assert code == 0, output
+        killed.nothing_is_left()
+    assert [line["restored"] for line in said(calm, "restored")] == [-1, -1]
+    # The step in which one was killed counts if another had finished it.
+    restored = {(line["generation"], line["rank"]): line["restored"] for line in said(killed, "restored")}
+    assert [restored[(generation, 0)] == restored[(generation, 1)] for generation in range(4)] == [True] * 4
+    assert restored[(1, 0)] in (3, 4)
+    assert restored[(2, 0)] in (6, 7)
+    assert restored[(3, 0)] == 9
+    assert finals(killed) == finals(calm)
+    assert finals(calm)[0][0] == finals(calm)[1][0]
+    assert finals(calm)[0][1] != finals(calm)[1][1]  # each has data of its own
+
+
+def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+    """Though the other trainer, whose peer is gone, ends by a signal: Paddle's gloo aborts it."""
+    with job(tmp_path, "--nproc-per-node", "2", STEPS=STEPS, RAISES=3) as wrong:
+        code, output = wrong.run()
+        assert code == 1, output
+        assert "LookupError: the user's own mistake" in output
+        assert {line["generation"] for line in said(wrong, "restored")} == {0}
+
+
+def test_a_node_joins_and_leaves_and_is_given_the_state(tmp_path: Path) -> None:
+    with job(tmp_path, "--nnodes", "1:2", END=tmp_path / "end") as both:
+        both.start()
+        wait_until(lambda: any(line["finished"] > 2 for line in said(both, "finished")), "a step of one trainer")
+        second = both.start()
+        joined = wait_until(lambda: in_world(both, 2), "two trainers")
+        assert len({(line["restored"], line["digest"]) for line in joined}) == 1
+        before = max(line["finished"] for line in said(both, "finished") if line["world"] == 1)
+        assert joined[0]["restored"] == before + 1  # it paused while it saved the next one, before it said so
+        generation = joined[0]["generation"]
+        wait_until(lambda: [line for line in said(both, "finished") if line["generation"] == generation], "a step")
+        second.kill(15)
+        assert second.wait() == 143
+        left = wait_until(lambda: [one for one in in_world(both, 1) if one["generation"] > generation], "one trainer")
+        assert left[0]["restored"] == max(one["finished"] for one in said(both, "finished") if one["world"] == 2) + 1
+        both.end()
+        assert both.nodes[0].wait() == 0, both.nodes[0].output
+        both.nothing_is_left()
+
+
+def in_world(job: Job, size: int) -> list[dict[str, Any]]:
+    """What the trainers of the newest world of this size restored, once all of them have."""
+    lines = [line for line in said(job, "restored") if line["world"] == size]
+    newest = [line for line in lines if line["generation"] == max(each["generation"] for each in lines)]
+    return newest if len(newest) == size else []

@@ -1,0 +1,364 @@
+"""The agent's thread of storing: what fails is said once and tried again; at its end a job waits for a slow storage."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from edl.collective.agent.storing import JobRun, Storing
+from edl.collective.checkpoint import storage_background
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.slots import SlotPair
+from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.storage_background import Background
+from edl.discovery import open_store
+from edl.errors import DiscoveryError, ProtocolError, TemporaryError
+from tests.unit.collective.checkpoint import saved
+
+RUN = "346d06b600000001"
+
+
+class ApiError(Exception):
+    """What a library of an object store raises, which knows nothing of OSError."""
+
+
+class Balky(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that calls `before` whenever a file is to be opened."""
+
+    protocol = "balky"
+    before: Callable[[], object] = staticmethod(lambda: None)
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        type(self).before()
+        return super()._open(*arguments, **settings)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    fsspec.register_implementation("balky", Balky, clobber=True)
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    name = f"balky://edl-{uuid.uuid4().hex}"
+    yield name
+    fs, root = fsspec.core.url_to_fs(name)
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def put(prefix: Path, step: int) -> None:
+    saved.put(prefix, State(values=torch.full((10,), step)), step)
+
+
+def storing(url: str, prefix: Path, lines: list[str]) -> Storing:
+    one = Storing(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+    one.begin()
+    return one
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail(error: Exception) -> Callable[[], object]:
+    def before() -> None:
+        raise error
+
+    return before
+
+
+@pytest.mark.parametrize("error", [ApiError("slow down"), OSError("slow down"), MemoryError("slow down")])
+def test_whatever_a_storage_raises_the_next_state_is_stored(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(error)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "slow down" in lines[0] or "memory" in lines[0]
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    put(tmp_path / "s", 2)
+    one.store_newest()
+    wait_for(lambda: "stored the state after step 2" in lines[-1])
+    assert one.close(20)
+
+
+def test_before_it_is_known_whose_states_these_are_nothing_is_stored(tmp_path: Path, url: str) -> None:
+    put(tmp_path / "s", 1)
+    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line))
+    one.store_newest()
+    assert one.close(5.0, patient=True)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert not fs.exists(root)
+
+
+def test_a_fault_of_our_own_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    put(tmp_path / "s", 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Persister, "_choose", lambda *arguments: 1 / 0)
+        one = storing(url, tmp_path / "s", lines)
+        wait_for(lambda: bool(lines))
+        assert "fault in EDL" in lines[0]
+    one.store_newest()
+    wait_for(lambda: "stored the state after step 1" in lines[-1])
+    assert one.close(20)
+
+
+def test_what_fails_again_and_again_is_said_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    tries = threading.Semaphore(0)
+
+    def before() -> None:
+        tries.release()
+        raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    for _ in range(3):
+        one.store_newest()
+        assert tries.acquire(timeout=20)
+    assert not one.close(20)
+    assert [line for line in lines if "slow down" in line] == lines[:1]
+
+
+def test_the_end_of_a_job_tries_again_until_its_last_state_is_stored(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    failing = iter(range(2))
+
+    def before() -> None:
+        if next(failing, None) is not None:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    one = storing(url, tmp_path / "s", lines)
+    put(tmp_path / "s", 1)
+    one.store_newest()
+    assert one.close(20, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_storage_that_takes_nothing_is_given_up_and_that_is_said(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    lines: list[str] = []
+    released = threading.Event()
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: released.wait(60)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    one.store_newest()
+    try:
+        assert not one.close(0.3, patient=patient)
+        assert "left incomplete" in lines[-1]
+    finally:
+        released.set()
+
+
+def test_the_end_of_a_job_waits_for_a_slow_storage_as_long_as_it_takes_something(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file takes less than the limit, and all of them together more."""
+    lines: list[str] = []
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.7)))
+    put(tmp_path / "s", 1)
+    one = storing(url, tmp_path / "s", lines)
+    began = time.monotonic()
+    one.store_newest()
+    assert one.close(2.5, patient=True)
+    assert time.monotonic() - began > 2.5
+    assert "stored the state after step 1" in lines[-1]
+
+
+def test_without_a_storage_nothing_is_waited_for(tmp_path: Path) -> None:
+    assert storing("", tmp_path / "s", []).close(0)
+
+
+def test_the_agents_of_a_job_agree_on_its_run(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    with open_store(url) as first, open_store(url) as second:
+        run = JobRun(first, "job")()
+        assert (JobRun(second, "job")(), JobRun(first, "job")()) == (run, run)
+        assert JobRun(second, "another")() != run
+        put(tmp_path / "s", 1)
+        outcome = Persister(str(tmp_path / "c"), run=JobRun(first, "job")).persist([tmp_path / "s"])
+        assert outcome is not None
+        assert (tmp_path / f"c/step-1.g-1.r-{run}").is_dir()
+        first.put("jobs/third/run", b"../..")
+        with pytest.raises(ProtocolError, match="not the name of a run"):
+            JobRun(second, "third")()
+
+
+class Full(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that takes some of each file, and then has no room."""
+
+    protocol = "full"
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        file = super()._open(*arguments, **settings)
+        write, left = file.write, [2]
+
+        def some(data: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(122, "Disk quota exceeded")
+            return write(data)
+
+        file.write = some
+        return file
+
+
+def test_a_storage_that_takes_bytes_and_has_no_room_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    """Each attempt gets as far as the one before it."""
+    fsspec.register_implementation("full", Full, clobber=True)
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    one = storing(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "quota" in lines[0]
+    assert one._persister.taken > 0
+    begin = time.monotonic()
+    one.store_newest()
+    assert not one.close(1.0, patient=True)
+    assert time.monotonic() - begin < 15
+
+
+def test_a_store_that_lost_its_records_is_given_the_name_of_the_run_again(tmp_path: Path) -> None:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        first = JobRun(store, "job")
+        name = first()
+        store.delete("jobs/job/run")
+        assert first() == name
+        assert JobRun(store, "job")() == name
+
+
+def test_a_fence_that_cannot_tell_is_asked_again(tmp_path: Path, url: str) -> None:
+    """The store is away while the last checkpoint is completed."""
+    answers: list[bool | Exception] = [DiscoveryError("no leader"), DiscoveryError("no leader"), True]
+
+    def fence() -> bool:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
+    one.begin()
+    one.store_newest()
+    assert one.close(20.0, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+    assert "no leader" in lines[0]
+
+
+# Without an agent, a thread of the worker stores.
+
+
+def worker_storing(url: str, prefix: Path) -> Background:
+    one = Background(url, SlotPair(prefix), keep=2)
+    one.agreed(int(RUN, 16))
+    return one
+
+
+def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = iter(range(3))
+
+    def before() -> None:
+        if next(failing, None) is not None:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    worker_storing(url, tmp_path / "s").close(20)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
+
+
+def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    put(tmp_path / "s", 1)
+    begin = time.monotonic()
+    with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
+        worker_storing(url, tmp_path / "s").close(1.2)
+    assert time.monotonic() - begin < 15
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
+
+
+def test_a_state_in_the_middle_of_a_step_is_not_saved_by_sys_exit(url: str) -> None:
+    """As when the handler of a signal calls it."""
+
+    def script() -> None:
+        with Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(0, force=True)
+            checkpointer.state.step = 1
+            sys.exit(0)
+
+    with pytest.raises(SystemExit):
+        script()
+    again = Checkpointer(State(step=-1), storage=url)
+    assert again.restore() == 0
+    assert again.state.step == 0
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
+def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr(storage_background, "_RETRY_AT_THE_END_S", 0.3)
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"
+    ends = {
+        "the block ends": pytest.raises(TemporaryError, match=words),
+        "sys.exit()": pytest.raises(TemporaryError, match=words),
+        "an error": pytest.raises(LookupError, match="the script's own"),
+        "close": contextlib.nullcontext(),
+    }
+    with ends[how], Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0, force=True)
+        if how == "sys.exit()":
+            sys.exit()
+        if how == "an error":
+            raise LookupError("the script's own")
+        if how == "close":
+            checkpointer.close()
+    assert how in ("the block ends", "sys.exit()") or re.search(words, caplog.records[-1].getMessage())
+
+
+def test_a_storage_that_cannot_keep_pace(tmp_path: Path, url: str) -> None:
+    """It is said once when it begins, and when it is over."""
+    lines: list[str] = []
+    slow = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lines.append, interval_s=1e-9)
+    slow.begin()
+    for step in (1, 2):
+        put(tmp_path / "s", step)
+        wait_for(lambda step=step: any(f"after step {step} at" in line for line in lines))  # type: ignore[misc]
+    slow._interval_s = 1e9
+    put(tmp_path / "s", 3)
+    wait_for(lambda: "the storage keeps pace again" in lines)
+    slow.close(10.0)
+    assert sum("longer than --checkpoint-interval" in line for line in lines) == 1, lines

@@ -1,0 +1,305 @@
+"""Which nodes train together: rules one by one, then many agents in any order of events."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edl.collective.agent.world import Moment, Rules, arrange, failed, next_world
+from edl.collective.job import Member, Node, State, World
+from edl.errors import ProtocolError
+from tests.unit.collective.agent.agents import Job
+
+RULES = Rules(min_nodes=1, max_nodes=3, last_call_s=1.0, pause_timeout_s=5.0, takeover_s=10.0)
+
+
+def node(name: str, **fields: object) -> Node:
+    return replace(Node(name, "host", 100 + ord(name[0]), 2), **fields)  # type: ignore[arg-type]
+
+
+def running(*names: str, generation: int = 3) -> World:
+    members = tuple(Member(name, "host", 1, 2, 2 * place) for place, name in enumerate(names))
+    return World(generation, State.RUNNING, members)
+
+
+def nodes(*those: Node) -> dict[str, Node]:
+    return {one.id: one for one in those}
+
+
+def names(world: World | None) -> list[str]:
+    assert world is not None
+    return [member.id for member in world.nodes]
+
+
+# --- One rule at a time. ---
+
+
+def test_a_job_forms_when_enough_nodes_came_and_no_more_follow() -> None:
+    there = nodes(node("a"), node("b"))
+    assert next_world(World(), there, Moment(quiet_s=0.5), RULES) is None
+    world = next_world(World(), there, Moment(quiet_s=1.0), RULES)
+    assert world is not None
+    assert (world.generation, world.state, names(world)) == (0, State.RUNNING, ["a", "b"])
+    assert [member.first_rank for member in world.nodes] == [0, 2]
+
+
+def test_a_full_job_forms_at_once() -> None:
+    there = nodes(*(node(name) for name in "abcd"))
+    assert names(next_world(World(), there, Moment(), RULES)) == ["a", "b", "c"]
+
+
+def test_too_few_nodes_wait() -> None:
+    rules = replace(RULES, min_nodes=2)
+    assert next_world(World(), nodes(node("a")), Moment(quiet_s=1e9), rules) is None
+    assert next_world(World(), nodes(node("a"), node("b", leaving=True)), Moment(quiet_s=1e9), rules) is None
+
+
+def test_a_lost_member_means_the_next_generation_at_once() -> None:
+    world = next_world(running("a", "b", "c"), nodes(node("a"), node("c")), Moment(), RULES)
+    assert names(world) == ["a", "c"]
+    assert world is not None
+    assert world.generation == 4
+    assert "lost b" in world.message
+
+
+def test_a_lost_member_is_replaced_by_a_node_that_waits() -> None:
+    assert names(next_world(running("a", "b", "c"), nodes(node("a"), node("c"), node("d")), Moment(), RULES)) == [
+        "a",
+        "d",
+        "c",
+    ]
+
+
+def test_errors_that_were_forgiven_are_counted_through_all_worlds() -> None:
+    there = nodes(node("a"), node("b"))
+    world = next_world(running("a", "b"), there, Moment(restart="it raised", forgives=True), RULES)
+    assert world is not None
+    assert world.forgiven == 1
+    for moment in (Moment(restart="a worker died"), Moment(restart="it raised", forgives=True)):
+        members = tuple(replace(member, port=1) for member in world.nodes)  # they have another one for the next world
+        world = next_world(replace(world, nodes=members), there, moment, RULES)
+        assert world is not None
+    assert world.forgiven == 2
+    world = next_world(world, nodes(node("a")), Moment(), replace(RULES, min_nodes=2))
+    assert world is not None
+    assert (world.state, world.forgiven) == (State.FORMING, 2)
+    world = next_world(world, there, Moment(quiet_s=1e9), RULES)
+    assert world is not None
+    assert World.decode(world.encode()).forgiven == 2
+
+
+def test_too_few_survivors_form_again() -> None:
+    world = next_world(running("a", "b"), nodes(node("a")), Moment(), replace(RULES, min_nodes=2))
+    assert world is not None
+    assert (world.state, world.generation, world.nodes) == (State.FORMING, 4, ())
+    assert "1 of at least 2" in world.message
+
+
+def test_all_members_lost_are_followed_only_when_they_have_surely_stopped() -> None:
+    waiting = nodes(node("c"))
+    assert next_world(running("a", "b"), waiting, Moment(quiet_s=9.9), RULES) is None
+    assert names(next_world(running("a", "b"), waiting, Moment(quiet_s=10.0), RULES)) == ["c"]
+    assert names(next_world(running("a", "b"), waiting, Moment(dead=frozenset("ab")), RULES)) == ["c"]
+    assert next_world(running("a", "b"), waiting, Moment(dead=frozenset("a")), RULES) is None
+
+
+def test_the_next_generation_waits_for_the_first_nodes_next_port() -> None:
+    world = running("a", "b")
+    used = world.nodes[0].port
+    assert next_world(world, nodes(node("a", port=used)), Moment(), RULES) is None
+    assert names(next_world(world, nodes(node("a", port=used + 1)), Moment(), RULES)) == ["a"]
+    assert names(next_world(world, nodes(node("b", port=used)), Moment(), RULES)) == ["b"]
+
+
+def test_a_restart_keeps_the_members_and_says_why() -> None:
+    there = nodes(node("a"), node("b"))
+    world = next_world(running("a", "b"), there, Moment(restart="a worker died"), RULES)
+    assert names(world) == ["a", "b"]
+    assert world is not None
+    assert (world.message, world.generation) == ("a worker died", 4)
+
+
+def test_nodes_join_after_a_pause_that_a_member_asks_for() -> None:
+    world, there = running("a", "b"), nodes(node("a"), node("b"), node("c"))
+    assert next_world(world, there, Moment(node="c"), RULES) is None, "whoever joins does not know what can pause"
+    asked = next_world(world, there, Moment(node="a", pause_step=17), RULES)
+    assert asked == replace(world, pause_at=17)
+    assert asked is not None
+    assert next_world(asked, there, Moment(node="b", pause_step=20, pausing_s=1.0), RULES) is None
+    there["a"] = replace(there["a"], paused=3)
+    assert next_world(asked, there, Moment(node="b", pausing_s=1.0), RULES) is None
+    there["b"] = replace(there["b"], paused=3)
+    assert names(next_world(asked, there, Moment(node="b", pausing_s=1.0), RULES)) == ["a", "b", "c"]
+
+
+def test_workers_that_do_not_pause_are_not_waited_for_for_ever() -> None:
+    world, there = replace(running("a"), pause_at=17), nodes(node("a"), node("b"))
+    assert next_world(world, there, Moment(node="a", pausing_s=4.9), RULES) is None
+    assert names(next_world(world, there, Moment(node="a", pausing_s=5.0), RULES)) == ["a", "b"]
+
+
+def test_a_script_that_reports_no_steps_is_not_asked_to_pause() -> None:
+    there = nodes(node("a"), node("b"))
+    assert names(next_world(running("a"), there, Moment(node="a"), RULES)) == ["a", "b"]
+
+
+def test_a_pause_is_taken_back_when_nobody_wants_it_any_more() -> None:
+    world = replace(running("a"), pause_at=17)
+    assert next_world(world, nodes(node("a")), Moment(node="a", pausing_s=3.0), RULES) == running("a")
+    ending = nodes(node("a", finished=3), node("b"))
+    assert next_world(replace(running("a", "b"), pause_at=17), ending, Moment(node="b"), RULES) == running("a", "b")
+
+
+def test_a_node_leaves_after_a_pause_and_the_one_that_waits_takes_its_place() -> None:
+    world = replace(running("a", "b", "c"), pause_at=9)
+    there = nodes(node("a", paused=3, leaving=True), node("b", paused=3), node("c", paused=3), node("d"))
+    assert names(next_world(world, there, Moment(node="b"), RULES)) == ["d", "b", "c"]
+
+
+def test_a_full_job_does_not_pause_for_nodes_in_reserve() -> None:
+    there = nodes(*(node(name) for name in "abcd"))
+    assert next_world(running("a", "b", "c"), there, Moment(node="a", pause_step=5), RULES) is None
+
+
+def test_a_job_is_done_when_every_member_finished_this_generation() -> None:
+    world = running("a", "b")
+    there = nodes(node("a", finished=3), node("b", finished=2))
+    assert next_world(world, there, Moment(node="a"), RULES) is None
+    there["b"] = replace(there["b"], finished=3)
+    done = next_world(world, there, Moment(node="a"), RULES)
+    assert done is not None
+    assert done.state is State.DONE
+    assert next_world(done, {}, Moment(quiet_s=1e9), RULES) is None
+
+
+def test_nobody_joins_a_job_that_is_ending() -> None:
+    there = nodes(node("a", finished=3), node("b"), node("c"))
+    assert next_world(running("a", "b"), there, Moment(node="b", pause_step=4), RULES) is None
+
+
+def test_a_failed_job_stays_failed() -> None:
+    world = failed(replace(running("a"), pause_at=3), "ValueError: x")
+    assert (world.state, world.message, world.pause_at) == (State.FAILED, "ValueError: x", None)
+    assert next_world(world, nodes(node("a"), node("b")), Moment(quiet_s=1e9), RULES) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "present", "after"),
+    [
+        ([], "ba", "ba"),
+        (list("abc"), "abc", "abc"),
+        (list("abc"), "ac", "ac"),
+        (list("abc"), "bc", "cb"),
+        (list("abc"), "xbc", "xbc"),
+        (list("abc"), "acx", "axc"),
+        (list("abcd"), "d", "d"),
+        (list("ab"), "abxy", "abxy"),
+    ],
+)
+def test_survivors_keep_their_place(before: list[str], present: str, after: str) -> None:
+    assert arrange(before, present) == list(after)
+
+
+@given(st.lists(st.integers(0, 9), unique=True), st.lists(st.integers(0, 9), unique=True, min_size=1))
+def test_nobody_moves_who_need_not(before: list[int], present: list[int]) -> None:
+    old, there = [str(one) for one in before], [str(one) for one in present]
+    order = arrange(old, there)
+    assert sorted(order) == sorted(there)
+    for name in there:
+        if name in old and old.index(name) < len(there):
+            assert order.index(name) == old.index(name)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b'{"id": 1, "addr": 2}', b'{"state": "odd"}', b"\xff"])
+def test_records_that_are_none_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="record"):
+        World.decode(data)
+    with pytest.raises(ProtocolError, match="record"):
+        Node.decode(data)
+
+
+def test_what_a_later_version_adds_to_a_record_breaks_nobody() -> None:
+    for record in (node("a"), running("a", "b")):
+        values = json.loads(record.encode())
+        values["later"] = 1
+        for member in values.get("nodes", []):
+            member["later"] = 2
+        assert type(record).decode(json.dumps(values).encode()) == record
+
+
+# --- Many agents, in any order of events. ---
+
+EVENTS = ("turn",) * 9 + ("tick",) * 5 + ("join", "leave", "kill", "stop", "continue", "cut", "mend", "break")
+
+
+def happen(job: Job, event: str, which: int) -> None:
+    if event == "tick":
+        job.tick()
+    elif event == "join":
+        if len(job.agents) < 8:
+            job.join(reports_steps=which % 3 > 0)
+    elif job.agents:
+        agent = list(job.agents.values())[which % len(job.agents)]
+        if event == "turn":
+            job.turn(agent)
+        elif agent.exit or not agent.alive:
+            pass
+        elif event == "stop":
+            agent.stopped = True
+        elif event == "continue":
+            job.go_on(agent)
+        elif event == "mend":
+            agent.cut = False
+        else:
+            {"leave": job.leave, "kill": job.kill, "cut": job.cut, "break": job.break_worker}[event](agent)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=250),
+)
+def test_any_history_keeps_the_rules_and_comes_to_rest(minimum: int, more: int, history: list[tuple[str, int]]) -> None:
+    job = Job(Rules(minimum, minimum + more, takeover_s=5.0))
+    for _ in range(minimum):
+        job.join()
+    for event, which in history:
+        happen(job, event, which)
+    job.settle()
+    there = [agent for agent in job.present if not agent.record.leaving]
+    if len(there) >= minimum:
+        assert job.world.state is State.RUNNING, job.world
+        assert {member.id for member in job.world.nodes} <= {agent.name for agent in there}
+        assert len(job.world.nodes) == min(len(there), minimum + more)
+        assert job.world.pause_at is None
+        assert all(agent.generation == job.world.generation for agent in job.present if agent.running)
+    else:
+        assert not any(agent.running for agent in job.present)
+    assert not any(agent.record.leaving for agent in job.present), "who wanted to leave has left"
+    job.finish_all()
+    job.settle(20)
+    if len(there) >= minimum:
+        assert job.world.state is State.DONE
+        assert all(agent.exit == "done" for agent in there)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=120), st.integers(0, 7))
+def test_an_error_of_the_script_ends_it_for_everybody(history: list[tuple[str, int]], which: int) -> None:
+    job = Job(Rules(1, 3, takeover_s=5.0))
+    job.join()
+    for event, other in history:
+        happen(job, event, other)
+    job.settle()
+    running_agents = [agent for agent in job.present if agent.running]
+    if not running_agents:
+        return
+    job.fail(running_agents[which % len(running_agents)])
+    job.settle(5)
+    assert job.world.state is State.FAILED
+    assert not job.present

@@ -1,0 +1,326 @@
+"""Replicas without workers: what is kept and sent when, and agents' threads that do so."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.choice import choose
+from edl.collective.checkpoint.keeping import (
+    NOTHING,
+    Keeping,
+    ReplicaFolder,
+    Stamp,
+    kept_prefix,
+    newest_common,
+    stamp_of,
+)
+from edl.collective.checkpoint.slots import Label, SlotPair, find
+from edl.collective.checkpoint.state import State as TrainState
+from edl.collective.job import Member, State, World
+from edl.collective.replica.course import Act, Course, ReplicaPace
+from edl.collective.replica.replication import JobSecret, Replication, peer_of
+from edl.discovery import open_store
+from edl.errors import SettingsError
+from tests.unit.collective.replica.replicas import SECRET, is_whole, keep, save, steps, until
+
+# --- Which state is chosen. ---
+
+labels = st.builds(
+    Label, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
+).filter(lambda label: label.rank < label.world)
+
+
+@given(st.lists(st.tuples(st.lists(labels, max_size=4), st.lists(labels, max_size=4)), min_size=1, max_size=4))
+def test_the_newest_state_that_is_whole_is_chosen_and_owners_come_first(
+    offers: list[tuple[list[Label], list[Label]]],
+) -> None:
+    own, replicas = [one for one, _ in offers], [one for _, one in offers]
+    choice = choose(own, replicas)
+    everything = [label for row in (*own, *replicas) for label in row]
+    whole = {
+        state
+        for state in map(stamp_of, everything)
+        if {label.rank for label in everything if stamp_of(label) == state} == set(range(state[2]))
+    }
+    assert (choice is None) == (not whole)
+    if choice is None:
+        return
+    assert (choice.generation, choice.step, choice.world) == max(whole)
+    owned = {label.rank for row in own for label in row if stamp_of(label) == max(whole)}
+    assert choice.from_replicas == (owned != set(range(choice.world)))
+    for part, holder in enumerate(choice.holders):
+        givers = own if part in owned else replicas
+        assert any(choice.matches(label, part) for label in givers[holder])
+    for source, part in zip(choice.sources, choice.parts, strict=bool(choice.sources)):
+        givers = own if part in owned else replicas
+        assert any(choice.matches(label, part) for label in givers[source])
+
+
+# --- What is kept. ---
+
+
+def test_workers_keep_a_state_when_it_is_wanted_and_all_that_are_kept_were_sent(tmp_path: Path) -> None:
+    folder = ReplicaFolder(tmp_path / "replicas")
+    folder.path.mkdir()
+    keeping = Keeping(tmp_path / "slots-0", folder)
+    assert not keeping.wanted()
+    folder.want(NOTHING)
+    assert keeping.wanted()
+    keep(keeping.slots.prefix, 3)
+    assert not keeping.wanted()
+    folder.want((0, 3, 2))
+    assert keeping.wanted()
+    keep(keeping.slots.prefix, 6)
+    keeping.went_on_from((0, 5, 2))
+    assert keeping.wanted(), "step 6 was given up"
+    assert steps(keeping.slots.prefix) == [3]
+    folder.want(None)
+    assert not keeping.wanted()
+    keeping.close()
+
+
+def memory_of(folder: Path) -> int:
+    """The bytes that lie in memory, however many names they have."""
+    return sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("slots-0*")}.values())
+
+
+@pytest.mark.parametrize(("between", "states"), [(0, 2), (1, 3), (3, 4)], ids=["each", "every other", "every fourth"])
+def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> None:
+    """Where each save is kept for a replica, two slots are enough; elsewhere it takes two more at most."""
+    keeping, slots = Keeping(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
+    most, inodes = 0, set()
+    for step in range(40):
+        kept = step % (between + 1) == 0
+        before = [one.label.step for one in keeping.slots.find()]
+        if kept:
+            keeping.make_way()
+        saved = save(slots, step, 300_000)
+        if step >= 2 * (between + 1):
+            assert set(before[:1]) <= {one.label.step for one in keeping.slots.find()}, "the newer one stays"
+        if kept:
+            keeping.keep(saved)
+        most = max(most, memory_of(tmp_path))
+        inodes |= {path.stat().st_ino for path in tmp_path.glob("slots-0*") if step > 12}
+        assert steps(slots.prefix) == [step, step - 1][: step + 1]
+        assert steps(keeping.slots.prefix) == [one for one in range(step, -1, -1) if one % (between + 1) == 0][:2]
+    assert most < (states + 0.9) * 300_000 + states * 70_000
+    assert len(inodes) <= 4, "the same pages are used again"
+    slots.close()
+
+
+def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on without replicas, and with the last two saves."""
+    folder = ReplicaFolder(tmp_path / "replicas")
+    folder.path.mkdir()
+    folder.want(NOTHING)
+    monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
+    slots = SlotPair(tmp_path / "slots-0")
+    with Checkpointer(TrainState(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
+        keeping = checkpointer._keeping
+        assert keeping is not None
+        for step in range(4):
+            checkpointer.save(step)
+            if step == 2:
+                keeping.keep(slots.find()[0])
+        full, allocate = [True], os.posix_fallocate
+
+        def allocate_until_full(file: int, offset: int, length: int) -> None:
+            if full and os.fstat(file).st_size < length and keeping.slots.find():
+                raise OSError(errno.ENOSPC, "full")
+            allocate(file, offset, length)
+
+        monkeypatch.setattr(os, "posix_fallocate", allocate_until_full)
+        checkpointer.save(4)
+        assert not keeping.wanted()
+        assert keeping.slots.find() == []
+        assert [one.label.step for one in slots.find()] == [4, 3]
+
+
+def test_the_newest_state_that_all_workers_of_a_node_kept_is_found(tmp_path: Path) -> None:
+    one, other = tmp_path / "a", tmp_path / "b"
+    assert newest_common([]) == []
+    keep(one, 3)
+    assert newest_common([find(one), find(other)]) == []
+    keep(other, 3, rank=1)
+    keep(one, 5)
+    assert [found.label.rank for found in newest_common([find(one), find(other)])] == [0, 1]
+    assert newest_common([find(one), find(other)])[0].label.step == 3
+
+
+# --- When what is sent. ---
+
+ONE, TWO = (0, 1, 2), (0, 2, 2)
+
+
+def test_a_state_is_sent_once_and_the_next_one_wanted_after_the_interval() -> None:
+    course = Course(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
+    course.begin(same_peer=False)
+    assert course.next(0, NOTHING, NOTHING) is Act.WANT
+    assert course.next(1, ONE, ONE) is Act.SEND
+    course.failed(2)
+    assert [course.next(now, ONE, ONE) for now in (3, 7)] == [Act.WAIT, Act.SEND]
+    course.sent(ONE, 7, 9)
+    assert [course.next(now, ONE, ONE) for now in (9, 26.9, 27)] == [Act.WAIT, Act.WAIT, Act.WANT]
+    course.begin(same_peer=True)
+    assert course.next(10, ONE, ONE) is Act.WANT, "the first state of a new world is kept at once"
+    course.begin(same_peer=False)
+    assert course.next(10, ONE, ONE) is Act.SEND, "a new peer has none"
+
+
+def test_a_state_that_some_worker_does_not_keep_is_passed_over_in_the_end() -> None:
+    course = Course(ReplicaPace(patience_s=30))
+    course.sent(ONE, 0, 0)
+    assert [course.next(now, ONE, TWO) for now in (20, 49)] == [Act.WAIT, Act.WAIT]
+    assert course.next(49, TWO, TWO) is Act.SEND
+    assert course.next(50, ONE, TWO) is Act.WANT
+
+
+def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of a minute, as 64 GB over 10 Gbit/s take: the oldest is replaced when the next one has arrived."""
+
+    def oldest_s() -> float:
+        course, saved, now = Course(ReplicaPace.from_env()), -1.0, 0.0
+        course.begin(same_peer=False)
+        for step in range(3):
+            sent = (0, step, 2) if step else NOTHING
+            while course.next(now, sent, sent) is not Act.WANT:
+                now += 1.0
+                assert now < 10_000.0
+            before, saved = saved, now
+            course.sent((0, step + 1, 2), now, now + 60.0)
+            now += 60.0
+        return now - before
+
+    assert oldest_s() <= 185.0
+    monkeypatch.setenv("EDL_REPLICA_SHARE", "0.1")
+    assert oldest_s() >= 600.0
+    monkeypatch.setenv("EDL_REPLICA_SHARE", "2")
+    with pytest.raises(SettingsError, match="share"):
+        ReplicaPace.from_env()
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
+def test_transfers_take_no_more_than_their_share(turns: list[tuple[float, float, bool]]) -> None:
+    """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
+    course = Course(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
+    course.begin(same_peer=False)
+    now, kept, sent = 0.0, NOTHING, []
+    for wait_s, took_s, works in turns:
+        now += wait_s
+        act = course.next(now, kept, kept)
+        if act is Act.WANT:
+            kept = (0, kept[1] + 1, 2)
+        elif act is Act.SEND:
+            began, now = now, now + took_s
+            if works:
+                course.sent(kept, began, now)
+                sent.append((began, now))
+            else:
+                course.failed(now)
+    for (began, ended), (following, _) in pairwise(sent):
+        assert following - began >= max(2.0, 4 * (ended - began)) - 1e-6
+
+
+@pytest.mark.parametrize("wrong", [{"share": 0.0}, {"share": 1.5}, {"interval_s": -1.0}])
+def test_a_pace_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(SettingsError):
+        ReplicaPace(**wrong)
+
+
+def test_the_peer_is_the_next_member_that_takes_replicas() -> None:
+    members = [Member(name, "h", 1, 1, rank, port) for rank, (name, port) in enumerate([("a", 5), ("b", 0), ("c", 7)])]
+    world = World(0, State.RUNNING, tuple(members))
+    assert [getattr(peer_of(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
+    assert peer_of(World(0, State.RUNNING, tuple(members[:2])), "a") is None
+
+
+# --- Agents. ---
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def world_of(generation: int, agents: dict[str, Replication]) -> World:
+    members = [Member(name, "127.0.0.1", 0, 1, rank, one.port) for rank, (name, one) in enumerate(agents.items())]
+    return World(generation, State.RUNNING, tuple(members))
+
+
+@pytest.fixture
+def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replication]]:
+    made = {
+        name: Replication(
+            name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicaPace(0)
+        )
+        for name in "abc"
+    }
+    yield made
+    for one in made.values():
+        one.close()
+
+
+def replica(tmp_path: Path, of: str, at: str) -> list[Stamp]:
+    return [stamp_of(one.label) for one in find(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
+
+
+def test_agents_send_what_is_kept_to_the_next_one_and_to_its_successor(
+    tmp_path: Path, agents: dict[str, Replication], said: list[str]
+) -> None:
+    before = time.time_ns() // 1000
+    keep(kept_prefix(tmp_path / "slots-a"), 1)
+    for one in agents.values():
+        one.world_changed(world_of(0, agents))
+    until(lambda: replica(tmp_path, "a", "b") == [(0, 1, 2)], "b has it")
+    until(lambda: before <= agents["a"].replicated_us <= time.time_ns() // 1000, "its age is known")
+    assert agents["b"].replicated_us == 0
+    until(lambda: ReplicaFolder(tmp_path / "a").wanted() == (0, 1, 2), "the next one is wanted")
+    keep(kept_prefix(tmp_path / "slots-a"), 2)
+    until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")
+    agents.pop("b").close()
+    agents["a"].world_changed(world_of(1, agents))
+    until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")
+    agents["a"].world_changed(World(2, State.RUNNING, world_of(1, agents).nodes[:1]))
+    assert ReplicaFolder(tmp_path / "a").wanted() is None, "nobody is there to send anything to"
+    assert said == []
+
+
+def test_a_peer_that_does_not_answer_costs_a_line(
+    tmp_path: Path, agents: dict[str, Replication], said: list[str]
+) -> None:
+    world = world_of(0, agents)
+    agents.pop("b").close()
+    keep(kept_prefix(tmp_path / "slots-a"), 1)
+    agents["a"].world_changed(world)
+    until(lambda: said, "it is said")
+    assert "b did not take a replica" in said[0]
+    assert ReplicaFolder(tmp_path / "a").wanted() is None
+
+
+def test_who_leaves_gives_the_newest_state_away(tmp_path: Path, agents: dict[str, Replication]) -> None:
+    for one in agents.values():
+        one.world_changed(world_of(0, agents))
+    keep(kept_prefix(tmp_path / "slots-a"), 1)
+    keep(tmp_path / "slots-a", 4)
+    until(agents["a"].hand_over, "it was handed over")
+    assert replica(tmp_path, "a", "b")[0] == (0, 4, 2)
+    until(agents["c"].hand_over, "who has nothing may go at once")
+
+
+def test_all_agents_of_a_job_know_one_secret(tmp_path: Path) -> None:
+    with open_store(f"sqlite:///{tmp_path}/store") as store:
+        assert len({JobSecret(store, "job")() for _ in range(3)}) == 1
+        assert len(JobSecret(store, "job")()) == 32
+        assert JobSecret(store, "other")() != JobSecret(store, "job")()

@@ -2,17 +2,18 @@
 
 `DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. Inside:
 
-- `teachers` finds teachers, `link` and `client` talk to one, `links` and `engine` to all of a service;
-- `dispatch`, `window` and `outage` decide, purely, what goes where and when, and how long work waits;
-- `source` cuts the user's data into requests, `epoch` and `labeller` run them, `delivery` puts the answers together;
-- `cache`, `compress` and `losses` keep, shrink and use soft labels.
+- `pipeline` takes data from its source to the training loop: reads ahead, has it labelled, delivers it in order;
+- `source` cuts the user's data into requests, and checks that it does not change meanwhile;
+- `engine` runs the requests of one service on the event loop, `dispatch` decides, purely, what goes where and when;
+- `transport` sends one request to one teacher; `teachers` names teachers, and follows them through discovery;
+- `cache`, `compress` and `losses` keep, shrink and use soft labels; `labelling` fills a cache ahead of time.
 
 What does not belong here: serving a model, and training loops.
 """
 
 from __future__ import annotations
 
-from edl.distill.labeller import Options
+from edl.distill.pipeline.session import Options
 from edl.distill.reader import DistillReader
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
-from edl.distill.caching import Caching
 from edl.distill.datasets.kinds import Data, SampleId
-from edl.distill.labeller import Labeller, Options
-from edl.distill.request import Ask
-from edl.distill.source import BatchCutter, Getter
+from edl.distill.pipeline.cache_lookup import Caching
+from edl.distill.pipeline.session import Labeller, Options
+from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.teachers import Teachers
+from edl.distill.transport.request import Ask
 from edl.errors import TemporaryError
 from edl.protocol.tensors import Array
 

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from edl.distill.actions import FailureKind
+from edl.distill.dispatch.actions import FailureKind
 from edl.distill.stats import ReaderStats
 
 __all__ = ["export"]

@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.caching import Caching
-from edl.distill.delivery import Combine, Combiner, in_order, rows_of
-from edl.distill.epoch import Epoch
-from edl.distill.iterator import EpochIterator
-from edl.distill.labeller import Labeller, Options
 from edl.distill.loader import TeachersLike, groups_of
-from edl.distill.request import Ask
-from edl.distill.source import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
+from edl.distill.pipeline.cache_lookup import Caching
+from edl.distill.pipeline.combine import Combine, Combiner, in_order, rows_of
+from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.epoch_iterator import EpochIterator
+from edl.distill.pipeline.session import Labeller, Options
+from edl.distill.source.cutters import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
+from edl.distill.transport.request import Ask
 from edl.errors import ClosedError, SettingsError, SourceError
 from edl.settings import is_count
 
@@ -47,9 +47,9 @@ class DistillReader:
         predicts: names of the teachers' outputs, which are added behind the fields.
         teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
             or a list of `Teachers` for an ensemble.
-        combine: what to make of an ensemble's answers; see `edl.distill.delivery.Combiner`. With "each" the
+        combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k, temperature, dtype, version: what is asked for; see `edl.distill.request.Ask`.
+        top_k, temperature, dtype, version: what is asked for; see `edl.distill.transport.request.Ask`.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
         id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).

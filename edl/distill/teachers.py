@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.registry import Instance
-from edl.distill.request import check_version
+from edl.distill.transport.request import check_version
 from edl.errors import DiscoveryError, SettingsError
 from edl.notifier import ReentrantEvent
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from edl.distill.arena import Arena
+from edl.distill.transport.shm import Arena
 from edl.errors import EDLError
 from edl.testing import LocalTeacher
 from tests.soak.data import SERVICES

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from edl.distill.actions import Failure
-from edl.distill.stream import InferStream, _Waiting
+from edl.distill.dispatch.actions import Failure
+from edl.distill.transport.stream import InferStream, _Waiting
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, tensors
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.actions import Failure, FailureKind
-from edl.distill.failure import RequestFailed
+from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.transport.grpc_status import RequestFailed
 from edl.quoting import listed, quote, shown
 
 NASTY = "ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\0\u202egnp.exe\u2028\x85\ud800"

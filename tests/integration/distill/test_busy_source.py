@@ -96,7 +96,7 @@ class Slow(Dataset[torch.Tensor]):
 
 
 def test_persistent_workers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.distill.labeller._SAY_AFTER_S", 0.1)
+    monkeypatch.setattr("edl.distill.pipeline.session._SAY_AFTER_S", 0.1)
     loader = DataLoader(Slow(), batch_size=1, num_workers=1, persistent_workers=True, prefetch_factor=2)
     with distill(loader, start("echo").endpoint, inputs="x", outputs="y") as labelled:
         for x, y in labelled:

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
-from edl.distill.actions import FailureKind
-from edl.distill.client import RequestFailed, TeacherClient
-from edl.distill.loop import LoopThread
-from edl.distill.request import Ask, Payload
+from edl.distill.dispatch.actions import FailureKind
+from edl.distill.engine.event_loop import LoopThread
+from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.transport.request import Ask, Payload
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 

@@ -15,8 +15,8 @@ import pytest
 
 from edl.cli.cmd_label import main
 from edl.distill import DistillReader, Options
-from edl.distill.actions import Policy
 from edl.distill.cache import SoftLabelCache
+from edl.distill.dispatch.actions import Policy
 from edl.errors import BadOutputError, EDLError, SettingsError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc

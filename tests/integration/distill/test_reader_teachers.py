@@ -16,8 +16,8 @@ import pytest
 
 from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options
-from edl.distill.actions import Policy
-from edl.distill.client import _OPTIONS
+from edl.distill.dispatch.actions import Policy
+from edl.distill.transport.client import _OPTIONS
 from edl.errors import BadOutputError, NoTeacherError
 from edl.protocol import names
 from edl.protocol.transport import grpc
@@ -127,7 +127,7 @@ def pings_every(monkeypatch: pytest.MonkeyPatch, s: int, keepalive_timeout_s: in
     }
     assert sooner.keys() <= dict(_OPTIONS).keys()
     sooner["grpc.http2.max_pings_without_data"] = 0  # no limit: by default it soon sends one a minute
-    monkeypatch.setattr("edl.distill.client._OPTIONS", [*(dict(_OPTIONS) | sooner).items()])
+    monkeypatch.setattr("edl.distill.transport.client._OPTIONS", [*(dict(_OPTIONS) | sooner).items()])
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def test_a_teacher_that_leaves_before_it_is_connected_is_waited_for_no_longer(
     start: Start, registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long an attempt to connect may take, and what another one fails at may wait for it."""
-    monkeypatch.setattr("edl.distill.link._CONNECT_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("edl.distill.engine.connection._CONNECT_TIMEOUT_S", 1000.0)
     (tmp_path / "models.py").write_text(FAILS_ONCE)
     start(f"{tmp_path}/models.py:fails_once", service="s", discovery=registry_url)
     options = Options(teacher_timeout_s=2.4, policy=Policy(coming_s=1000.0, request_timeout_s=2.4))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.distill import stream as stream_module
-from edl.distill.actions import Failure
-from edl.distill.client import TeacherClient
-from edl.distill.request import Ask, Payload
-from edl.distill.stream import Answer, InferStream
+from edl.distill.dispatch.actions import Failure
+from edl.distill.transport import stream as stream_module
+from edl.distill.transport.client import TeacherClient
+from edl.distill.transport.request import Ask, Payload
+from edl.distill.transport.stream import Answer, InferStream
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.distill.tracing import RequestIds, current_traceparent
+from edl.distill.transport.tracing import RequestIds, current_traceparent
 from edl.errors import SettingsError
 from edl_serving.messages.trace_context import checked_traceparent, request_id_of
 from edl_serving.process.log_output import JsonFormatter

@@ -1,0 +1,517 @@
+"""Which request goes to which teacher, when it goes elsewhere, and when it is given up: decisions without I/O.
+
+`Dispatcher` is a plain state machine. Events come in with the time at which they happened; actions go out, for
+`edl.distill.engine` to carry out. It knows tasks by number and teachers by name, and nothing of tensors or networks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.teacher_state import TeacherState
+from edl.distill.dispatch.window import Window
+
+__all__ = ["Dispatcher"]
+
+
+_STARVING_S = 1.0
+_ENOUGH = 2  # requests: one to compute, and one for until the next is there
+_QUICK_S = 0.002
+_LEAST_FULL_S = 0.01
+"""The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
+_FULL_S, _LONGEST_FULL_S = 0.05, 2.0
+"""The pause of one that gives no usable hint: a few batches' time, doubled until it has room, up to what a person waits
+for without asking why."""
+_MOST_TOKENS = 4.0
+_EARNED = 0.9
+"""Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
+
+
+@dataclass
+class _Attempt:
+    task: int
+    teacher: str
+    sent_at: float
+    in_flight: int
+    extra: bool
+
+
+@dataclass
+class _Task:
+    rows: int = 0
+    nbytes: int = 0
+    attempts: set[int] = field(default_factory=set)
+    failures: list[tuple[str, Failure]] = field(default_factory=list)
+    lost: int = 0
+    first_failed_at: float = 0.0
+    again_at: float = 0.0
+    """From when on it may be sent where it failed, if it failed everywhere: an error may pass."""
+    no_room_at: dict[str, int] = field(default_factory=dict)
+    """The teachers that had no room for it, and how often, which then are the last to be asked: else it could go to and
+    fro among some of them for ever, while another has room."""
+
+    def failed_at(self, teacher: str) -> bool:
+        return any(name == teacher for name, _ in self.failures)
+
+
+class Dispatcher:
+    """State of all open tasks and known teachers. Not thread-safe; every method takes the time `now` in seconds."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.teachers: dict[str, TeacherState] = {}
+        self.sent = self.resent = self.hedged = 0
+        self.left_alone: Counter[FailureKind] = Counter()
+        """How often a teacher was given nothing for a while, by what its last failure was."""
+        self.full = True
+        """Whether, at the last event, no teacher could be given more."""
+        self.busy = True
+        """Whether, at the last event, every teacher that could be given more had enough to do until its next answer."""
+        self._tasks: dict[int, _Task] = {}
+        self._attempts: dict[int, _Attempt] = {}
+        self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
+        self._numbers = itertools.count()
+        self._hedge_tokens = 0.0
+        self._wanted: int | None = None
+        self._coming: set[str] = set()
+        self._parked: list[int] = []  # tasks that all teachers failed at which could be asked now
+        self._parked_until = math.inf
+        self._changed = False  # whether teachers came or went since the last look at what waits
+
+    # Events
+
+    def add(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
+        """A new task of so many rows and bytes, numbered in the order of delivery."""
+        self._tasks[task] = _Task(rows, nbytes)
+        heapq.heappush(self._waiting, task)
+        return self._assign(now)
+
+    def drop(self, task: int) -> list[int]:
+        """Forget a task. Returns the attempts under way, which the caller should cancel and need not report."""
+        gone = self._tasks.pop(task, None)
+        if gone is None:
+            return []
+        attempts = sorted(gone.attempts)
+        for number in attempts:
+            self._end(number)
+        return attempts
+
+    def teacher_coming(self, teacher: str) -> None:
+        """A teacher is being connected to for the first time: what the others fail at waits for it."""
+        self._coming.add(teacher)
+
+    def teacher_not_coming(self, teacher: str, now: float) -> list[Action]:
+        """That came to nothing; it is tried again, and no longer waited for."""
+        self._coming.discard(teacher)
+        self._changed = True
+        return self._assign(now)
+
+    def teacher_up(self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0) -> list[Action]:
+        """A teacher is connected, for the first time or again. It takes so much in a task; 0 if any number."""
+        self._coming.discard(teacher)
+        state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
+        if not state.live:
+            state.window.reset()
+            state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
+        state.live, state.draining, state.max_rows, state.max_nbytes = True, False, max_rows, max_nbytes
+        self._changed = True
+        return self._assign(now)
+
+    def teacher_draining(self, teacher: str) -> None:
+        """A teacher finishes what it has and takes no more."""
+        self._coming.discard(teacher)
+        self._changed = True
+        if teacher in self.teachers:
+            self.teachers[teacher].draining = True
+
+    def teacher_down(self, teacher: str) -> None:
+        """A teacher's connection broke. Its attempts fail one by one."""
+        self._changed = True
+        if teacher in self.teachers:
+            self.teachers[teacher].live = False
+
+    def teacher_removed(self, teacher: str) -> None:
+        """A teacher left for good."""
+        self._coming.discard(teacher)
+        self._changed = True
+        state = self.teachers.pop(teacher, None)
+        if state is not None:
+            state.live = False
+
+    def set_aside(self, teacher: str, kind: FailureKind, why: str, now: float) -> None:
+        """A teacher cannot be used for a while, for a reason that a person should see."""
+        state = self.teachers.get(teacher)
+        if state is not None:
+            self.left_alone[kind] += 1
+            state.closed_until, state.why = now + self.policy.aside_s, why
+
+    def answered(self, attempt: int, now: float) -> list[Action]:
+        """A good answer came. There is an `Answer` among the actions if it is the first for its task."""
+        ended = self._end(attempt)
+        if ended is None:
+            return []
+        actions: list[Action] = []
+        state = self.teachers.get(ended.teacher)
+        if state is not None:
+            state.failures = state.opened = state.unhinted = 0
+            state.half_open, state.why = False, ""
+            state.moved_at = now
+            state.window.answered(now - ended.sent_at, ended.in_flight, now)
+        task = self._tasks.pop(ended.task, None)
+        if task is not None:
+            # Others on the same task are left to end: their teachers are busy with them, and this keeps it known.
+            for name, failure in task.failures:
+                if failure.kind is FailureKind.REJECTED:
+                    self.set_aside(name, failure.kind, f"refused what {ended.teacher} accepted: {failure.message}", now)
+            actions.append(Answer(ended.task, ended.teacher))
+        return actions + self._assign(now)
+
+    def failed(self, attempt: int, failure: Failure, now: float) -> list[Action]:
+        """An attempt failed: send its task elsewhere, or give it up, and treat its teacher accordingly."""
+        ended = self._end(attempt)
+        if ended is None:
+            return []
+        actions: list[Action] = []
+        state = self.teachers.get(ended.teacher)
+        if state is not None:
+            state.moved_at = now
+            self._blame(state, ended.teacher, failure, now)
+        task = self._tasks.get(ended.task)
+        if task is not None:
+            task.lost += failure.kind is FailureKind.LOST
+            if failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED) or task.lost > self.policy.task_losses:
+                task.first_failed_at = task.first_failed_at if task.failures else now
+                task.failures.append((ended.teacher, failure))
+                again = len(task.failures) - len({name for name, _ in task.failures})
+                task.again_at = now + _doubled(self.policy.open_min_s, again, self.policy.open_max_s)
+            elif failure.kind is FailureKind.OVERLOADED:
+                task.no_room_at[ended.teacher] = task.no_room_at.get(ended.teacher, 0) + 1
+            if not task.attempts:  # else another teacher has it as well, and may answer
+                # A failure that says nothing about the task does not make it hopeless.
+                counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
+                if task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
+                    actions.append(self._give_up(ended.task))
+                else:
+                    self.resent += 1
+                    heapq.heappush(self._waiting, ended.task)
+        return actions + self._assign(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time went by: hedge what is late, use teachers whose time-out is over."""
+        return self._assign(now)
+
+    def wanted(self, task: int, now: float) -> list[Action]:
+        """The consumer waits for `task` now."""
+        self._wanted = task
+        return self._assign(now)
+
+    def knows(self, attempt: int) -> bool:
+        """Whether the end of this attempt is still to be reported."""
+        return attempt in self._attempts
+
+    # Questions
+
+    def next_event(self, now: float) -> float | None:
+        """When `tick` should be called next, None if nothing is waiting for time to pass."""
+        if self._changed:
+            return now
+        states = (state for state in self.teachers.values() if state.live and not state.draining)
+        times = [state.closed_until for state in states if state.closed_until > now]
+        if self._parked_until < math.inf:
+            times.append(self._parked_until)
+        if self.policy.hedge_budget > 0:
+            dues = map(self._late_at, self._attempts.values())
+            times.extend(due for due in dues if now < due < math.inf)
+            times.extend(due for due in self._head_times() if due > now)
+        return min(times, default=None)
+
+    def live(self, now: float) -> int:
+        """Teachers that may be given work, now or when they have room."""
+        return sum(state.usable(now) for state in list(self.teachers.values()))
+
+    def too_large(self, now: float) -> int:
+        """Rows of the largest task that waits while there are teachers, but none that takes it; 0 if there is none."""
+        usable = [state for state in list(self.teachers.values()) if state.usable(now)]
+        if not usable or any(state.takes(math.inf, math.inf) for state in usable):
+            return 0
+        waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
+        return max(
+            (
+                task.rows
+                for task in waiting
+                if not task.attempts and not any(state.takes(task.rows, task.nbytes) for state in usable)
+            ),
+            default=0,
+        )
+
+    @property
+    def max_rows(self) -> int:
+        """Rows that every known teacher takes in one task, those included that may be back; 0 if any number."""
+        return min((state.max_rows for state in self.teachers.values() if state.max_rows), default=0)
+
+    @property
+    def max_nbytes(self) -> int:
+        """Bytes that every known teacher takes in one task, as `max_rows`."""
+        return min((state.max_nbytes for state in self.teachers.values() if state.max_nbytes), default=0)
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that no teacher has now."""
+        waiting = (*self._waiting, *self._parked)
+        return sum(task in self._tasks and not self._tasks[task].attempts for task in waiting)
+
+    @property
+    def quick(self) -> bool:
+        """Whether each live teacher answers so quickly that the way there and back is most of it."""
+        states = self.teachers.values()
+        return all(state.window.base_s < _QUICK_S for state in states if state.live and not state.draining)
+
+    def _waiting_now(self) -> bool:
+        return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
+
+    @property
+    def open_tasks(self) -> int:
+        """Tasks without an answer."""
+        return len(self._tasks)
+
+    @property
+    def room(self) -> int:
+        """Requests that all live teachers together want in flight."""
+        states = list(self.teachers.values())  # may be read from another thread
+        return sum(state.window.size for state in states if state.live and not state.draining)
+
+    # Decisions
+
+    def _end(self, attempt: int) -> _Attempt | None:
+        ended = self._attempts.pop(attempt, None)
+        if ended is not None:
+            if ended.teacher in self.teachers:
+                self.teachers[ended.teacher].in_flight.discard(attempt)
+            if ended.task in self._tasks:
+                self._tasks[ended.task].attempts.discard(attempt)
+        return ended
+
+    def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
+        if failure.kind is FailureKind.OVERLOADED:
+            state.window.overloaded()
+            self.left_alone[failure.kind] += now >= state.closed_until
+            if failure.retry_after_s > 0:
+                pause_s = max(failure.retry_after_s, _LEAST_FULL_S)
+            elif now >= state.closed_until:
+                pause_s = _doubled(_FULL_S, state.unhinted, _LONGEST_FULL_S)
+                state.unhinted += 1
+            else:
+                pause_s = 0.0  # of those refused together, only the first counts
+            state.closed_until = max(state.closed_until, now + pause_s)
+            state.why = failure.message
+            return
+        if failure.kind is FailureKind.BAD_OUTPUT:
+            self.set_aside(teacher, failure.kind, failure.message, now)
+            return
+        if failure.kind is FailureKind.REJECTED:
+            return  # judged when another teacher has seen the same request
+        if now < state.closed_until or (failure.kind is FailureKind.LOST and not state.live):
+            return  # more of what was counted already: a connection breaks once, for all that is under way on it
+        state.failures += 1
+        if state.failures >= self.policy.failures_to_open or state.half_open:
+            pause = _doubled(self.policy.open_min_s, state.opened, self.policy.open_max_s)
+            state.opened += 1
+            state.failures = 0
+            state.half_open = True
+            self.left_alone[failure.kind] += 1
+            state.closed_until, state.why = now + pause, failure.message
+
+    def _give_up(self, number: int) -> GiveUp:
+        return GiveUp(number, tuple(self._tasks.pop(number).failures))
+
+    def _awaited_until(self, task: _Task) -> float:
+        """Until when a task that failed waits for teachers that are being connected to."""
+        return task.first_failed_at + self.policy.coming_s if self._coming else -math.inf
+
+    def _hopeless(self, task: _Task, now: float) -> bool:
+        """Whether it makes no sense to send a task that failed anywhere else, or once more."""
+        if now < self._awaited_until(task):
+            return False
+        if len(task.failures) >= self.policy.task_failures:
+            return True
+        rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
+        if not rejected:
+            return False
+        there = self._there_soon(task, now)
+        return len(rejected) >= 2 or (bool(there) and rejected.issuperset(there))
+
+    def _assign(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        put_back: list[int] = []
+        if self._parked and (self._changed or now >= self._parked_until):
+            for number in self._parked:
+                heapq.heappush(self._waiting, number)
+            self._parked, self._parked_until = [], math.inf
+        self._changed = False
+        free = [(name, state) for name, state in self.teachers.items() if state.free(now)]
+        while self._waiting and free:
+            number = heapq.heappop(self._waiting)
+            task = self._tasks.get(number)
+            if task is None or task.attempts:
+                continue
+            choice = self._choose(free, task, now)
+            if choice is None and task.failures:
+                there = self._there_soon(task, now)
+                if there and all(task.failed_at(name) for name in there):
+                    if self._hopeless(task, now):  # since a teacher that was waited for did not come
+                        actions.append(self._give_up(number))
+                        continue
+                    again_at = max(self._awaited_until(task), task.again_at)
+                    if now < again_at:
+                        self._parked.append(number)
+                        self._parked_until = min(self._parked_until, again_at)
+                        continue
+                    choice = self._choose(free, task, now, again=True)
+            if choice is None:
+                put_back.append(number)
+                continue
+            actions.append(self._send(number, task, choice, now, extra=False))
+            if not self.teachers[choice].free(now):
+                free = [(name, state) for name, state in free if name != choice]
+        for number in put_back:
+            heapq.heappush(self._waiting, number)
+        self.full = not free
+        self.busy = all(len(state.in_flight) >= _ENOUGH for _, state in free)
+        if free and self._attempts and self.policy.hedge_budget > 0:
+            actions.extend(self._hedge(free, now))
+        return actions
+
+    def _there_soon(self, task: _Task, now: float) -> list[str]:
+        """The teachers that a task that failed may be sent to within the time that is waited for one to be connected.
+
+        And after that time none that never had room for it: it is asked whenever it is free, but not waited for.
+        """
+        soon = now + self.policy.coming_s
+        there = [
+            name
+            for name, state in self.teachers.items()
+            if state.live and not state.draining and state.takes(task.rows, task.nbytes) and state.closed_until <= soon
+        ]
+        if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
+            return there
+        return [name for name in there if task.failed_at(name) or name not in task.no_room_at]
+
+    def _choose(
+        self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
+    ) -> str | None:
+        """The teacher to send a task to, of those that are free; one that failed at it only `again`, and none that
+        refused it."""
+        fit = [
+            (name, state)
+            for name, state in free
+            if state.takes(task.rows, task.nbytes) and (again or not task.failed_at(name))
+        ]
+        if again:
+            refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
+            fit = [(name, state) for name, state in fit if name not in refused]
+        if not fit:
+            return None
+        if task.no_room_at:
+            least = min(task.no_room_at.get(name, 0) for name, _ in fit)
+            fit = [(name, state) for name, state in fit if task.no_room_at.get(name, 0) == least]
+        return min(fit, key=lambda entry: (entry[1].expected_s(now), len(entry[1].in_flight), entry[0]))[0]
+
+    def _send(self, number: int, task: _Task, teacher: str, now: float, *, extra: bool) -> Send:
+        state = self.teachers[teacher]
+        attempt = next(self._numbers)
+        if not state.in_flight:
+            state.moved_at = now
+        state.in_flight.add(attempt)
+        task.attempts.add(attempt)
+        self._attempts[attempt] = _Attempt(number, teacher, now, len(state.in_flight), extra)
+        self.sent += 1
+        if extra:
+            self.hedged += 1
+            self._hedge_tokens -= 1
+        else:
+            self._hedge_tokens = min(self._hedge_tokens + _EARNED * self.policy.hedge_budget, _MOST_TOKENS)
+        return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
+
+    def _late_at(self, attempt: _Attempt) -> float:
+        """From when on an attempt is late; never if it is not the only one of its task."""
+        task = self._tasks.get(attempt.task)
+        if task is None or len(task.attempts) != 1:
+            return math.inf
+        late_s = self._late_s(self.teachers.get(attempt.teacher))
+        return math.inf if late_s is None else attempt.sent_at + late_s
+
+    def _late_s(self, state: TeacherState | None) -> float | None:
+        if state is None:
+            return self.policy.hedge_min_s
+        median, usual = state.window.median_s, state.window.usual_s
+        if median is None or usual is None:
+            medians = [s.window.median_s for s in self.teachers.values() if s.window.median_s is not None]
+            if not medians:
+                return None
+            median = usual = max(medians)
+        return max(self.policy.hedge_after * median, 1.2 * usual, self.policy.hedge_min_s)
+
+    def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
+        """Send elsewhere too what is late, and, with nothing else to do, what a faster teacher would end sooner."""
+        old = now - self.policy.hedge_min_s  # attempts are in the order of their sending
+        candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
+        late = [(attempt.task, number) for number, attempt in candidates if self._late_at(attempt) <= now]
+        head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
+        if head_due is not None and head_due <= now and self._wanted is not None:
+            late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)
+        for number, attempt in sorted(set(late)):
+            if self._hedge_tokens < 1 and not self._starving(number, attempt, now):
+                continue
+            task, here = self._tasks[number], self._attempts[attempt].teacher
+            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task, now)
+            if choice is not None and len(task.attempts) == 1:
+                yield self._send(number, task, choice, now, extra=True)
+
+    def _head_times(self) -> Iterator[float]:
+        head = self._tasks.get(self._wanted) if self._wanted is not None else None
+        if head is not None and len(head.attempts) == 1:
+            sent = self._attempts[next(iter(head.attempts))]
+            late_s = self._late_s(self.teachers.get(sent.teacher))
+            if late_s is not None:
+                yield sent.sent_at + max(4 * late_s, _STARVING_S)
+            head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
+            if head_due is not None:
+                yield head_due
+
+    def _starving(self, number: int, attempt: int, now: float) -> bool:
+        """Whether the training loop stands still for this task for so long that the budget does not matter."""
+        sent = self._attempts[attempt]
+        late_s = self._late_s(self.teachers.get(sent.teacher))
+        return number == self._wanted and late_s is not None and now >= sent.sent_at + max(4 * late_s, _STARVING_S)
+
+    def _head_due(self) -> float | None:
+        """When the task that the consumer waits for is worth asking an idle teacher for, too."""
+        head = self._tasks.get(self._wanted) if self._wanted is not None else None
+        if head is None or len(head.attempts) != 1 or self._waiting_now():
+            return None
+        attempt = self._attempts[next(iter(head.attempts))]
+        here = self.teachers.get(attempt.teacher)
+        idle = [
+            state.window.median_s
+            for name, state in self.teachers.items()
+            if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
+            if state.takes(head.rows, head.nbytes)
+        ]
+        if not idle:
+            return None
+        gain_s = max(1.5 * min(idle), self.policy.hedge_min_s)
+        median = here.window.median_s if here is not None else None
+        if median is None or median > gain_s:
+            return attempt.sent_at
+        return attempt.sent_at + median + gain_s
+
+
+def _doubled(first_s: float, times: int, longest_s: float) -> float:
+    # Beyond a thousand times, which a teacher that is away overnight reaches, a float is too small for the power.
+    return float(min(first_s * 2 ** min(times, 64), longest_s))

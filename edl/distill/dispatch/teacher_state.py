@@ -1,0 +1,60 @@
+"""One teacher as the dispatcher sees it: whether it can be given a request now, and how long that would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edl.distill.dispatch.window import Window
+
+__all__ = ["TeacherState"]
+
+
+@dataclass
+class TeacherState:
+    """What the dispatcher knows of one teacher; read it, do not write it.
+
+    Attributes:
+        live: connected, and known to serve the right model.
+        draining: takes no new requests.
+        closed_until: no requests before this time; `why` says why.
+        max_rows, max_nbytes: it takes in one request, 0 if any number.
+        moved_at: when it last answered, or began with something to do.
+        unhinted: how often in a row it had no room, and did not say when to come again.
+    """
+
+    window: Window
+    live: bool = True
+    draining: bool = False
+    closed_until: float = 0.0
+    why: str = ""
+    max_rows: int = 0
+    max_nbytes: int = 0
+    in_flight: set[int] = field(default_factory=set)
+    moved_at: float = 0.0
+    failures: int = 0
+    opened: int = 0
+    unhinted: int = 0
+    half_open: bool = False
+
+    def usable(self, now: float) -> bool:
+        return self.live and not self.draining and now >= self.closed_until
+
+    def takes(self, rows: float, nbytes: float) -> bool:
+        return (not self.max_rows or rows <= self.max_rows) and (not self.max_nbytes or nbytes <= self.max_nbytes)
+
+    def free(self, now: float) -> bool:
+        allowed = 1 if self.half_open else self.window.allowed
+        return self.usable(now) and len(self.in_flight) < allowed
+
+    def expected_s(self, now: float) -> float:
+        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.
+
+        One that has been silent for longer than its answers usually take is held up, for as long again as far as
+        anyone can tell: what is sent there meanwhile would have to be hedged, too.
+        """
+        if self.window.median_s is None:
+            return 0.0
+        expected = max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
+        silent_s = now - self.moved_at if self.in_flight else 0.0
+        usual_s = self.window.usual_s or self.window.median_s
+        return expected + silent_s if silent_s > 1.1 * usual_s else expected

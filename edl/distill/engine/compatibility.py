@@ -1,0 +1,264 @@
+"""What all teachers of a service have in common: inputs, outputs and what a row looks like, as the first one has it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from edl.discovery.registry import Instance
+from edl.distill.clamping import ClampWarnings
+from edl.distill.compress import TopK
+from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.transport.request import Ask, ModelSpec, Outputs
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+from edl.quoting import listed
+
+__all__ = ["Agreement", "Inputs"]
+
+logger = logging.getLogger("edl.distill")
+
+Inputs: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
+"""Of a request: name, datatype, shape with rows."""
+
+_MOST_REMEMBERED = 1024
+
+
+class Agreement:
+    """Of the teachers of one service.
+
+    Which dimensions of a row are fixed is what the first teacher's metadata says. Those that it leaves open, such as
+    the length of a text, may differ from one answer to the next.
+
+    Args:
+        service: for messages.
+        ask: what is asked for.
+        mixed_versions: what to make of labels of another version of the model than those before them in an epoch:
+            "warn" takes them, "refuse" does not.
+
+    Attributes:
+        spec: what the model looks like, None while there was no teacher: that of the first, until `follow`. Its name
+            is that of all teachers, for good.
+        settling: `follow` comes next, and says what there is to say about versions.
+    """
+
+    def __init__(self, service: str, ask: Ask, mixed_versions: Literal["warn", "refuse"] = "warn") -> None:
+        self._service, self._ask = service, ask
+        self._refuses = mixed_versions == "refuse"
+        self._kinds: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
+        self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
+        self._kept_shapes: dict[str, tuple[int, ...]] = {}
+        self._agreed: set[str] = set()  # teachers still there whose answers were like that
+        self._firm = False  # whether there was one in this epoch
+        self.spec: ModelSpec | None = None
+        self.settling = False
+        self._clamped = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
+        self._mixed: frozenset[str] = frozenset()
+        self._said: set[str] = set()  # versions beside that of `spec` that the user knows of
+
+    def unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
+        """Why a teacher with this model cannot be used, empty if it can."""
+        missing = [name for name in self._ask.outputs if spec.outputs and name not in spec.outputs]
+        if missing:
+            return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
+        known = self.spec
+        if known is not None and spec.name != known.name:  # equal versions tell nothing: of any model "1" is the first
+            return (
+                f"it serves model {spec.name!r}, the teachers before it {known.name!r}, and labels of two models are "
+                "never mixed: name one of them with model=, or give each model its own --service"
+            )
+        if known is not None and spec.inputs and known.inputs:
+            differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
+            if differing or len(spec.inputs) != len(known.inputs):
+                return f"its model {spec.name!r} takes other inputs than the teachers before it"
+        for name in self._ask.outputs:
+            have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
+            if have is not None and want is not None and not _go_together(have.shape, want.shape):
+                return (
+                    f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
+                    f"the teachers before it {list(want.shape)}"
+                )
+        if known is not None and known.version != spec.version and not self.settling:
+            if self.refuses(spec.version):
+                return self._other_version(spec.version)
+            self._said.add(spec.version)
+            logger.warning(
+                "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
+                "meant, give one of them another --service; if the models are the same, both one --model-version",
+                instance.id,
+                self._service,
+                spec.version,
+                known.version,
+            )
+        return ""
+
+    def check_version(self, teacher: str, version: str) -> Failure | None:
+        """Why an answer is not used, by the version of the model that it is of; of a mixture the user is warned."""
+        known = self.spec
+        if known is None or version == known.version:
+            return None
+        if self.refuses(version):
+            return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._other_version(version)}")
+        if version not in self._said:
+            self._said.add(version)
+            logger.warning(
+                "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
+                "with %r. To be sure of one, name it with version=, or set mixed_versions='refuse'",
+                teacher,
+                self._service,
+                version,
+                known.version,
+            )
+        return None
+
+    def refuses(self, version: str) -> bool:
+        """Whether labels of this version are not to be mixed with those of the epoch."""
+        return self._refuses and self.spec is not None and version != self.spec.version
+
+    def _other_version(self, version: str) -> str:
+        known = self.spec.version if self.spec is not None else ""
+        return (
+            f"it has version {version!r} of its model, this epoch's labels are of {known!r}, and "
+            "mixed_versions='refuse': name one with version=, or let the next epoch follow"
+        )
+
+    def follow(self, live: Sequence[ModelSpec]) -> None:
+        """Before an epoch: whose version labels are kept under. It stays while a live teacher has it.
+
+        The model's name is never followed: that is another model, and not the one that is asked for.
+
+        Args:
+            live: the models of all teachers that can be asked now. Where there are none, nothing changes.
+        """
+        if self.spec is None:
+            return
+        name = self.spec.name
+        live = [spec for spec in live if spec.name == name]
+        if not live:
+            return
+        count = Counter(spec.version for spec in live)
+        if self.spec.version not in count:
+            version = max(sorted(count), key=lambda one: count[one])
+            logger.warning(
+                "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
+                "of %r that are looked up and kept",
+                self._service,
+                version,
+                self.spec.version,
+                version,
+            )
+            self.spec = next(spec for spec in live if spec.version == version)
+            self._forget()
+            self._kept_shapes.clear()
+            self._said.clear()
+        mixed = frozenset(count) if len(count) > 1 else frozenset()
+        if mixed and mixed != self._mixed:
+            logger.warning(
+                "the teachers of %s have versions %s of their model: labels of %r are looked up, until none "
+                "has that one",
+                self._service,
+                ", ".join(map(repr, sorted(mixed))),
+                self.spec.version,
+            )
+        self._mixed = mixed
+        self._said |= mixed
+
+    def begin_epoch(self) -> None:
+        """What was delivered is over: labels to come need not be like it, if none of its teachers is left."""
+        self._firm = False
+
+    def left(self, teacher: str) -> None:
+        """A teacher is gone, or its connection: what comes under its name may be another one."""
+        self._agreed.discard(teacher)
+
+    def misfit(self, teacher: str, inputs: Inputs, outputs: Outputs) -> Failure | None:
+        """Why an answer to a request with these inputs does not go together with those before it."""
+        why = self._differing(inputs, outputs)
+        if why and not self._firm and self._agreed <= {teacher}:
+            self._forget()  # none of those that gave such answers is left to give more of them
+            why = self._differing(inputs, outputs)
+        if why:
+            return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
+        self._agreed.add(teacher)
+        self._firm = True
+        return None
+
+    def _forget(self) -> None:
+        self._kinds.clear()
+        self._row_shapes.clear()
+        self._agreed.clear()
+
+    def _differing(self, inputs: Inputs, outputs: Outputs) -> str:
+        for name, output in outputs.items():
+            array = output.values if isinstance(output, TopK) else output
+            if self._ask.dtype == "float16":
+                self._look_for_clamped(name, array)
+            shape = tuple(array.shape[1:])
+            kind = (array.dtype, len(shape))
+            agreed = self._kinds.setdefault(name, kind)
+            if agreed != kind:
+                return (
+                    f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, the teachers before it of "
+                    f"{agreed[0]} with {agreed[1]}: ask for one dtype=, or give it another --service"
+                )
+            want = self._wanted(name, inputs, shape, compressed=isinstance(output, TopK))
+            if shape != want and not _go_together(shape, want):
+                return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
+        return ""
+
+    def _look_for_clamped(self, name: str, array: Array) -> None:
+        spec = self.spec.outputs.get(name) if self.spec is not None else None
+        if spec is None or spec.datatype != "FP16":  # of a model that computes in float16, nothing was clamped
+            self._clamped.after(name, array)
+
+    def check_cacheable(self, fields: Mapping[str, Array]) -> None:
+        """See that labels found by a sample's id fit its inputs as they are now.
+
+        Where the shape of a label follows that of the inputs, a sample that is padded to another length than when its
+        label was kept would get one of the wrong length.
+
+        Raises:
+            SettingsError: outputs have variable dimensions, and the inputs have other shapes than those before.
+        """
+        known = self.spec
+        if known is None or not any(self._varies(name) for name in self._ask.outputs):
+            return
+        for name, array in fields.items():
+            if known.inputs and name not in known.inputs:
+                continue
+            shape = tuple(array.shape[1:])
+            before = self._kept_shapes.setdefault(name, shape)
+            if before != shape:
+                varying = next(name for name in self._ask.outputs if self._varies(name))
+                raise SettingsError(
+                    f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output {varying!r} "
+                    f"{list(known.outputs[varying].shape)} (-1 is any size) may follow it: kept soft labels would "
+                    "not fit. Pad all batches to one length, or leave the cache out"
+                )
+
+    def _varies(self, name: str) -> bool:
+        spec = self.spec.outputs.get(name) if self.spec is not None else None
+        if spec is None:
+            return False
+        return -1 in (spec.shape if self._ask.top_k is None else spec.shape[:-1])
+
+    def _wanted(self, name: str, inputs: Inputs, shape: tuple[int, ...], *, compressed: bool) -> tuple[int, ...]:
+        """Row shape of an output; -1 is any size."""
+        spec = self.spec.outputs.get(name) if self.spec is not None else None
+        if spec is None:
+            # Nothing is known but what came. Inputs of one shape may be expected to give outputs of one shape.
+            if len(self._row_shapes) >= _MOST_REMEMBERED:
+                self._row_shapes.clear()
+            return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
+        if compressed and self._ask.top_k is not None and spec.shape:
+            classes = spec.shape[-1]
+            return (*spec.shape[:-1], min(self._ask.top_k, classes) if classes > 0 else -1)
+        return spec.shape
+
+
+def _go_together(one: Sequence[int], other: Sequence[int]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))

@@ -1,0 +1,295 @@
+"""One teacher as the engine sees it: connect, check, and connect again until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from edl.discovery.registry import Instance
+from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
+from edl.distill.transport.request import Ask, ModelSpec, Payload, Reply
+from edl.distill.transport.shm_registration import Names
+from edl.protocol import names
+from edl.protocol.credentials import CHECK_EVERY_S, CredentialFiles
+from edl.protocol.handshake import explain_handshake, looks_like_handshake
+from edl.quoting import shown
+
+__all__ = ["Link"]
+
+logger = logging.getLogger("edl.distill")
+
+_CONNECT_TIMEOUT_S = 5.0
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 2.0
+_LAST_LAPSED_BACKOFF_S = 15.0
+"""Of those that are probably dead: a file that nobody writes lists them until the next boot."""
+_NOT_BY_ITSELF = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later
+_STEADY_S = 2.0
+"""A connection that breaks sooner than this counts as a failed attempt to connect."""
+
+
+class Link:
+    """Keeps one instance connected, on the event loop.
+
+    Args:
+        files: certificates and tokens; when they are replaced, the connection is made anew with the new ones.
+        limits: of messages.
+        accept: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
+        up, down: called when requests may be sent, and when they no longer may.
+        not_up: called when an attempt to connect came to nothing.
+
+    Attributes:
+        lapsed: its registration has. Another server may have come to its address since, so that a connection is made
+            only to one that has the same version of the model, and not as often.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        ask: Ask,
+        *,
+        shared_memory: bool,
+        files: CredentialFiles | None = None,
+        limits: MessageLimits = MESSAGE_LIMITS,
+        accept: Callable[[Instance, ModelSpec], str],
+        up: Callable[[Link], None],
+        down: Callable[[Link], None],
+        not_up: Callable[[Link], None],
+    ) -> None:
+        self.instance = instance
+        self.state = "connecting"
+        self.why = ""
+        self.lapsed = False
+        self._version = instance.meta.get("version", "")
+        self._ask = ask if ask.model or not instance.model else replace(ask, model=instance.model)
+        self.changed_spec: ModelSpec | None = None
+        """What `look_again` found the model to be by now, if that is something else; it may take a while to connect."""
+        self._shared_memory = shared_memory
+        self._files, self._limits = files, limits
+        self._accept, self._up, self._down, self._not_up = accept, up, down, not_up
+        self._client: TeacherClient | None = None
+        self._names: Names = {}
+        self._using: dict[TeacherClient, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._broken = asyncio.Event()
+        self._hurry = asyncio.Event()  # cuts the wait before the next attempt short
+        self._tried = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    @property
+    def shares_memory(self) -> bool:
+        return self._client is not None and self._client.shares_memory
+
+    @property
+    def takes_bundles(self) -> bool:
+        """Whether requests are small, and several of them can go in one message."""
+        return self._client is not None and self._client.takes_bundles
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """What the teacher's model looks like, None while it is not connected."""
+        return self._client.spec if self._client is not None else None
+
+    def start(
+        self, payload: Payload, timeout_s: float, done: Callable[[Reply | Failure | None], None]
+    ) -> Callable[[], None] | None:
+        """See `TeacherClient.start`."""
+        client = self._client
+        cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
+        if client is not None and cancel is not None:
+            self._using[client] = self._using.get(client, 0) + 1
+        return cancel
+
+    async def infer(self, payload: Payload, timeout_s: float) -> Reply:
+        """See `TeacherClient.infer`. A lost connection is noticed here and made anew in the background."""
+        client = self._client
+        if client is None:
+            raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
+        self._using[client] = self._using.get(client, 0) + 1
+        failure: Failure | None = None
+        try:
+            return await client.infer(payload, timeout_s)
+        except RequestFailed as exc:
+            failure = exc.failure
+            raise
+        finally:
+            self._ended(client, failure)
+
+    def _done(
+        self,
+        client: TeacherClient,
+        done: Callable[[Reply | Failure | None], None],
+        result: Reply | Failure | None,
+    ) -> None:
+        self._ended(client, result if isinstance(result, Failure) else None)
+        done(result)
+
+    def _ended(self, client: TeacherClient, failure: Failure | None) -> None:
+        """One request less on a connection, which may have been lost, or left for another one before."""
+        if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
+            self.why = failure.message
+            self._leave()
+        self._using[client] -= 1
+        if not self._using[client]:
+            del self._using[client]
+            if client is not self._client:
+                self._close_soon(client)
+
+    def _close_soon(self, client: TeacherClient) -> None:
+        # The next connection, to the same server as it may be, goes on using the shared memory.
+        task = asyncio.get_running_loop().create_task(client.close(unregister=False))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def look_again(self) -> None:
+        """See whether the model still is what it was, and connect anew if not: a server may load another one, and gRPC
+        connects by itself to a server that took the address of the one before. Returns when that has been tried.
+        """
+        client, self.changed_spec = self._client, None
+        if client is not None:
+            try:
+                spec = await client.look(_CONNECT_TIMEOUT_S)
+                self.changed_spec = spec if spec != client.spec else None
+                changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
+            except RequestFailed as exc:
+                changed = exc.failure.message
+            if changed and client is self._client:
+                self.reconnect(changed)
+        elif self.state == "set aside":  # what it was refused for may hold no longer
+            self._tried.clear()
+            self._hurry.set()
+        await self._tried.wait()
+
+    async def check(self) -> None:
+        """See whether the teacher still is ready, and leave the connection if not."""
+        client = self._client
+        if client is None:
+            return
+        try:
+            await client.check_ready(_CONNECT_TIMEOUT_S)
+        except RequestFailed as exc:
+            # One that has no room, or does not know the question, answers.
+            if client is self._client and exc.failure.kind is FailureKind.LOST:
+                self.reconnect(exc.failure.message)
+
+    def reconnect(self, why: str) -> None:
+        """Connect anew, and see whether the teacher still can be used."""
+        if self._client is not None:
+            self.why = why
+            self._leave()
+
+    async def close(self) -> None:
+        """Disconnect; requests under way end with LOST."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        last, self._client = self._client, None
+        clients = [client for client in self._using if client is not last]
+        if last is not None:
+            clients.append(last)
+        for client in clients:
+            await client.close(unregister=client is last)
+        await asyncio.gather(*self._closing)
+
+    def _leave(self) -> None:
+        """Stop using the present connection; requests under way on it may still end well."""
+        client, self._client = self._client, None
+        self.state = "connecting"
+        self._tried.clear()
+        self._down(self)
+        self._broken.set()
+        if client is not None and client not in self._using:
+            self._close_soon(client)
+
+    async def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            version = self._files.current(now=True).version if self._files is not None else 0
+            client = TeacherClient(
+                self.instance.endpoint,
+                self._ask,
+                shared_memory=self._shared_memory,
+                region_names=self._names,
+                files=self._files,
+                limits=self._limits,
+            )
+            connected = False
+            try:
+                spec = await client.open(_CONNECT_TIMEOUT_S)
+                refused = self._another(spec) or self._accept(self.instance, spec)
+                connected = not refused
+                self.state = "ready" if connected else "set aside"
+            except RequestFailed as exc:
+                why = await self._explain(exc.failure.message)
+                refused = why or exc.failure.message
+                self.state = "set aside" if why or exc.failure.kind in _NOT_BY_ITSELF else "connecting"
+            except Exception as exc:
+                # Whatever it was, others wait to hear that this teacher does not come.
+                logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
+                refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
+                self.state = "set aside"
+            finally:
+                if not connected:
+                    await client.close()
+            refused = shown(refused)
+            self._tried.set()
+            if connected:
+                connected_at = time.monotonic()
+                self._client, self.why = client, ""
+                self._version = spec.version
+                self._broken.clear()
+                self._up(self)
+                await self._until_broken(version)
+                if time.monotonic() - connected_at > _STEADY_S:
+                    backoff_s = _FIRST_BACKOFF_S
+                    continue  # at once: the process may be back already, and the next failure waits
+            elif refused != self.why:
+                level = logging.WARNING if self.state == "set aside" else logging.INFO
+                logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
+                self.why = refused
+            if not connected:
+                self._not_up(self)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), backoff_s * random.uniform(0.8, 1.2))
+            self._hurry.clear()
+            backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
+
+    def _another(self, spec: ModelSpec) -> str:
+        """Why this may be another server than the one that registered; empty if it is not, or is registered now."""
+        if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
+            return ""
+        if not self._version:
+            return f"{self.instance.endpoint}: nothing tells whether this is who registered, which said no version"
+        return f"{self.instance.endpoint} has version {spec.version!r}, and version {self._version!r} registered"
+
+    async def _until_broken(self, version: int) -> None:
+        """Wait until the connection is left, and leave it when other certificates or tokens are there."""
+        if self._files is None:
+            await self._broken.wait()
+        while not self._broken.is_set():
+            try:
+                # Not all teachers of a student at once, since that would leave it without any for a moment.
+                await asyncio.wait_for(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
+            except asyncio.TimeoutError:
+                assert self._files is not None
+                if self._files.current(now=True).version != version:
+                    self.why = "its connection is made anew, with the credentials that were replaced"
+                    self._leave()
+
+    async def _explain(self, words: str) -> str:
+        """What is wrong with certificates where an attempt to connect failed; empty if nothing is, or it is known."""
+        if not looks_like_handshake(words):
+            return ""
+        says_tls = self.instance.meta.get(names.TLS_META) == "1"
+        try:
+            return await explain_handshake(self.instance.endpoint, self._files, says_tls=says_tls)
+        except Exception:
+            logger.exception("the reason why %s cannot be connected to was not found", self.instance.endpoint)
+            return ""

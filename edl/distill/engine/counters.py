@@ -1,0 +1,114 @@
+"""What an engine counts, of each teacher and of all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.stats import ReaderStats, TeacherStats
+
+__all__ = ["Tally"]
+
+_MOST_GONE = 100
+"""Teachers that left and are remembered by name: enough to read what became of them, where pods come and go."""
+
+
+@dataclass
+class _Counts:
+    endpoint: str
+    rows: int = 0
+    requests: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class _Teachers:
+    """Counts by name, of those that are there and of those that left last, and sums over all that left."""
+
+    present: Mapping[str, _Counts] = field(default_factory=dict)
+    gone: Mapping[str, _Counts] = field(default_factory=dict)
+    departed: _Counts = field(default_factory=lambda: _Counts(""))
+
+
+@dataclass
+class Tally:
+    """Rows, by what became of them. Written on the loop only, read from any thread.
+
+    Without a lock, which a signal handler that asks for `stats` could find taken by the very thread that it interrupts:
+    a teacher that comes or goes makes another `_Teachers`, so that nobody counts it twice, or not at all.
+    """
+
+    asked: int = 0
+    received: int = 0
+    resent: int = 0
+    hedged: int = 0
+    _teachers: _Teachers = field(default_factory=_Teachers)
+
+    def begin(self, teacher: str, endpoint: str) -> None:
+        """Count for a teacher that comes, from 0 on."""
+        before = self._teachers
+        gone = {name: counts for name, counts in before.gone.items() if name != teacher}
+        self._teachers = replace(before, present={**before.present, teacher: _Counts(endpoint)}, gone=gone)
+
+    def end(self, teacher: str) -> None:
+        """A teacher left: what it has done counts among that of all who left."""
+        before = self._teachers
+        if teacher not in before.present:
+            return
+        counts = before.present[teacher]
+        departed = _Counts(
+            "",
+            before.departed.rows + counts.rows,
+            before.departed.requests + counts.requests,
+            before.departed.failures + counts.failures,
+        )
+        present = {name: counts for name, counts in before.present.items() if name != teacher}
+        gone = dict([*before.gone.items(), (teacher, counts)][-_MOST_GONE:])
+        self._teachers = _Teachers(present, gone, departed)
+
+    def of(self, teacher: str) -> _Counts:
+        """To be counted up; of all who left if it is one of them, whose last request may end after that."""
+        teachers = self._teachers
+        return teachers.present.get(teacher, teachers.departed)
+
+    def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
+        """All of it, with the dispatcher's gauges.
+
+        Args:
+            state_of: a teacher's state, and why.
+            stale: what is wrong with discovery, empty if nothing is.
+        """
+        counted = self._teachers
+        teachers = {name: _seen(counts) for name, counts in counted.gone.items()}
+        for name, counts in counted.present.items():
+            state = dispatcher.teachers.get(name)
+            status, why = state_of(name)
+            teachers[name] = TeacherStats(
+                endpoint=counts.endpoint,
+                state=status if status != "gone" else "draining",  # it is about to be
+                why=why,
+                rows=counts.rows,
+                requests=counts.requests,
+                failures=counts.failures,
+                in_flight=len(state.in_flight) if state else 0,
+                window=state.window.size if state else 0,
+                median_s=(state.window.median_s or 0.0) if state else 0.0,
+            )
+        return ReaderStats(
+            rows_asked=self.asked,
+            rows_received=self.received,
+            rows_resent=self.resent,
+            rows_hedged=self.hedged,
+            requests_hedged=dispatcher.hedged,
+            set_aside={kind.value: count for kind, count in dispatcher.left_alone.copy().items()},
+            teachers_live=dispatcher.live(time.monotonic()),
+            teachers=teachers,
+            departed=_seen(counted.departed),
+            discovery=stale,
+        )
+
+
+def _seen(counts: _Counts) -> TeacherStats:
+    return TeacherStats(counts.endpoint, "gone", "", counts.rows, counts.requests, counts.failures)

@@ -1,0 +1,39 @@
+"""One request's worth of rows on its way through the engine, and the error that it ends with if nobody labels it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from edl.distill.dispatch.actions import FailureKind, GiveUp
+from edl.distill.transport.request import Outputs, Payload
+from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
+
+__all__ = ["Job", "error_of"]
+
+
+@dataclass(eq=False)
+class Job:
+    """One request's worth of rows.
+
+    Attributes:
+        done: called on the loop, once, with outputs or an error, and the model's version.
+        started: called on the loop when the job is sent for the first time.
+    """
+
+    number: int
+    payload: Payload
+    done: Callable[[Outputs | EDLError, str], None]
+    started: Callable[[], None]
+    running: int = 0
+    sent: bool = False
+    finished: bool = False
+
+
+def error_of(action: GiveUp) -> PermanentError:
+    """What the training loop is told of a task that was given up."""
+    words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
+    kinds = {failure.kind for _, failure in action.failures}
+    if FailureKind.REJECTED in kinds:
+        return RejectedError(f"teachers refuse a request: {words}")
+    return BadOutputError(f"no teacher could label a request: {words}")

@@ -1,0 +1,96 @@
+"""Jobs on their way from the feeding thread to the event loop: when to wake the loop, and when to let them gather.
+
+To wake the loop for a job, and to send a message for it, costs more than the job itself where a teacher on the same
+host answers within a millisecond. There jobs gather for a moment, while the feeding thread makes the next ones ready,
+and go out together. What does not belong here: what becomes of a job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from edl.distill.engine.event_loop import LoopThread
+from edl.distill.engine.job import Job
+
+__all__ = ["Demand", "Inbox"]
+
+MOST_GATHERED = 8
+"""Jobs that are enough to be sent together, however many there is room for."""
+_PATIENCE_S = 0.001
+"""How long jobs may gather. Where the next one takes longer than that to come, none waits for it."""
+_LONGEST_GAP_S = 4 * _PATIENCE_S  # that counts as such, so that one hiccup is soon forgotten
+
+
+class Demand(Protocol):
+    """What an inbox asks about the teachers. Read in any thread; changed on the loop, before a call of `Inbox.look`."""
+
+    @property
+    def full(self) -> bool:
+        """No teacher could be given more, and an answer is on its way."""
+
+    @property
+    def busy(self) -> bool:
+        """Each teacher has something to do, and an answer is on its way."""
+
+    @property
+    def gathers(self) -> int:
+        """So many jobs are worth waiting for, to be sent together; 0 where none is."""
+
+
+class Inbox:
+    """Jobs that the loop has not taken yet.
+
+    Args:
+        take: called with each job, on the loop.
+    """
+
+    def __init__(self, thread: LoopThread, demand: Demand, take: Callable[[Job], None]) -> None:
+        self._thread, self._demand, self._take = thread, demand, take
+        self._jobs: deque[Job] = deque()
+        self._woken = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._put_at = 0.0
+        self._gap_s = _LONGEST_GAP_S
+
+    def put(self, job: Job) -> None:
+        """Hand a job over, from the feeding thread."""
+        now = time.monotonic()
+        self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4
+        self._put_at = now
+        self._jobs.append(job)
+        # The loop looks in here after it has changed what is asked here, so that neither misses the other.
+        if self._woken or self._demand.full:
+            return
+        if self._gathering and (self._timer is not None or self._demand.busy):
+            return
+        self._woken = True
+        self._thread.call(self._wake)
+
+    def look(self) -> None:
+        """On the loop, whenever an answer has come: take what is there, unless more of it is worth waiting for."""
+        if not self._jobs:
+            return
+        if not self._gathering:
+            self.take_in()
+        elif not self._demand.busy and self._timer is None:
+            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.take_in)
+
+    def take_in(self) -> None:
+        """On the loop: take all that is there."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._jobs:
+            self._take(self._jobs.popleft())
+
+    @property
+    def _gathering(self) -> bool:
+        return len(self._jobs) < self._demand.gathers and self._gap_s < _PATIENCE_S
+
+    def _wake(self) -> None:
+        self._woken = False
+        self.look()

@@ -1,0 +1,150 @@
+"""The soft-label cache as a reader uses it: under which key labels are looked up before teachers are asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edl.distill.cache import CacheKey, CacheView, Found, SoftLabelCache
+from edl.distill.transport.request import Ask, ModelSpec, Outputs
+from edl.errors import NoTeacherError, SettingsError
+
+__all__ = ["Caching", "Labels", "Missing", "look_up_offline", "offline_view", "open_view"]
+
+
+logger = logging.getLogger("edl.distill")
+
+
+@dataclass(frozen=True)
+class Caching:
+    """Which cache, and what its ids mean.
+
+    Attributes:
+        dataset: tells data sets, their versions and augmentations apart; see `CacheKey`.
+    """
+
+    cache: SoftLabelCache
+    dataset: str = ""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Which labels one service's answers are, but for the model's version.
+
+    Attributes:
+        service: see `CacheKey`.
+        inputs: names of all that may be sent.
+    """
+
+    ask: Ask
+    dataset: str
+    service: str
+    inputs: tuple[str, ...] = ()
+
+    def key(self, spec: ModelSpec, version: str) -> CacheKey:
+        """What the labels of this version of the model depend on, besides the sample."""
+        return CacheKey(
+            model=spec.name,
+            version=version,
+            outputs=self.ask.outputs,
+            top_k=self.ask.top_k,
+            temperature=self.ask.temperature,
+            dtype=self.ask.dtype,
+            dataset=self.dataset,
+            service=self.service,
+            inputs=() if spec.inputs else self.inputs,
+        )
+
+
+def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
+    """The rows of a key. Where there are none yet, say which labels beside them are not used, and why.
+
+    Args:
+        own: the services of the ensemble, whose labels lie beside one another as they should.
+    """
+    there = cache.keys()
+    beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
+    if beside and key not in there:
+        logger.warning(
+            "soft-label cache %s: labels of model %r version %r that were kept for %s are not used for %r: the same "
+            "version of another service may be another model",
+            cache.path or "in memory",
+            key.model,
+            key.version,
+            " and ".join(repr(other.service) if other.service else "a service not named" for other in beside),
+            key.service,
+        )
+    return cache.view(key)
+
+
+def offline_view(caching: Caching, ask: Ask) -> CacheView:
+    """The only rows in the cache that fit what is asked, for a student without teachers.
+
+    Where nothing is said of the dtype, any fits; but those that teachers would be asked for in the same words go first.
+
+    Raises:
+        SettingsError: there are none, or those of several models or versions.
+    """
+    fitting = [
+        key
+        for key in caching.cache.keys()  # noqa: SIM118 - not a mapping
+        if set(ask.outputs) == set(key.outputs)
+        and (not ask.model or key.model == ask.model)
+        and (not ask.version or key.version == ask.version)
+        and (key.top_k, key.dataset) == (ask.top_k, caching.dataset)
+        and (ask.top_k is None or key.temperature == ask.temperature)
+        and ask.dtype in (None, key.dtype)
+        and caching.cache.store_dtype in (None, key.dtype)
+    ]
+    dtype = caching.cache.store_dtype or ask.dtype
+    same_words = [key for key in fitting if (key.outputs, key.dtype) == (ask.outputs, dtype)]
+    for found in (fitting, same_words):
+        if len(found) == 1:
+            return caching.cache.view(found[0])
+    there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
+    wanted = (
+        f"outputs {list(ask.outputs)}, top_k={ask.top_k}, temperature={ask.temperature:g}, "
+        f"dtype={dtype}, dataset={caching.dataset!r}" + (f", version={ask.version!r}" if ask.version else "")
+    )
+    raise SettingsError(
+        f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "
+        f"for {wanted}; it holds: {there}"
+    )
+
+
+def look_up_offline(view: CacheView, ids: Sequence[Any]) -> Outputs:
+    """Labels of all rows from the cache alone.
+
+    Raises:
+        NoTeacherError: some are not there.
+    """
+    found = view.get(ids)
+    if not found.complete:
+        missing = next(sample for sample, there in zip(ids, found.mask, strict=True) if not there)
+        raise NoTeacherError(f"sample {missing!r} is not in the cache, and no teachers are named to ask")
+    return dict(found.outputs)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Rows of a chunk that the cache does not have, to be completed with their answer.
+
+    Attributes:
+        spec: of the model for whose version the rows were looked up; those of another one are kept apart.
+    """
+
+    found: Found
+    view: CacheView
+    ids: Sequence[Any]
+    cache: SoftLabelCache
+    labels: Labels
+    spec: ModelSpec
+
+    def key(self, version: str) -> CacheKey:
+        """What an answer of this version is kept under."""
+        return self.labels.key(self.spec, version)
+
+    def completed(self, answer: Outputs) -> Outputs:
+        return dict(self.found.filled(answer)) if self.found.outputs else answer

@@ -1,0 +1,406 @@
+"""One pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
+
+No lock is taken here. An iterator that nobody uses any more is closed wherever the garbage collector runs, and a reader
+wherever a signal handler is called: in the middle of any function below, in the thread that is in it. So each piece of
+state has one writer, or is changed by single steps that Python makes atomic, and who waits does so on a `Notifier`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from edl.distill.pipeline.open_chunks import Buffered
+from edl.distill.source.cutters import Chunk, Cutter, Item
+from edl.distill.source.reuse import InUse
+from edl.errors import ClosedError, SourceError
+from edl.notifier import Notifier
+
+__all__ = ["Epoch"]
+
+logger = logging.getLogger("edl.distill")
+
+_LOW = 0.6
+"""Backlog at which the feeding thread is woken. It fills it up then: to be woken for each chunk costs more than one."""
+_PATIENCE_S = 0.01
+"""How long the training loop waits before it tells the engine which chunk it is waiting for."""
+_SHORTEST_LOOK_S = 0.001
+"""Between two looks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
+
+
+class Labels(Protocol):
+    """What an epoch needs of the labeller; see `Labeller`."""
+
+    memory_bytes: int
+    linger_s: float
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def backlog(self) -> float: ...
+    def check(self) -> None: ...
+    def settle(self) -> None: ...
+    def max_rows(self, stopped: Callable[[], bool]) -> int: ...
+    def estimate(self, chunk: Chunk) -> None: ...
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None: ...
+    def wanted(self, chunk: Chunk) -> None: ...
+    def cancel(self, chunks: Iterable[Chunk]) -> None: ...
+    def delivered(self, rows: int) -> None: ...
+    def waited(self, seconds: float) -> None: ...
+
+
+class Epoch:
+    """An iterator over items whose chunks are done. Closing it drops what is under way.
+
+    The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
+    is held than the labeller allows. It lends the cutter out while the source makes the next value. Where the training
+    loop waits for a request that is not full, and the source has been silent for `linger_s`, a second thread seals and
+    sends it.
+
+    The labeller keeps its epoch, and the finalizer of a reader keeps the labeller. So an epoch that has ended may hold
+    nothing of the user's, whose objects may hold the reader: neither the source, which only the thread has, nor an
+    error that was raised in the training loop, whose traceback leads to the reader.
+    """
+
+    def __init__(self, labeller: Labels, source: Iterator[Any], cutter: Cutter) -> None:
+        self._labeller = labeller
+        self._pid = os.getpid()
+        self._for_loop = Notifier()  # where the training loop waits
+        self._for_feeder = Notifier()  # where the feeding thread waits
+        self._for_flusher = Notifier()
+        self._awaited: Chunk | None = None
+        self._unsent: Chunk | None = None
+        self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
+        self._items: deque[Item] = deque()
+        self._in_use = InUse()
+        self._open: set[Chunk] = set()
+        self._buffered = Buffered()
+        self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
+        self._asked_at = 0.0  # when the source was asked for the value that it makes now
+        self._fed = False
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._flusher: threading.Thread | None = None
+        self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
+        self._feeder.start()
+
+    def __iter__(self) -> Epoch:
+        return self
+
+    def __next__(self) -> Item:
+        self._labeller.check()
+        started = time.monotonic()
+        try:
+            found = self._next_done()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._labeller.waited(time.monotonic() - started)
+        if isinstance(found, Item):
+            return found
+        self.close()
+        try:
+            raise found
+        finally:
+            del found  # this frame, which the error's traceback holds, would hold the error
+
+    def taken(self, item: Item) -> None:
+        """The item's outputs have been read; its memory may go."""
+        for chunk, start, stop in item.parts:
+            chunk.left -= stop - start
+            if not chunk.left and chunk in self._open:
+                self._open.discard(chunk)
+                self._buffered.take(chunk)
+                chunk.release()
+        self._wake_feeder()
+        self._labeller.delivered(item.rows)
+
+    @property
+    def rows(self) -> int:
+        """Rows that were sent, and that the training loop has not taken."""
+        return 0 if self._closed else sum(chunk.left for chunk in self._open.copy())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the inputs of these rows, and of their answers; those to come as they are estimated."""
+        return 0 if self._closed else self._buffered.nbytes
+
+    def close(self) -> None:
+        """Drop what is under way. May be called twice; does nothing in a forked child, whose parent goes on.
+
+        Never waits, and takes no lock: it is called by the garbage collector and by signal handlers as well, in the
+        middle of anything.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        for notifier in (self._for_loop, self._for_feeder, self._for_flusher):
+            notifier.notify()
+        chunks = self._open.copy()
+        self._open.clear()  # what came between these two lines is cancelled by the thread that sent it
+        self._items.clear()
+        self._needed = frozenset()
+        self._in_use.clear()
+        self._failure = None
+        for chunk in chunks:
+            chunk.error = None
+        if chunks:
+            self._labeller.cancel(chunks)
+
+    def is_feeding(self) -> bool:
+        """Whether this is the feeding thread, in which the source runs."""
+        return threading.current_thread() is self._feeder
+
+    def join(self, timeout_s: float) -> bool:
+        """After `close`, wait until no thread uses the source any more; False if one still does.
+
+        At once in the feeding thread itself, where the source closes its own reader.
+        """
+        if self.is_feeding() or os.getpid() != self._pid:
+            return True
+        deadline = time.monotonic() + timeout_s
+        self._feeder.join(timeout_s)
+        flusher = self._flusher
+        if flusher is not None and flusher is not threading.current_thread():
+            with contextlib.suppress(RuntimeError):  # a signal came before it was started; it ends at once
+                flusher.join(max(deadline - time.monotonic(), 0))
+        return not self._feeder.is_alive()
+
+    # The training loop's thread
+
+    def _next_done(self) -> Item | BaseException:
+        """The next item once all of its chunks are done, or the error that comes in its place."""
+        self._in_use.release()
+        item = self._next_item()
+        if isinstance(item, BaseException):
+            return item
+        self._needed = frozenset(chunk for chunk, _, _ in item.parts)
+        self._wake_feeder()
+        for chunk, _, _ in item.parts:
+            failure = self._await(chunk)
+            if failure is not None:
+                return failure
+        self._in_use.hand(item)
+        return item
+
+    def _next_item(self) -> Item | BaseException:
+        while True:
+            self._check_open()
+            fed = self._fed  # before the look at the items: all of them were there by then
+            with contextlib.suppress(IndexError):
+                return self._items.popleft()
+            if fed:
+                self._check_open()
+                return StopIteration() if self._failure is None else self._failure
+            self._for_loop.wait_for(lambda: self._items or self._fed or self._closed)
+
+    def _await(self, chunk: Chunk) -> BaseException | None:
+        """Wait until a chunk is done; why it never will be."""
+        self._awaited = chunk
+
+        def ended() -> bool:
+            return chunk.done or self._closed or (self._fed and not chunk.sent)
+
+        if not self._for_loop.wait_for(ended, _PATIENCE_S):
+            self._labeller.wanted(chunk)
+            if not chunk.sent:
+                self._wake_flusher()
+            # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
+            # at the latest when its own deadlines have passed.
+            self._for_loop.wait_for(ended)
+        self._awaited = None
+        self._check_open()
+        # Where there is no answer, and no error in its place, the source failed before the chunk was full.
+        return chunk.error if chunk.done else self._failure
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this epoch was closed: another one was started, or the reader was closed")
+
+    # The feeding thread
+
+    def _feed(self, source: Iterator[Any], cutter: Cutter) -> None:
+        try:
+            try:
+                self._take_in(source, cutter)
+            finally:
+                close = getattr(source, "close", None)
+                if close is not None:
+                    with contextlib.suppress(RuntimeError):
+                        close()
+        except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, in its place in the order
+            self._end(_failure_of(exc))
+        else:
+            self._end(None)
+
+    def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
+        self._labeller.settle()
+        while not self._closed:
+            self._asked_at = time.monotonic()
+            self._in_use.drawing()
+            self._lent.append(cutter)
+            try:
+                value = next(source)
+            except StopIteration:
+                if self._take_back():
+                    self._submit(cutter.finish())
+                return
+            except BaseException:
+                self._take_back()  # what is being sent goes before the error
+                raise
+            if not self._take_back():
+                return
+            if cutter.empty:  # a new chunk, whose size may be another one; asked for each sample it takes its time
+                cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
+            item, ready = cutter.put(value)
+            self._in_use.drawn(item)
+            self._offer(item)
+            if not self._submit(ready):
+                return
+
+    def _take_back(self) -> bool:
+        """Wait for the cutter, which the flushing thread may be using; False if the epoch is closed."""
+        while True:
+            try:
+                self._lent.pop()
+            except IndexError:
+                if self._closed:
+                    return False
+                self._for_feeder.wait_for(lambda: self._lent or self._closed)
+            else:
+                return not self._closed
+
+    def _end(self, failure: BaseException | None) -> None:
+        """There is no more to come, be it that the source is at its end."""
+        if failure is not None:
+            self._failure = failure
+            self._drop_unsent()
+        if self._closed:  # the source took longer than the training loop
+            self._items.clear()
+            self._failure = None
+        self._fed = True
+        self._for_loop.notify()
+        self._for_flusher.notify()
+
+    def _offer(self, item: Item) -> None:
+        self._items.append(item)
+        if self._awaited is None:
+            self._for_loop.notify()
+
+    def _drop_unsent(self) -> None:
+        """Items with rows that were never sent come behind the failure."""
+        with contextlib.suppress(IndexError):  # the training loop takes from the other end
+            while True:
+                item = self._items.pop()
+                if all(chunk.sent or chunk.done for chunk, _, _ in item.parts):
+                    self._items.append(item)
+                    return
+
+    def _submit(self, chunks: list[Chunk]) -> bool:
+        """Send chunks, when there is room; False if the epoch is closed. For whoever has the cutter."""
+        for chunk in chunks:
+            self._labeller.estimate(chunk)
+            self._unsent = chunk
+            self._for_feeder.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
+            self._unsent = None
+            if self._closed:
+                return False
+            self._open.add(chunk)
+            self._buffered.open(chunk)
+            chunk.sent = True
+            try:
+                self._labeller.submit(chunk, self._notify, lambda: self._closed)
+            except BaseException as exc:
+                chunk.error = _failure_of(exc)
+                raise
+            self._buffered.looked_up(chunk)
+            if self._closed:  # maybe before the chunk was among those that are open
+                self._labeller.cancel([chunk])
+            elif self._awaited is chunk:
+                self._labeller.wanted(chunk)
+        return not self._closed
+
+    def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
+        if self._buffered.chunks < 2 or chunk in self._needed:
+            return True
+        # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
+        if not chunk.foreseen or self._buffered.nbytes + chunk.weight > self._labeller.memory_bytes:
+            return False
+        return self._labeller.backlog < backlog and self._buffered.chunks < self._labeller.depth
+
+    # The flushing thread, started when the training loop waits for a request that is not full
+
+    def _wake_flusher(self) -> None:
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush, name="edl-flush", daemon=True)
+            self._flusher.start()
+        self._for_flusher.notify()
+
+    def _flush(self) -> None:
+        while not self._over:
+            self._for_flusher.wait_for(lambda: self._over or self._waits_for_source)
+            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
+            if left_s <= 0:
+                self._flush_now()
+            self._for_flusher.wait_for(lambda: self._over, max(left_s, _SHORTEST_LOOK_S))
+
+    def _flush_now(self) -> None:
+        """Send what is not full, unless the feeding thread is at work."""
+        try:
+            cutter = self._lent.pop()
+        except IndexError:
+            return
+        chunk = self._awaited
+        try:
+            if chunk is not None and not chunk.sent and not self._over:
+                self._submit(cutter.finish())
+        except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, which waits for this chunk
+            if chunk is not None and not self._closed:
+                chunk.error = _failure_of(exc)
+                self._for_loop.notify()
+        finally:
+            self._lent.append(cutter)
+            self._for_feeder.notify()
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self._fed
+
+    @property
+    def _waits_for_source(self) -> bool:
+        chunk = self._awaited
+        return chunk is not None and not chunk.sent
+
+    # The event loop's thread
+
+    def _notify(self, surplus_nbytes: int = 0) -> None:
+        """A chunk was sent, or answered with so many bytes more than were estimated."""
+        if surplus_nbytes:
+            self._buffered.answered(surplus_nbytes)
+        # Whoever waits has said for what before it looked whether that is so, so this look misses nobody. Most of the
+        # time there is nobody to wake.
+        awaited = self._awaited
+        if awaited is not None and awaited.done:
+            self._for_loop.notify()
+        self._wake_feeder()
+
+    def _wake_feeder(self) -> None:
+        unsent = self._unsent
+        if unsent is not None and self._has_room(unsent, _LOW):
+            self._for_feeder.notify()
+
+
+def _failure_of(error: BaseException) -> BaseException:
+    """What to raise in the training loop. `StopIteration` is not the source's end here, and would pass for it there."""
+    if not isinstance(error, StopIteration):
+        return error
+    failure = SourceError("StopIteration was raised while an item of the source was taken apart")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,44 @@
+"""What an epoch has sent and the training loop has not taken: chunks and bytes, counted without a lock."""
+
+from __future__ import annotations
+
+from edl.distill.source.cutters import Chunk
+
+__all__ = ["Buffered"]
+
+
+class Buffered:
+    """Counts open chunks. Each number has one thread that writes it, so that none needs a lock."""
+
+    def __init__(self) -> None:
+        self._opened = self._opened_nbytes = 0  # by the thread that sends
+        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
+        self._taken = self._taken_nbytes = 0  # by the training loop
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that are open."""
+        return self._opened - self._taken
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their inputs and answers, those to come as they are estimated."""
+        return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
+
+    def open(self, chunk: Chunk) -> None:
+        """Count a chunk that is about to be sent."""
+        self._opened_nbytes += chunk.weight
+        self._opened += 1
+
+    def looked_up(self, chunk: Chunk) -> None:
+        """Count what a cache had of it."""
+        self._opened_nbytes += chunk.surplus_nbytes
+
+    def answered(self, surplus_nbytes: int) -> None:
+        """Count an answer, by what it weighs more than was estimated."""
+        self._answers_nbytes += surplus_nbytes
+
+    def take(self, chunk: Chunk) -> None:
+        """Count a chunk whose rows have all been taken."""
+        self._taken_nbytes += chunk.weight
+        self._taken += 1

@@ -1,0 +1,558 @@
+"""Soft labels for chunks of rows, from one service or several: engines, shared memory and the cache behind one front.
+
+A `Labeller` belongs to one reader and lives across its epochs. It is started by the first and ended by `close`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from edl.discovery.registry import Snapshot
+from edl.distill.cache import CacheView, SoftLabelCache
+from edl.distill.dispatch.actions import Policy
+from edl.distill.engine.engine import Engine
+from edl.distill.engine.event_loop import LoopThread
+from edl.distill.engine.job import Job
+from edl.distill.pipeline.cache_lookup import Caching, Labels, Missing, look_up_offline, offline_view, open_view
+from edl.distill.pipeline.cache_queue import Keeper
+from edl.distill.pipeline.epoch import Epoch
+from edl.distill.source.cutters import Chunk, Cutter
+from edl.distill.source.iterator import SourceIterator
+from edl.distill.source.sizes import AnswerWeight, weight_of_answer
+from edl.distill.stats import ReaderStats, merged
+from edl.distill.teachers import Following, Teachers, identities
+from edl.distill.transport.message_limits import MessageLimits, rows_that_fit
+from edl.distill.transport.request import Ask, ModelSpec, Outputs, Payload, select_inputs
+from edl.distill.transport.shm import Arena
+from edl.distill.transport.tracing import current_traceparent
+from edl.errors import ClosedError, EDLError, SettingsError, TemporaryError
+from edl.memory import keep_freed_memory
+from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tensors import Array
+from edl.settings import Credentials, is_above_zero
+
+__all__ = ["Labeller", "Options"]
+
+logger = logging.getLogger("edl.distill")
+
+_CLOSE_S = 10.0
+_SOURCE_STOP_S = 5.0
+"""How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
+a scheduler gives a process to end."""
+_SAY_AFTER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a reader goes about its work. Durations in seconds.
+
+    Attributes:
+        teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
+        memory_bytes: items and answers held ahead of the training loop, at most; answers that are still to come count
+            as what they will weigh by those before them. Two requests, and the batch that the training loop waits for,
+            are asked for however large they are.
+        cache_queue_bytes: labels that wait to be put into the cache, at most. Where its disk cannot follow, labels
+            beyond that are not kept (`stats().rows_not_cached`), and are asked for again.
+        linger_s: a request of samples that is not full is sent when the training loop waits for it and the source has
+            been silent for so long.
+        source_timeout_s: an epoch that is started while the source is still busy with the one before it waits so long,
+            and raises `TemporaryError` then.
+        max_request_bytes: of the inputs of one request, at most, where a teacher does not say that it takes less:
+            batches beyond that are sent in pieces.
+        max_answer_bytes: of one answer, at most; less where a model's metadata tell how large answers can be.
+        shared_memory: use it for teachers on this host.
+        mixed_versions: "warn" takes labels of several versions of a model in one epoch and says so; "refuse" takes
+            those of one only, that of the first teacher or the one named with `version=`. See docs/students.md.
+        progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
+        check_all_bytes: see that all bytes of each item are the same when it is delivered as when it was sent, however
+            long that takes; else at least a sample of larger arrays, and all bytes within 2% of the time.
+        policy: windows, hedging, retries.
+        credentials: TLS and tokens; None for what `EDL_TLS_CA`, `EDL_TOKEN_FILE` and their like say.
+    """
+
+    teacher_timeout_s: float = 60.0
+    memory_bytes: int = 512 << 20
+    cache_queue_bytes: int = 256 << 20
+    linger_s: float = 0.02  # longer than a sample takes to decode: a source that is only slow gets its requests full
+    source_timeout_s: float = 60.0
+    max_request_bytes: int = 1 << 30
+    max_answer_bytes: int = 1 << 30
+    shared_memory: bool = True
+    mixed_versions: Literal["warn", "refuse"] = "warn"
+    progress_s: float = 30.0
+    check_all_bytes: bool = False
+    policy: Policy = field(default_factory=Policy)
+    credentials: Credentials | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("teacher_timeout_s", "source_timeout_s", "progress_s"):
+            value = getattr(self, name)
+            if not is_above_zero(value):
+                raise SettingsError(f"{name}={value!r}: must be a number of seconds above 0")
+        if self.linger_s != 0 and not is_above_zero(self.linger_s):
+            raise SettingsError(f"linger_s={self.linger_s!r}: must be a number of seconds, 0 or above")
+        for name in ("memory_bytes", "cache_queue_bytes", "max_request_bytes", "max_answer_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1 << 20:
+                raise SettingsError(f"{name}={value!r}: must be a whole number of bytes, at least one MiB ({1 << 20})")
+        if self.mixed_versions not in ("warn", "refuse"):
+            raise SettingsError(f"mixed_versions={self.mixed_versions!r}: must be 'warn' or 'refuse'")
+        if not isinstance(self.policy, Policy):
+            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
+        if self.credentials is not None and not isinstance(self.credentials, Credentials):
+            raise SettingsError(
+                f"credentials of type {type(self.credentials).__name__}: expected edl.distill.Credentials"
+            )
+
+
+class Labeller:
+    """See the module. `submit` is for the feeding thread, the rest for any."""
+
+    def __init__(self, teachers: list[Teachers], ask: Ask, options: Options, caching: Caching | None = None) -> None:
+        self.teachers = teachers
+        credentials = Credentials.of() if options.credentials is None else options.credentials
+        self._files = (
+            CredentialFiles.of(credentials) if teachers else None
+        )  # what is wrong with them shows here and now
+        self._thread = LoopThread.acquire(for_grpc=bool(teachers))
+        self._caching = caching
+        self._offline: CacheView | None = None
+        self._keeper: Keeper | None = None
+        self._arena: Arena | None = None
+        self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
+        self._options = options
+        self._pid = os.getpid()
+        self._closed = False
+        self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
+        self._numbers = itertools.count()
+        self._delivered = self._cached = 0
+        self._wait_s = 0.0
+        self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
+        keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
+        self._engines: list[Engine] = []
+        self._labels: list[Labels] = []
+        self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
+        self._said_unknown = False
+        self._following: list[Following] = []
+        self._weights: list[AnswerWeight] = []
+        self._epoch: Epoch | None = None
+        self._begins = False
+        self._traceparent = ""
+        self._submitted = [0] * len(teachers)  # written by the feeding thread only
+        try:
+            if caching is not None:
+                self._offline = offline_view(caching, ask) if not teachers else None
+                self._keeper = Keeper(options.cache_queue_bytes)
+            if options.shared_memory:
+                self._arena = Arena(2 * options.memory_bytes)
+            for group, identity in zip(teachers, identities(teachers), strict=True):
+                self._add(
+                    group, identity, replace(ask, model=group.model or ask.model, version=group.version or ask.version)
+                )
+        except BaseException:
+            self.close()
+            raise
+        _OPEN.add(self)
+
+    def _add(self, group: Teachers, identity: str, ask: Ask) -> None:
+        engine = Engine(
+            group.described,
+            ask,
+            thread=self._thread,
+            arena=self._arena,
+            policy=self._options.policy,
+            teacher_timeout_s=self._options.teacher_timeout_s,
+            files=self._files,
+            mixed_versions=self._options.mixed_versions,
+            limits=MessageLimits(self._options.max_answer_bytes, self._options.max_request_bytes),
+        )
+        self._engines.append(engine)
+        self._labels.append(Labels(ask, self._caching.dataset if self._caching else "", identity))
+        self._weights.append(AnswerWeight(ask))
+
+        def changed(snapshot: Snapshot) -> None:
+            self._thread.call(engine.set_teachers, snapshot)
+
+        self._following.append(Following(group, changed))
+
+    @property
+    def services(self) -> int:
+        """How many answers each chunk gets."""
+        return max(len(self.teachers), 1)
+
+    @property
+    def depth(self) -> int:
+        """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
+        return max(8, 4 * max((engine.room for engine in self._engines), default=0))
+
+    @property
+    def backlog(self) -> float:
+        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches.
+
+        Where chunks gather to be sent together, it is enough when the next ones are there by then.
+        """
+        pairs = zip(self._submitted, self._engines, strict=True)
+        waiting = max((submitted - engine.taken_up for submitted, engine in pairs), default=0)
+        together = max((engine.gathers for engine in self._engines), default=0)
+        return waiting / max(2 + self.depth // 16, 1 + together)
+
+    def check(self) -> None:
+        """Raise `ClosedError` if closed, or in a forked child."""
+        if self._closed:
+            raise ClosedError("the reader is closed")
+        self._thread.check()
+
+    def estimate(self, chunk: Chunk) -> None:
+        """Say what the answers to a chunk will weigh, as far as can be told."""
+        for index, (engine, weight) in enumerate(zip(self._engines, self._weights, strict=True)):
+            nbytes = weight.expected(chunk.rows, engine.await_spec(0.0))
+            chunk.answers_nbytes[index] = nbytes or 0
+            chunk.foreseen = chunk.foreseen and nbytes is not None
+
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
+        """Ask every service for the chunk's labels; `changed` is called when it may be done, or was sent.
+
+        For an answer it is called with the bytes by which that weighs more than was estimated.
+
+        Raises:
+            NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
+            SourceError: the model cannot take these inputs.
+        """
+        if self._offline is not None and chunk.ids is not None:
+            self._take_cached(chunk, 0, look_up_offline(self._offline, chunk.ids))
+            self._cached += chunk.rows
+        for index, engine in enumerate(self._engines):
+            spec = self._spec(engine, stopped)
+            if spec is None:
+                return
+            missing = self._look_up(chunk, index, spec)
+            if missing is not None and missing.found.complete:
+                self._take_cached(chunk, index, dict(missing.found.outputs))
+                continue
+            fields = select_inputs(spec, chunk.fields)
+            if missing is not None and missing.found.outputs:
+                fields = {name: array[~missing.found.mask] for name, array in fields.items()}
+            # A label that is kept must be that of the bytes which came with the id, whenever they are sent.
+            copy = missing is not None and not chunk.copied
+            payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
+            payload.traceparent = self._traceparent
+            number = next(self._numbers)
+            chunk.jobs.append((index, number))
+            self._submitted[index] += 1
+            answer = _Answer(chunk, index, changed, missing, self._keeper, self._weights[index])
+            engine.submit(Job(number, payload, answer, changed))
+        changed()
+
+    def _take_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
+        chunk.surplus_nbytes += _weigh(chunk, service, outputs, self._weights[service] if self._weights else None)
+        chunk.outputs[service] = outputs
+
+    def max_rows(self, stopped: Callable[[], bool]) -> int:
+        """Rows that teachers take in one request, 0 if any number. Waits for them, and fails, as `submit` does."""
+        limits = [engine.max_rows for engine in self._engines if self._spec(engine, stopped) is not None]
+        return min((limit for limit in limits if limit), default=0)
+
+    def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
+        """Rows like these that every teacher takes in one request by their bytes, 0 if any number."""
+        fitting = [
+            rows_that_fit(fields, spec, engine.max_nbytes)
+            for engine in self._engines
+            if engine.max_nbytes and (spec := engine.await_spec(0)) is not None
+        ]
+        return min(fitting, default=0)
+
+    def _look_up(self, chunk: Chunk, index: int, spec: ModelSpec) -> Missing | None:
+        if self._caching is None or chunk.ids is None:
+            return None
+        if not spec.version:
+            self._say_unknown(index, chunk.rows)
+            return None
+        self._engines[index].check_cacheable(chunk.fields)
+        cache = self._caching.cache
+        labels = self._labels[index]
+        if not labels.inputs:
+            labels = self._labels[index] = replace(labels, inputs=tuple(chunk.fields))
+        view = self._views.get((index, spec.name, spec.version))
+        if view is None:
+            own = [each.service for each in self._labels]
+            view = open_view(cache, labels.key(spec, spec.version), own)
+            self._views[index, spec.name, spec.version] = view
+        found = view.get(chunk.ids)
+        self._cached += int(found.mask.sum())
+        ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
+        return Missing(found, view, ids, cache, labels, spec)
+
+    def _say_unknown(self, index: int, rows: int) -> None:
+        if self._keeper is not None:
+            self._keeper.leave_out(rows)
+        if not self._said_unknown:
+            self._said_unknown = True
+            logger.warning(
+                "the teachers of %s do not say which version of the model they have: their labels are not kept in the "
+                "cache, since those of another model could not be told from them. Name the version with version=",
+                self._engines[index].name,
+            )
+
+    def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
+        """Where the labels of the only service are kept; waits for its first teacher.
+
+        Raises:
+            NoTeacherError: none told within `teacher_timeout_s` what its model is.
+            SettingsError: it does not say the model's version.
+        """
+        spec = self.model()
+        if not spec.version:
+            raise SettingsError(
+                f"the teachers of {self._engines[0].name} do not say which version of model {spec.name!r} they have, "
+                "which labels are kept by: name it with --model-version (version=)"
+            )
+        return open_view(cache, replace(self._labels[0], inputs=inputs).key(spec, spec.version), ())
+
+    def model(self, service: int = 0) -> ModelSpec:
+        """What the teachers of a service say of their model; waits for the first of them.
+
+        Raises:
+            NoTeacherError: none told within `teacher_timeout_s`.
+        """
+        spec = self._spec(self._engines[service], lambda: self._closed)
+        if spec is None:
+            raise ClosedError("the reader is closed")
+        return spec
+
+    def settle(self) -> None:
+        """Before an epoch: let the cache take in the answers of the one before, and follow the teachers' version."""
+        if self._keeper is not None:
+            self._keeper.settle()
+        elif self._options.mixed_versions != "refuse":
+            return
+        if self._begins:
+            self._begins = False
+            for engine in self._engines:
+                engine.follow_version()
+
+    def wanted(self, chunk: Chunk) -> None:
+        """The training loop waits for this chunk now."""
+        for index, number in chunk.jobs:
+            self._thread.call(self._engines[index].wanted, number)
+
+    def cancel(self, chunks: Iterable[Chunk]) -> None:
+        """Nobody wants these chunks any more."""
+        numbers: dict[int, list[int]] = {}
+        for chunk in chunks:
+            for index, number in chunk.jobs:
+                numbers.setdefault(index, []).append(number)
+        if self._closed or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+            for index, gone in numbers.items():
+                self._thread.call(self._engines[index].cancel, gone)
+
+    def delivered(self, rows: int) -> None:
+        """So many rows went to the training loop."""
+        self._delivered += rows
+        now = time.monotonic()
+        if now >= self._progress_at:
+            rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self._options.progress_s)
+            logger.info("%s, %.0f rows/s", self.stats().line(), rate)
+            self._progress_at, self._progress_rows = now + self._options.progress_s, self._delivered
+
+    def waited(self, seconds: float) -> None:
+        """The training loop waited so long."""
+        self._wait_s += seconds
+
+    def stats(self) -> ReaderStats:
+        """Counters of this reader."""
+        epoch = self._epoch
+        return replace(
+            merged(engine.stats() for engine in self._engines),
+            rows_cached=self._cached,
+            rows_delivered=self._delivered,
+            rows_buffered=epoch.rows if epoch is not None else 0,
+            bytes_held=epoch.nbytes if epoch is not None else 0,
+            wait_s=self._wait_s,
+            rows_not_cached=self._keeper.dropped_rows if self._keeper is not None else 0,
+            cache_queue_bytes=self._keeper.queued_bytes if self._keeper is not None else 0,
+        )
+
+    def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
+        """Start an epoch, with an iterator made in the calling thread, after the one before it has ended.
+
+        Raises:
+            ClosedError: the reader is closed, or this is its own source.
+            TemporaryError: the source is still busy with the epoch before after `source_timeout_s`.
+        """
+        self.check()
+        if self._epoch is not None:
+            self._end_epoch(self._epoch)
+        self._begins = True
+        self._traceparent = current_traceparent()
+        for engine in self._engines:
+            self._thread.call(engine.begin_epoch)
+        iterator = SourceIterator(source())
+        return self.start(iterator, cutter)
+
+    def start(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
+        """Start an epoch over an iterator."""
+        self.check()
+        cutter.time_share.always = self._options.check_all_bytes
+        cutter.fit = self.rows_that_fit
+        epoch = self._epoch = Epoch(self, source, cutter)
+        if self._closed:  # by a signal handler, or another thread, before the epoch was there to be closed as well
+            epoch.close()
+            self.check()
+        return epoch
+
+    def _end_epoch(self, epoch: Epoch) -> None:
+        """End an epoch whose source is about to be used again: two threads in one iterator would share its values out.
+
+        A loader may give the same iterator each time, as torch's does with `persistent_workers`.
+        """
+        if epoch.is_feeding():
+            raise ClosedError(
+                "the data source of a reader starts an epoch of that reader: it would have to end before it is done"
+            )
+        epoch.close()
+        timeout_s = self._options.source_timeout_s
+        say_after_s = min(_SAY_AFTER_S, timeout_s)
+        if epoch.join(say_after_s):
+            return
+        logger.warning(
+            "the data source is still busy %g s after its epoch was ended: waiting up to %g s to start the next one",
+            say_after_s,
+            timeout_s,
+        )
+        if not epoch.join(min(timeout_s - say_after_s, threading.TIMEOUT_MAX)):
+            raise TemporaryError(
+                f"the data source is still busy with the epoch before, {timeout_s:g} s after that was ended, and two "
+                "epochs cannot use it at a time: find out what it waits for, let it give up earlier (a DataLoader's "
+                "timeout), or wait longer with Options(source_timeout_s=...)"
+            )
+
+    def let_go(self) -> None:
+        """`close` for a finalizer, which may run in any thread and in the middle of any function: waits for nothing."""
+        if not self._closed and os.getpid() == self._pid:
+            with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+                self._thread.call(self._close_apart)
+
+    def _close_apart(self) -> None:
+        """On the loop, which is interrupted by no finalizer here, and is needed to close."""
+        threading.Thread(target=self.close, name="edl-close").start()
+
+    def close(self) -> None:
+        """End connections, threads and shared memory. Does nothing in a forked child, whose parent owns them.
+
+        May be called by a signal handler, in the middle of any of these methods.
+        """
+        if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
+            return
+        self._closed = True
+        _OPEN.discard(self)
+        with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+            if self._arena is not None:
+                stack.callback(self._arena.close)
+            if self._keeper is not None:
+                stack.callback(self._keeper.close)
+            stack.callback(self._thread.release)
+            for engine in self._engines:
+                stack.callback(self._close_engine, engine)
+            for following in self._following:
+                stack.callback(following.close)
+            if self._epoch is not None:
+                stack.callback(self._leave_source, self._epoch)
+                stack.callback(self._epoch.close)
+
+    def _leave_source(self, epoch: Epoch) -> None:
+        if not epoch.join(_SOURCE_STOP_S):
+            logger.warning("the data source is still busy %g s after its reader was closed; left alone", _SOURCE_STOP_S)
+
+    def _close_engine(self, engine: Engine) -> None:
+        self._thread.run(engine.close(), _CLOSE_S)
+
+    def _spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
+        """Wait for the first teacher; None if the epoch was closed meanwhile."""
+        begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
+        told = False
+        while not stopped():
+            spec = engine.await_spec(0.2)
+            if spec is not None:
+                return spec
+            waited_s = time.monotonic() - begin
+            if waited_s > timeout_s:
+                raise engine.no_teacher()
+            if not told and waited_s > _SAY_AFTER_S:
+                told = True
+                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, timeout_s)
+        return None
+
+
+_OPEN: set[Labeller] = set()
+"""Those that are to be closed when the program ends."""
+
+
+@atexit.register
+def _close_open() -> None:
+    with contextlib.ExitStack() as stack:
+        for labeller in _OPEN.copy():
+            stack.callback(labeller.close)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Puts a job's outputs into its chunk, on the loop, and has them kept."""
+
+    chunk: Chunk
+    service: int
+    changed: Callable[..., None]
+    missing: Missing | None
+    keeper: Keeper | None
+    weight: AnswerWeight
+
+    def __call__(self, result: Outputs | EDLError, version: str) -> None:
+        surplus_nbytes = 0
+        if isinstance(result, EDLError):
+            self.chunk.error = result
+        else:
+            surplus_nbytes = self._take(result, version)
+        self.changed(surplus_nbytes)
+
+    def _take(self, outputs: Outputs, version: str) -> int:
+        """Hand the outputs over; by how many bytes they weigh more than was estimated."""
+        try:
+            whole = outputs if self.missing is None else self.missing.completed(outputs)
+        except SettingsError as exc:
+            self.chunk.error = exc
+            return 0
+        surplus_nbytes = _weigh(self.chunk, self.service, whole, self.weight)
+        self.chunk.outputs[self.service] = whole
+        self._keep(outputs, version)
+        return surplus_nbytes
+
+    def _keep(self, outputs: Outputs, version: str) -> None:
+        if self.missing is None or self.keeper is None:
+            return
+        missing = self.missing
+        if version == missing.spec.version:
+            self.keeper.keep(missing.view, missing.ids, outputs)
+        elif version:
+            self.keeper.keep(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
+        else:
+            self.keeper.leave_out(len(missing.ids))
+
+
+def _weigh(chunk: Chunk, service: int, outputs: Outputs, weight: AnswerWeight | None) -> int:
+    """Note what an answer weighs, before it is there to be taken; by how many bytes that is more than was estimated."""
+    nbytes = weight_of_answer(outputs)
+    surplus_nbytes = nbytes - chunk.answers_nbytes[service]
+    chunk.answers_nbytes[service] = nbytes
+    if weight is not None:
+        weight.came(chunk.rows, nbytes)
+    return surplus_nbytes

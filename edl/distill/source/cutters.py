@@ -1,0 +1,356 @@
+"""The user's data cut into requests: samples gathered, batches split, and where each row of an item went.
+
+Pure: no threads and no network. Whatever a source yields that cannot be sent is a `SourceError` that names the item,
+the field and the remedy.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edl.distill.source.checksum import TimeShare
+from edl.distill.source.fingerprint import Unchanged, is_tensor
+from edl.distill.source.row_buffer import Rows
+from edl.distill.source.sizes import weight_of
+from edl.distill.transport.request import Outputs
+from edl.errors import ProtocolError, SourceError
+from edl.protocol.tensors import Array, array_of
+
+__all__ = ["BatchCutter", "Chunk", "Cutter", "Item", "SampleCutter", "SampleListCutter", "as_array"]
+
+_OTHER_SHAPE = (
+    "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
+)
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Rows that are asked for together, and what came back.
+
+    Attributes:
+        outputs: one entry a service, None until its answer is there.
+        error: why there are no outputs; then the chunk counts as done.
+        left: rows that the training loop has not taken yet.
+        nbytes: of its inputs.
+        rest_nbytes: of what its items hold besides, which waits for the training loop as well.
+        sent: whether teachers were, or are being, asked for it.
+        copied: whether `fields` are the chunk's own, and not the source's arrays.
+        answers_nbytes: what each service's answer weighs, estimated until it is there.
+        foreseen: whether there is such an estimate for each of them.
+        surplus_nbytes: by how much answers from a cache weigh more than was estimated.
+    """
+
+    services: int
+    rows: int = 0
+    left: int = 0
+    nbytes: int = 0
+    rest_nbytes: int = 0
+    fields: dict[str, Array] = field(default_factory=dict)
+    ids: Sequence[Any] | None = None
+    outputs: list[Outputs | None] = field(default_factory=list)
+    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
+    error: BaseException | None = None
+    sent: bool = False
+    copied: bool = False
+    answers_nbytes: list[int] = field(default_factory=list)
+    foreseen: bool = True
+    surplus_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.outputs = [None] * self.services
+        self.answers_nbytes = [0] * self.services
+
+    @property
+    def weight(self) -> int:
+        """Bytes that its items and answers hold, or will."""
+        return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(outputs is not None for outputs in self.outputs)
+
+    def release(self) -> None:
+        """Let the memory of inputs and answers go; all rows have been taken."""
+        self.fields, self.outputs = {}, [{} for _ in self.outputs]
+
+    def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
+        """Set what to send; rows are counted."""
+        self.fields, self.ids = fields, ids
+        self.rows = self.left = next(iter(fields.values())).shape[0]
+        self.nbytes = weight_of(fields.values())
+        return self
+
+
+@dataclass(eq=False)
+class Item:
+    """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
+
+    value: Any
+    parts: list[tuple[Chunk, int, int]]
+    unchanged: tuple[Unchanged, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)
+
+
+Getter = Callable[[Any], Any]
+
+_CHECKING_SHARE = 0.02  # what training does not notice; from 20 ms a batch on, all of 4.8 MB is looked at within it
+
+
+class Cutter(abc.ABC):
+    """Turns what a source yields into items and the chunks that are ready to be sent.
+
+    Args:
+        getters: for each input's name, how to find it in a sample or batch.
+        chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
+        services: how many services are asked for each chunk.
+        ids: how to find the sample ids, None without a cache.
+
+    Attributes:
+        max_rows: that teachers take in one request, 0 if any number.
+        time_share: of the epoch, for seeing that whole items are delivered as they were sent.
+        fit: how many rows like those given teachers take in one request, by their bytes; 0 if any number.
+    """
+
+    fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
+
+    usual_rows: int
+    """Of a request at most, where the user does not say."""
+
+    def __init__(
+        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+    ) -> None:
+        self.getters, self.services, self.ids = getters, services, ids
+        self.seen = self.max_rows = 0
+        self.time_share = TimeShare(_CHECKING_SHARE)
+        self._chunk_rows = chunk_rows
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of a full request."""
+        return self._chunk_rows or min(self.usual_rows, self.max_rows or self.usual_rows)
+
+    def _rows_like(self, fields: Mapping[str, Array]) -> int:
+        """Rows of a full request of rows like these."""
+        fitting = self.fit(fields) if not self._chunk_rows else 0
+        return min(self.chunk_rows, fitting or self.chunk_rows)
+
+    @abc.abstractmethod
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """One more item of the source; the chunks that are full with it."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row waits for a request to be full."""
+        return True
+
+    def finish(self) -> list[Chunk]:
+        """Seal what is not full: the source is at its end, or silent."""
+        return []
+
+    def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
+        try:
+            return getter(value)
+        except StopIteration as exc:
+            raise _stopped(f"what finds input {name!r} in {what} {self.seen}") from exc
+        except (LookupError, TypeError, AttributeError) as exc:
+            raise SourceError(f"{what} {self.seen} of the source has no field for input {name!r}: {exc}") from exc
+
+    def _get_ids(self, ids: Getter, value: Any, what: str) -> Any:
+        try:
+            return ids(value)
+        except StopIteration as exc:
+            raise _stopped(f"what finds the sample ids in {what} {self.seen}") from exc
+
+
+class BatchCutter(Cutter):
+    """Items are batches: fields are arrays [rows, ...]. Each is split into requests, never merged with another."""
+
+    usual_rows = 256  # a quarter of what `edl serve` lets wait, and four times what it computes at once
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
+        unchanged = Unchanged(f"batch {self.seen}", value, found, self.time_share)
+        fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
+        if unchanged.conversions_matter:
+            unchanged.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
+        rows = _common_rows(fields, self.seen)
+        ids = _as_ids(self._get_ids(self.ids, value, "batch"), rows, self.seen) if self.ids is not None else None
+        step = self._rows_like(fields)
+        parts, chunks = [], []
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            chunk = Chunk(self.services)
+            chunk.seal(
+                {name: array[start:stop] for name, array in fields.items()},
+                ids[start:stop] if ids is not None else None,
+            )
+            chunks.append(chunk)
+            parts.append((chunk, 0, stop - start))
+        chunks[0].rest_nbytes = unchanged.rest_nbytes
+        self.seen += 1
+        return Item(value, parts, (unchanged,)), chunks
+
+
+class _RowGatherer(Cutter):
+    """Gathers single rows into chunks of `chunk_rows`."""
+
+    usual_rows = 32
+
+    def __init__(
+        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+    ) -> None:
+        super().__init__(getters, chunk_rows, services, ids)
+        self._open = Chunk(services)
+        self._rows: dict[str, Rows] = {}
+        self._ids: list[Any] = []
+        self._full = 0
+
+    def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, Unchanged]:
+        found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
+        unchanged = Unchanged(f"sample {self.seen}", sample, found, self.time_share)
+        arrays = {name: as_array(part, f"sample {self.seen}, input {name!r}") for name, part in found.items()}
+        if unchanged.conversions_matter:
+            unchanged.add_sent(found, arrays, functools.partial(as_array, what=f"sample {self.seen}"))
+        if not self._open.rows:
+            self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
+        for name, array in arrays.items():
+            if name not in self._rows:
+                self._rows[name] = Rows(name, self._full, _OTHER_SHAPE)
+            self._rows[name].append(array, f"sample {self.seen}")
+        if self.ids is not None:
+            self._ids.append(self._get_ids(self.ids, sample, "sample"))
+        chunk = self._open
+        chunk.rows += 1
+        chunk.rest_nbytes += unchanged.rest_nbytes
+        self.seen += 1
+        row = chunk.rows - 1
+        if chunk.rows >= self._full:
+            ready.append(self._sealed())
+        return chunk, row, unchanged
+
+    def _sealed(self) -> Chunk:
+        fields = {name: rows.gathered() for name, rows in self._rows.items()}
+        chunk = self._open.seal(fields, list(self._ids) if self.ids is not None else None)
+        chunk.copied = True
+        self._open = Chunk(self.services)
+        self._rows = {}
+        self._ids = []
+        return chunk
+
+    @property
+    def empty(self) -> bool:
+        return not self._open.rows
+
+    def finish(self) -> list[Chunk]:
+        return [self._sealed()] if self._open.rows else []
+
+
+class SampleCutter(_RowGatherer):
+    """Items are samples, each one row."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        ready: list[Chunk] = []
+        chunk, row, unchanged = self._row(value, ready)
+        return Item(value, [(chunk, row, row + 1)], (unchanged,)), ready
+
+
+class SampleListCutter(_RowGatherer):
+    """Items are lists of samples; a request may hold rows of several lists."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        ready: list[Chunk] = []
+        parts: list[tuple[Chunk, int, int]] = []
+        unchanged: list[Unchanged] = []
+        if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
+            raise SourceError(
+                f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
+            )
+        for sample in value:
+            chunk, row, sample_unchanged = self._row(sample, ready)
+            unchanged.append(sample_unchanged)
+            if parts and parts[-1][0] is chunk:
+                parts[-1] = (chunk, parts[-1][1], row + 1)
+            else:
+                parts.append((chunk, row, row + 1))
+        return Item(value, parts, tuple(unchanged)), ready
+
+
+def _stopped(what: str) -> SourceError:
+    """The error for a `StopIteration` that is not the source's own end, and would end the epoch as if it were."""
+    return SourceError(f"{what} raised StopIteration: something that it goes through has no more to give")
+
+
+def as_array(value: Any, what: str) -> Array:
+    """A numpy array of whatever holds numbers or strings: arrays, tensors of any framework, lists.
+
+    Args:
+        what: the value's place in the source, for messages.
+
+    Returns:
+        The value itself if it is an array of numbers, a view of it if it is a tensor on the CPU, else a copy; bytes and
+        strings as objects.
+
+    Raises:
+        SourceError: no teacher could be sent this as it is.
+    """
+    try:
+        numpy_has_it = isinstance(value, np.ndarray) or not is_tensor(value)
+        array = array_of(value) if numpy_has_it else _array_of_tensor(value)
+    except (ValueError, TypeError, OverflowError, ProtocolError) as exc:
+        raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
+    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise SourceError(f"{what}: a masked array cannot be sent; fill in what is masked, array.filled(0) for example")
+    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # of ml_dtypes, as JAX has it; a name costs 5 us
+        array = array.astype(np.float32)
+    if array.dtype.kind not in "biufO" or array.dtype.itemsize > 8:
+        raise SourceError(
+            f"{what}: dtype {array.dtype} cannot be sent: make it numbers of up to 64 bits, booleans, bytes or strings"
+        )
+    if array.dtype.kind == "O":
+        strange = {kind for kind in set(map(type, array.flat)) if not issubclass(kind, bytes | str)}
+        if strange:
+            at, found = next((at, element) for at, element in enumerate(array.flat) if type(element) in strange)
+            raise SourceError(
+                f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings "
+                f"(element {at} is {type(found).__name__})"
+            )
+    return array
+
+
+def _array_of_tensor(value: Any) -> Array:
+    """A tensor of torch or paddle, wherever it lies."""
+    try:
+        tensor = value.detach().cpu()
+        array: Array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
+    except RuntimeError as exc:  # sparse, nested, without data, ...
+        raise TypeError(exc) from exc
+    return array
+
+
+def _common_rows(fields: Mapping[str, Array], seen: int) -> int:
+    counts = {name: array.shape[0] if array.ndim else -1 for name, array in fields.items()}
+    if -1 in counts.values():
+        name = next(name for name, count in counts.items() if count == -1)
+        raise SourceError(f"batch {seen}: input {name!r} is a single number; a batch has rows first")
+    if len(set(counts.values())) > 1:
+        raise SourceError(f"batch {seen}: inputs have different numbers of rows: {counts}")
+    rows = next(iter(counts.values()))
+    if rows == 0:
+        raise SourceError(f"batch {seen} has no rows")
+    return rows
+
+
+def _as_ids(ids: Any, rows: int, seen: int) -> Sequence[Any]:
+    found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(found) != rows:
+        raise SourceError(f"batch {seen} has {len(found)} sample ids for {rows} rows")
+    return found

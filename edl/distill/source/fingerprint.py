@@ -1,0 +1,356 @@
+"""Whether an item is delivered as it was when its rows were sent to the teachers.
+
+A source runs ahead of the training loop. If it fills a buffer again, or puts other arrays into the same list, what the
+training loop gets is another input than the one that the teacher saw. So what an item holds is looked at twice: when it
+is cut into requests, and when it is delivered. `reuse` looks once more where the source yields the same memory again
+meanwhile.
+
+Of inputs that hold objects of unknown types, which can be looked at only by making arrays of them, that is done again.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import mmap
+import operator
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from edl.distill.source.checksum import SMALL_NBYTES, Checksum, TimeShare
+from edl.distill.source.sizes import OBJECT_NBYTES, weight_of_object
+from edl.errors import SourceError
+from edl.protocol.tensors import Array
+
+__all__ = ["Place", "Unchanged", "is_tensor"]
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
+_EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+_NUMBERS = frozenset({int, float, bool, type(None)})
+_DEPTH = 4  # a batch, its parts, their parts, and the samples or rows in these
+
+Path: TypeAlias = tuple[Any, ...]
+Place: TypeAlias = tuple[str, int]
+"""Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
+
+
+class Part:
+    """One part of an item, and what it was like.
+
+    Attributes:
+        path: keys and positions on the way to it, for messages.
+        costly: whether to see that it is the same takes longer than to find its place.
+    """
+
+    __slots__ = ("_holder", "_same", "path")
+    costly = False
+
+    def __init__(self, path: Path, holder: Any, same: Callable[[], bool]) -> None:
+        self.path, self._holder, self._same = path, holder, same
+
+    def same(self) -> bool:
+        """Whether it has not changed."""
+        return self._same()
+
+    @property
+    def place(self) -> Place:
+        """Where it lies; parts of items that are both alive lie in one place if they share it."""
+        return "object", id(self._holder)
+
+
+class SmallArray(Part):
+    """An array of which a copy costs nothing; in a class of its own, since most samples have some."""
+
+    __slots__ = ("_content",)
+
+    def __init__(self, path: Path, array: Array) -> None:
+        self.path, self._holder, self._content = path, array, array.tobytes()
+
+    def same(self) -> bool:
+        return bool(self._holder.tobytes() == self._content)
+
+    @property
+    def place(self) -> Place:
+        return "memory", self._holder.__array_interface__["data"][0]
+
+
+class LargeArray(SmallArray):
+    """An array of which a checksum is kept."""
+
+    __slots__ = ("_checksum", "_time")
+    costly = True
+
+    def __init__(self, path: Path, array: Array, time_share: TimeShare) -> None:
+        self.path, self._holder, self._time = path, array, time_share
+        self._checksum = Checksum.of(array, time_share)
+
+    def same(self) -> bool:
+        return self._checksum.fits(self._holder, self._time)
+
+
+class Converted(Part):
+    """An input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
+
+    __slots__ = ("_before", "_convert", "_time")
+    costly = True
+
+    def __init__(
+        self, path: Path, holder: Any, sent: Array, convert: Callable[[Any], Array], time_share: TimeShare
+    ) -> None:
+        self.path, self._holder, self._convert, self._time = path, holder, convert, time_share
+        self._before = self._content(sent)
+
+    def same(self) -> bool:
+        try:
+            array = self._convert(self._holder)
+        except Exception as exc:  # the user's own code, of a file that is closed by now, say
+            raise SourceError(
+                f"input {self.path[0]!r} was sent to the teachers, but it cannot be looked at again, to see that it "
+                f"did not change while its soft labels were on their way: {exc!r}; yield numpy.array(value) for example"
+            ) from exc
+        shape, dtype, content = self._before
+        if (array.shape, array.dtype) != (shape, dtype):
+            return False
+        return content.fits(array, self._time) if isinstance(content, Checksum) else list(array.flat) == content
+
+    def _content(self, array: Array) -> tuple[tuple[int, ...], np.dtype[Any], Checksum | list[Any]]:
+        content = list(array.flat) if array.dtype.hasobject else Checksum.of(array, self._time)
+        return array.shape, array.dtype, content
+
+
+class Unchanged:
+    """What one item was like.
+
+    Args:
+        what: the item, for messages.
+        inputs: what was found in it for the teachers, by name; no longer looked at where only this mapping holds it.
+
+    Attributes:
+        conversions_matter: whether it holds objects of unknown types, so that `add_sent` is to be called.
+        rest_nbytes: of what the item holds besides the inputs, as far as that is known.
+    """
+
+    __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
+
+    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_share: TimeShare) -> None:
+        self._what = what
+        self._time = time_share
+        self._parts: list[Part] = []
+        self.conversions_matter = False
+        self.rest_nbytes = 0
+        self._inputs = frozenset(map(id, inputs.values()))
+        seen: set[int] = set()  # identities of what the item or `inputs` holds, until this is done
+        self._add(item, (), seen)
+        rest_nbytes = self.rest_nbytes
+        for name in inputs:
+            found = inputs[name]
+            if id(found) not in seen and type(found) not in _EXACTLY_PLAIN:
+                self._add_attribute(item, found)
+                # An array that was made on the way, and that only `inputs` and this loop have, cannot change.
+                plain = type(found) is np.ndarray and found.base is None
+                if not plain or _references(inputs)[name] > _ALONE + 1:
+                    self._add(found, (name,), seen)
+        self.rest_nbytes = rest_nbytes
+
+    def add_sent(self, inputs: Mapping[str, Any], sent: Mapping[str, Array], convert: Callable[[Any], Array]) -> None:
+        """Keep what was sent of inputs that may hold objects of unknown types.
+
+        Args:
+            inputs: as they were found, by name.
+            sent: the arrays made of them.
+            convert: makes such an array.
+        """
+        for name, found in inputs.items():
+            looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
+            if not looked_at and not isinstance(found, _PLAIN):
+                self._parts.append(Converted((name,), found, sent[name], convert, self._time))
+
+    @property
+    def places(self) -> set[Place]:
+        """Where lies what is looked at."""
+        return {part.place for part in self._parts}
+
+    def check(self) -> None:
+        """Raise `SourceError` if anything has changed since."""
+        for part in self._parts:
+            if not part.same():
+                raise self._error(part)
+
+    def check_places(self, places: Callable[[], Container[Place]]) -> None:
+        """`check` of what lies in certain places."""
+        for part in self._parts:
+            if part.costly:
+                if part.place in places() and not part.same():
+                    raise self._error(part)
+            elif not part.same() and part.place in places():
+                raise self._error(part)
+
+    def _error(self, part: Part) -> SourceError:
+        where = f" ({''.join(f'[{key!r}]' for key in part.path)})" if part.path else ""
+        return SourceError(
+            f"{self._what} changed while its soft labels were on their way, or while it was in use{where}: yield a new "
+            "array each time (for example array.copy()), and new lists and dictionaries, since the source runs ahead "
+            "of the training loop"
+        )
+
+    def _add(self, value: Any, path: Path, seen: set[int]) -> None:
+        kind = type(value)
+        if kind in _EXACTLY_PLAIN or id(value) in seen:
+            return
+        seen.add(id(value))
+        if id(value) in self._inputs:
+            nbytes = self.rest_nbytes
+            self._look(value, kind, path, seen)
+            self.rest_nbytes = nbytes
+        else:
+            self._look(value, kind, path, seen)
+
+    def _look(self, value: Any, kind: type[Any], path: Path, seen: set[int]) -> None:
+        if kind is tuple:
+            self._add_each(enumerate(value), path, seen)
+        elif isinstance(value, np.ndarray):
+            self._add_array(value, path)
+        elif isinstance(value, _PLAIN):
+            return
+        elif isinstance(value, list):
+            self._add_elements(value, lambda: list.__getitem__(value, slice(None)), path)
+            self._add_each(enumerate(list.__iter__(value)), path, seen)
+        elif isinstance(value, dict):
+            self._add_elements(value, lambda: [*dict.keys(value), *dict.values(value)], path)
+            self._add_each(dict.items(value), path, seen)
+        elif isinstance(value, tuple):  # with names
+            self._add_each(enumerate(tuple.__iter__(value)), path, seen)
+        elif isinstance(value, collections.UserDict | collections.UserList):
+            self._add_elements(value, lambda: [value.data], path)
+            self._add(value.data, path, seen)
+        elif isinstance(value, collections.deque | set | frozenset):
+            self._add_elements(value, lambda: [*value], path)
+            self._add_each(enumerate(value), path, seen)
+        elif isinstance(value, bytearray | memoryview | array.array | mmap.mmap):
+            self._add_buffer(value, path)
+        elif is_tensor(value):
+            self._add_tensor(value, path)
+        else:
+            self.conversions_matter = True
+            self.rest_nbytes += weight_of_object(value)
+
+    def _add_each(self, parts: Iterable[tuple[Any, Any]], path: Path, seen: set[int]) -> None:
+        for key, part in parts:
+            kind = type(part)
+            if kind in _NUMBERS:
+                continue
+            if kind is bytes or kind is str:
+                if id(part) not in self._inputs:
+                    self.rest_nbytes += len(part) + OBJECT_NBYTES
+            else:
+                if len(path) >= _DEPTH:
+                    self.conversions_matter = True
+                    return
+                self._add(part, (*path, key), seen)
+
+    def _add_array(self, array: Array, path: Path) -> None:
+        self.rest_nbytes += array.nbytes
+        if array.dtype.hasobject:
+            self.rest_nbytes += sum(map(weight_of_object, array.flat))
+            self._add_elements(array, lambda: list(array.flat), path)
+        elif array.nbytes <= SMALL_NBYTES:
+            self._parts.append(SmallArray(path, array))
+        else:
+            self._parts.append(LargeArray(path, array, self._time))
+
+    def _add_tensor(self, tensor: Any, path: Path) -> None:
+        memory = _shared_memory(tensor)
+        if memory is not None:
+            begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
+            self._parts.append(Part(path, tensor, lambda: tensor.data_ptr() == begin))
+            self._add_array(memory, path)
+            return
+        self.rest_nbytes += weight_of_object(tensor)
+        version = _version(tensor)
+        if version is not None:
+            self._parts.append(Part(path, tensor, lambda: _version(tensor) == version))
+        else:
+            self.conversions_matter = True
+
+    def _add_buffer(self, buffer: bytearray | memoryview | array.array[Any] | mmap.mmap, path: Path) -> None:
+        self.rest_nbytes += memoryview(buffer).nbytes
+        before = Checksum.of(np.asarray(memoryview(buffer)), self._time) if len(buffer) else None
+
+        def same() -> bool:  # an array that was kept would not let the source resize its buffer
+            return before.fits(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
+
+        self._parts.append(Part(path, buffer, same))
+
+    def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: Path) -> None:
+        before = elements()
+        self._parts.append(Part(path, holder, lambda: _same_objects(before, elements())))
+
+    def _add_attribute(self, item: Any, found: Any) -> None:
+        """Of an object of the user's, that the attribute which is an input still is."""
+        attributes = getattr(item, "__dict__", None)
+        if isinstance(attributes, dict):
+            for key, value in attributes.items():
+                if value is found:
+                    self._parts.append(Part((key,), item, functools.partial(_holds, attributes, key, value)))
+
+
+def _holds(attributes: dict[str, Any], key: str, value: Any) -> bool:
+    return attributes.get(key) is value
+
+
+def _same_objects(before: list[Any], after: list[Any]) -> bool:
+    if len(before) != len(after):
+        return False
+    if all(map(operator.is_, before, after)):
+        return True
+    return all(
+        old is new or (isinstance(old, _PLAIN) and type(old) is type(new) and (old == new or old != old))
+        for old, new in zip(before, after, strict=True)
+    )
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this is a tensor of torch or paddle."""
+    return hasattr(value, "detach") and hasattr(value, "numpy")
+
+
+def _shared_memory(tensor: Any) -> Array | None:
+    """A tensor's own memory as an array, None if it cannot be had without a copy."""
+    torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
+    try:
+        if torch is not None and isinstance(tensor, torch.Tensor):
+            return _torch_memory(torch, tensor.detach()) if tensor.device.type == "cpu" else None
+        if paddle is not None and isinstance(tensor, paddle.Tensor) and tensor.place.is_cpu_place():
+            return np.from_dlpack(tensor.detach())  # its own `numpy` copies
+    except (RuntimeError, TypeError, BufferError):  # sparse, quantized, a view of bfloat16 with gaps, ...
+        pass
+    return None
+
+
+def _torch_memory(torch: Any, tensor: Any) -> Array:
+    found: Array = (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return found
+
+
+def _version(tensor: Any) -> int | None:
+    """How often a tensor was written to in place, None if it does not say."""
+    for name in ("_version", "inplace_version"):
+        try:
+            found = getattr(tensor, name)
+        except (AttributeError, RuntimeError):  # torch's tensors of inference mode do not count
+            continue
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def _references(values: Mapping[str, Any]) -> dict[str, int]:
+    return {name: sys.getrefcount(value) for name, value in values.items()}
+
+
+_ALONE = _references({"": np.empty(0)})[""]
+"""How many references there are to what only a mapping holds, in this version of Python."""

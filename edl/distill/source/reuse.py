@@ -1,0 +1,85 @@
+"""What the training loop works with, and a source at work may still change."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Protocol
+
+from edl.distill.source.fingerprint import Place, Unchanged
+from edl.errors import SourceError
+
+__all__ = ["InUse"]
+
+
+class Checked(Protocol):
+    """An item that was looked at."""
+
+    @property
+    def unchanged(self) -> Sequence[Unchanged]: ...
+
+
+class InUse:
+    """What the training loop works with, and a source at work may still change.
+
+    A source that fills one buffer again and again does so while the training loop works with the item before, if the
+    loop is the quicker one. An item that has changed then is not accused for that alone, since the training loop may
+    work in place; but it is if the source yields the same memory, list or dictionary again.
+
+    No lock: `drawing` and `drawn` are for the feeding thread, `release` and `hand` for the training loop's, `clear` for
+    any.
+    """
+
+    def __init__(self) -> None:
+        self._current: Checked | None = None
+        self._released: collections.deque[Checked] = collections.deque()  # while the source was at work
+        self._at_work = False
+        self._error: SourceError | None = None
+
+    def drawing(self) -> None:
+        """The source is asked for another item."""
+        self._released.clear()
+        self._at_work = True
+
+    def drawn(self, item: Checked) -> None:
+        """The source has yielded this."""
+        current = self._current  # before those released: `release` puts it there before it lets go of it
+        earlier = [*self._released, *([current] if current is not None else [])]
+        self._at_work = False
+        if not earlier:
+            return
+        found: list[set[Place]] = []
+
+        def places() -> set[Place]:
+            if not found:  # most of the time nobody asks
+                found.append({place for unchanged in item.unchanged for place in unchanged.places})
+            return found[0]
+
+        try:
+            for used in earlier:
+                for unchanged in used.unchanged:
+                    unchanged.check_places(places)
+        except SourceError as exc:
+            self._error = exc
+            raise
+
+    def release(self) -> None:
+        """The training loop is done with its item. Raises `SourceError` if the source has changed it meanwhile."""
+        current = self._current
+        if current is not None and self._at_work:
+            self._released.append(current)
+        self._current = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def hand(self, item: Checked) -> None:
+        """The training loop gets this next. Raises `SourceError` if it has changed since it was sent."""
+        self._current = item
+        for unchanged in item.unchanged:
+            unchanged.check()
+
+    def clear(self) -> None:
+        """Let go of all items."""
+        self._current = self._error = None
+        self._released.clear()

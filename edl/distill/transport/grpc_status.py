@@ -1,0 +1,77 @@
+"""What a gRPC status means to the dispatcher, be it of a call or of one request on a stream."""
+
+from __future__ import annotations
+
+import math
+
+from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.protocol.transport import grpc
+
+__all__ = ["NOT_LET_IN", "RequestFailed", "failure_of"]
+
+_REJECTED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+}
+NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+"""Not about the request, whose labels another teacher gives: this one does not take the student, or no more."""
+
+
+_NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
+"""gRPC's words on this side for an answer that it does not take, whose code is one that the teacher could have sent."""
+_REMEDY = (
+    "answers must come without compression, and be no larger than what was asked for as far as the model's metadata "
+    "tell, and never larger than Options(max_answer_bytes=...)"
+)
+_LONGEST_HINT_S = 60.0
+"""A teacher may not send its students away for longer: a full queue is worked off sooner, or never."""
+
+
+class RequestFailed(Exception):
+    """A request, or the attempt to connect, came to nothing."""
+
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
+        self.failure = Failure(kind, message, retry_after_s)
+        super().__init__(self.failure.message)
+
+
+def failure_of(
+    code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
+) -> RequestFailed:
+    """The failure that a status stands for.
+
+    Args:
+        retry_after_ms: as the teacher sent it beside the status, None if it did not.
+    """
+    message = f"{endpoint}: {details or code.name}"
+    if any(words in details for words in _NOT_TAKEN_HERE):
+        return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
+    if retry_after_ms is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        return RequestFailed(FailureKind.OVERLOADED, message, _hinted_s(retry_after_ms))
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return RequestFailed(FailureKind.LOST, message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in details:
+        return RequestFailed(FailureKind.OVERLOADED, message)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestFailed(FailureKind.TIMEOUT, message)
+    if code in NOT_LET_IN:
+        return RequestFailed(
+            FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
+        )
+    if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND):
+        # The model, or the version that is asked for, is not there any more: that says nothing about the request.
+        return RequestFailed(FailureKind.LOST, message)
+    if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RequestFailed(FailureKind.REJECTED, message)
+    return RequestFailed(FailureKind.ERROR, message)
+
+
+def _hinted_s(milliseconds: str | bytes | int) -> float:
+    """The teacher's hint in seconds; 0, which is none, for anything but a finite number above 0."""
+    try:
+        seconds = float(milliseconds) / 1000
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(seconds, _LONGEST_HINT_S) if math.isfinite(seconds) and seconds > 0 else 0.0

@@ -1,0 +1,306 @@
+"""Requests to one teacher over one bidirectional stream: half the cost of a call of their own each.
+
+Answers come in any order and are matched by id. What does not belong here: what is in a request or an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.transport.grpc_status import RequestFailed, failure_of
+from edl.distill.transport.tracing import RequestIds
+from edl.errors import ProtocolError
+from edl.protocol import bundles, codec, kserve, names
+from edl.protocol.channel import Metadata
+from edl.protocol.codec import Buffer
+from edl.protocol.transport import grpc
+
+__all__ = ["Answer", "InferStream", "explained"]
+
+Answer: TypeAlias = tuple[bytes, list[memoryview]]
+"""An answer's header, serialized and without its id, and its `raw_output_contents`."""
+Done: TypeAlias = Callable[[Answer | Failure | None], None]
+"""Called once, on the event loop, with what became of a request; with None if it was cancelled."""
+
+_CLOSE_S = 0.5
+_BUNDLE_NBYTES = 4000  # of one bundle; with what is around it, no server refuses a message of that size
+_JOIN_AHEAD_NBYTES = 8 << 20
+"""A message from here on is followed by one that was joined while it was on its way. Of 19 MB a tenth more of them are
+sent in a second for it, and of 5 MB a tenth less: two that take turns push one another out of the caches."""
+_FRAMING = 24  # bytes that a message of a bundle takes beside itself: its id, a tag and its length
+_CANCEL = kserve.ModelInferRequest(
+    parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
+).SerializeToString()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A request without an answer."""
+
+    done: Done
+    header: bytes
+    raw: Sequence[Buffer]
+    nbytes: int
+    deadline: float
+    timeout_s: float
+    written: bool = False
+
+
+class InferStream:
+    """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
+
+    Requests are joined to messages when their turn to be written comes, or while a large one before them is on its way,
+    so no more than two lie in memory at a time. They have neither a task nor a timer of their own, each of which would
+    cost a turn of the loop. Small ones that are there when that turn comes, such as those that name shared memory, go
+    into one message; none waits for another.
+
+    Args:
+        in_bundles: the server has `names.EXTENSION_BUNDLE`.
+        metadata: of the call, beside the stream's own.
+        ids: for its requests; new ones if left out.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        endpoint: str,
+        *,
+        in_bundles: bool = False,
+        metadata: Metadata = (),
+        ids: RequestIds | None = None,
+    ) -> None:
+        method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            names.method("ModelStreamInfer")
+        )
+        self._endpoint = endpoint
+        self._ids = ids if ids is not None else RequestIds()
+        own = [(names.UNORDERED, "1"), (names.TRACEPARENT, self._ids.traceparent)]
+        if in_bundles:
+            own.append((names.BUNDLES, "1"))
+        self._call: Any = method(metadata=(*metadata, *own))
+        self._in_bundles = in_bundles
+        self._waiting: dict[str, _Waiting] = {}
+        self._outbox: deque[str] = deque()
+        self._wake = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
+        self.broken = False
+        """Whether the stream has ended; open another one."""
+        self.answering = ""
+        """The id of the request whose answer is being handed over."""
+        self.refused = False
+        """Whether it ended because the server had no room for it: nothing is wrong with the connection."""
+
+    def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
+        """Send a request.
+
+        Args:
+            header: a serialized ModelInferRequest without an id.
+            raw: its `raw_input_contents`; read until `done` is called.
+            done: not called before this returns. LOST if the stream ends.
+
+        Returns:
+            The request's id, for `cancel`; the teacher's log shows it.
+        """
+        number = next(self._ids)
+        deadline = self._loop.time() + timeout_s
+        nbytes = len(header) + sum([memoryview(part).nbytes for part in raw])
+        self._waiting[number] = _Waiting(done, header, raw, nbytes, deadline, timeout_s)
+        self._expect(deadline)
+        self._queue(number)
+        return number
+
+    def cancel(self, number: str) -> None:
+        """Tell the server that nobody waits any more. Does nothing for a request that is done."""
+        self._end(number, None)
+
+    async def ask(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Answer:
+        """`start`, and wait for the answer. Cancelling cancels the request.
+
+        Raises:
+            RequestFailed: as for a call of its own; LOST if the stream ends.
+        """
+        if self.broken:
+            raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the stream has ended")
+        future: asyncio.Future[Answer | Failure | None] = self._loop.create_future()
+        number = self.start(header, raw, timeout_s, functools.partial(_hand_over, future))
+        try:
+            answer = await future
+        finally:
+            self.cancel(number)
+        if isinstance(answer, Failure):  # as a result: an exception in the future would be a cycle
+            raise RequestFailed(answer.kind, answer.message, answer.retry_after_s)
+        assert answer is not None, "only this coroutine knows the number"
+        return answer
+
+    async def close(self) -> None:
+        """End the stream; requests under way end with LOST."""
+        self._break(Failure(FailureKind.LOST, f"{self._endpoint}: the connection was closed"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):  # a call that was cancelled before it began never gets a status
+            await asyncio.wait_for(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
+
+    def _queue(self, number: str) -> None:
+        self._outbox.append(number)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def _end(self, number: str, why: Failure | None) -> None:
+        waiting = self._waiting.pop(number, None)
+        if waiting is not None:
+            if waiting.written:
+                self._queue(number)  # a number that nobody waits for is a cancellation
+            waiting.done(why)
+
+    def _expect(self, deadline: float) -> None:
+        """See that a look is taken at `deadline`, or before. Answers do not put it off: they come more often."""
+        if self._timer is None or deadline < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        for number, waiting in list(self._waiting.items()):
+            if waiting.deadline <= now:
+                words = f"{self._endpoint}: no answer within {waiting.timeout_s:g} s (request {number})"
+                self._end(number, Failure(FailureKind.TIMEOUT, words))
+        if self._waiting:
+            self._expect(min(waiting.deadline for waiting in self._waiting.values()))
+
+    def _break(self, failure: Failure) -> None:
+        if self.broken:
+            return
+        self.broken = True
+        self._call.cancel()
+        self._outbox.clear()
+        self._wake.set()
+        waiting, self._waiting = self._waiting, {}
+        if self._timer is not None:
+            self._timer.cancel()
+        for one in waiting.values():
+            one.done(failure)
+
+    # Out
+
+    async def _write(self) -> None:
+        try:
+            message: bytes | None = None
+            while not self.broken:
+                while message is not None or self._outbox:
+                    message = await self._written(self._next_message() if message is None else message)
+                self._wake.clear()
+                await self._wake.wait()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reading task finds the same end, and knows why
+
+    async def _written(self, message: bytes) -> bytes | None:
+        """Write a message. Returns the next one if it is ready: to join a large one takes a good part of the time that
+        the one before it needs until it is on its way.
+        """
+        if len(message) < _JOIN_AHEAD_NBYTES:
+            await self._call.write(message)
+            return None
+        writing = self._loop.create_task(self._call.write(message))
+        try:
+            await asyncio.sleep(0)  # for it to begin
+            ahead = self._next_message() if self._outbox and not self.broken else None
+        except BaseException:
+            writing.cancel()
+            raise
+        await writing
+        return ahead
+
+    def _next_message(self) -> bytes:
+        """The next request, or as many as fit into a bundle."""
+        message = self._message(self._outbox.popleft())
+        if not self._in_bundles or not self._outbox or not self._is_small(self._outbox[0], len(message)):
+            return message
+        messages, nbytes = [message], len(message)
+        while self._outbox and self._is_small(self._outbox[0], nbytes):
+            messages.append(self._message(self._outbox.popleft()))
+            nbytes += len(messages[-1])
+        return bundles.join_requests(messages)
+
+    def _is_small(self, number: str, beside: int) -> bool:
+        waiting = self._waiting.get(number)
+        return beside + (waiting.nbytes if waiting is not None else len(_CANCEL)) + _FRAMING <= _BUNDLE_NBYTES
+
+    def _message(self, number: str) -> bytes:
+        waiting = self._waiting.get(number)
+        request_id = codec.id_field(number)
+        if waiting is None:
+            return _CANCEL + request_id
+        waiting.written = True
+        return codec.join_request(waiting.header + request_id, waiting.raw)
+
+    # In
+
+    async def _read(self) -> None:
+        failure = Failure(FailureKind.LOST, f"{self._endpoint} ended the stream")
+        data = b""
+        try:
+            while (data := await self._call.read()) is not grpc.aio.EOF:
+                self._take(data)
+                data = b""  # the next one may be long in coming: an answer that was taken would stay for as long
+        except grpc.aio.AioRpcError as exc:
+            failure = Failure(_kind_of(exc.code()), f"{self._endpoint}: {exc.details() or exc.code().name}")
+            hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
+            found = failure_of(exc.code(), exc.details() or "", hint, self._endpoint).failure
+            if found.kind is FailureKind.OVERLOADED and exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                failure, self.refused = found, True
+            elif found.kind is FailureKind.BAD_OUTPUT:
+                failure = found
+        except ProtocolError as exc:
+            failure = Failure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}{explained(data)}")
+        finally:
+            self._break(failure)
+
+    def _take(self, data: bytes) -> None:
+        for header, raw, number, error in bundles.split_responses(data):
+            waiting = self._waiting.pop(number, None)
+            if waiting is None:
+                continue  # nobody waits for it any more
+            self.answering = number
+            answer: Answer | Failure = (header, raw)
+            if error:
+                try:
+                    answer = self._failure(header, f"{error} (request {number})")
+                except ProtocolError as exc:
+                    answer = Failure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}")
+            waiting.done(answer)
+
+    def _failure(self, header: bytes, error: str) -> Failure:
+        parameters = codec.parse_response(header).parameters
+        name = parameters[names.STATUS].string_param if names.STATUS in parameters else ""
+        hint = parameters[names.RETRY_AFTER].int64_param if names.RETRY_AFTER in parameters else None
+        code = grpc.StatusCode.__members__.get(name, grpc.StatusCode.UNKNOWN)
+        return failure_of(code, error, hint, self._endpoint).failure
+
+
+def explained(data: Buffer) -> str:
+    """Why an answer that is no message may be none; empty if that is not known."""
+    return (
+        " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
+    )
+
+
+def _hand_over(future: asyncio.Future[Answer | Failure | None], answer: Answer | Failure | None) -> None:
+    if not future.done():
+        future.set_result(answer)
+
+
+def _kind_of(code: grpc.StatusCode) -> FailureKind:
+    """What the end of a stream is to its requests, none of which needs to have caused it."""
+    return FailureKind.ERROR if code is grpc.StatusCode.UNKNOWN else FailureKind.LOST

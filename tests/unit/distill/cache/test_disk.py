@@ -1,0 +1,350 @@
+"""The cache's folder: bounds, several processes, kill -9."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from edl.distill.cache import CacheKey, SoftLabelCache, folder
+from edl.distill.cache import writer as writing
+from edl.distill.cache.layout import RowLayout
+from edl.errors import TemporaryError
+from tests.unit.distill.cache.cached_rows import KEY, OTHER, found, nbytes, put, rows, segments
+
+
+@pytest.fixture
+def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    with caplog.at_level(logging.WARNING, "edl.distill"):
+        yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_labels_outlive_the_process_and_other_programs_can_read_them(tmp_path: Path) -> None:
+    (file,) = put(tmp_path, [3, 1, 2])
+    tensors = safetensors.numpy.load_file(file)
+    assert tensors["sample_ids"].tolist() == [3, 1, 2]
+    np.testing.assert_array_equal(tensors["logits"], rows([3, 1, 2])["logits"])
+    assert json.loads((file.parent / "key.json").read_text())["dataset"] == "digits"
+    assert found(tmp_path, [1, 2, 3, 4]) == [True, True, True, False]
+
+
+def test_no_file_is_pickled(tmp_path: Path) -> None:
+    (file,) = put(tmp_path, [1])
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    assert json.loads(file.read_bytes()[8 : 8 + length])["logits"]["dtype"] == "F32"
+
+
+def test_rows_reach_the_disk_without_being_asked_to(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path, flush_interval_s=0.05) as cache:
+        for ids in ([1, 2], [3, 4]):
+            cache.view(KEY).put(ids, rows(ids))
+            deadline = time.monotonic() + 20
+            while not all(found(tmp_path, ids)):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+
+def test_of_several_labels_of_one_sample_the_newest_counts_after_reopening_too(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        for value in (7.0, 8.0, 9.0):
+            cache.view(KEY).put([1, 2], {"logits": np.full((2, 3), value, np.float32)})
+            cache.flush()
+            assert cache.view(KEY).get([1]).outputs["logits"][0, 0] == value  # type: ignore[index]
+    assert len(segments(tmp_path)) == 3
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.view(KEY).get([2]).outputs["logits"][0, 0] == 9.0  # type: ignore[index]
+        assert cache.view(KEY).ids() == [1, 2]
+
+
+def test_the_bound_on_disk_holds_at_every_moment(tmp_path: Path) -> None:
+    bound, largest, stop = 128 << 10, 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal largest
+        while not stop.is_set():
+            largest = max(largest, nbytes(tmp_path))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with SoftLabelCache(0, tmp_path, bound) as cache:
+            for start in range(0, 4000, 20):
+                cache.view(KEY if start % 40 else OTHER).put(range(start, start + 20), rows(range(start, start + 20)))
+            cache.flush()
+            stats = cache.stats()
+    finally:
+        stop.set()
+        watcher.join()
+    assert bound / 2 < largest <= bound
+    assert stats.disk_bytes == nbytes(tmp_path) <= bound
+    assert stats.evicted_segments > 10
+    assert found(tmp_path, range(3980, 4000)) == [True] * 20  # the newest are there
+
+
+def test_the_oldest_files_go_first_whatever_they_belong_to(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    put(tmp_path, range(60), OTHER)
+    (kept,) = put(tmp_path, range(60))
+    put(tmp_path, range(100, 160), disk_bytes=65 << 10)
+    assert not (tmp_path / OTHER.folder).exists()
+    assert kept in segments(tmp_path)
+    assert not warnings_of()
+    put(tmp_path, range(200, 260), disk_bytes=65 << 10)
+    assert kept not in segments(tmp_path)
+    (warning,) = warnings_of()
+    assert "raise disk_bytes=66560" in warning
+
+
+def test_a_file_larger_than_the_bound_evicts_nothing_and_is_reported(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    (kept,) = put(tmp_path, range(10))
+    with SoftLabelCache(1 << 20, tmp_path, 64 << 10) as cache:
+        cache.view(KEY).put([99], {"logits": np.zeros((1, 100), np.float32)})
+        cache.flush()
+        big = CacheKey("wide", "1", ("logits",))
+        cache.view(big).put([1], {"logits": np.zeros((1, 50_000), np.float32)})
+        with pytest.raises(TemporaryError, match=r"1 rows could not be written: 200\d+ bytes do not fit into 65536"):
+            cache.flush()
+        cache.flush()  # told once
+        assert cache.view(big).get([1]).complete  # memory has it
+        assert cache.stats().failed_writes == 1
+    assert kept.exists()
+    (warning,) = warnings_of()
+    assert "1 rows were not written" in warning
+
+
+def test_rows_that_cannot_be_written_hold_up_neither_others_nor_who_waits(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        bad = cache.view(KEY)
+        bad.put([1], rows([1]))
+        assert bad.disk is not None
+        assert bad.disk.layout is not None
+        bad.disk.layout = RowLayout(bad.disk.layout.columns, {"logits": (object(), None)})  # type: ignore[dict-item]
+        with pytest.raises(TemporaryError, match="TypeError"):
+            cache.flush(timeout_s=10)
+        assert cache.stats().failed_writes == 1
+        cache.view(OTHER).put([2], rows([2]))
+        cache.flush(timeout_s=10)
+    assert found(tmp_path, [2], OTHER) == [True]
+    assert sum("1 rows were not written, and will be asked for again: TypeError" in one for one in warnings_of()) == 1
+
+
+def test_files_that_vanish_or_shrink_under_a_reader_are_misses(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    for start in (0, 50, 100):
+        put(tmp_path, range(start, start + 50))
+    files = segments(tmp_path)
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache._handles.clear()
+        view = cache.view(KEY)
+        files[0].unlink()
+        os.truncate(files[1], 10)
+        cache._handles.clear()
+        assert view.get([0, 99, 100, 51]).mask.tolist() == [False, False, True, False]
+        assert view.contains([0, 99, 100]).tolist() == [False, False, True]
+        view.put([0, 99], rows([0, 99]))
+        assert view.get([0, 99, 100]).complete
+    (warning,) = warnings_of()
+    assert str(files[1]) in warning
+
+
+def test_a_folder_that_cannot_be_written_costs_no_labels_in_memory(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    (tmp_path / KEY.folder).write_text("in the way")
+    with SoftLabelCache(1 << 20, tmp_path) as cache:
+        view = cache.view(KEY)
+        for start in (0, 10):
+            view.put(range(start, start + 10), rows(range(start, start + 10)))
+            with pytest.raises(TemporaryError, match="10 rows could not be written: File exists"):
+                cache.flush()
+        assert view.get(range(20)).complete
+        (tmp_path / KEY.folder).unlink()
+        view.put(range(20), rows(range(20)))
+        cache.flush()
+    assert found(tmp_path, range(20)) == [True] * 20
+    assert len([warning for warning in warnings_of() if "asked for again" in warning]) == 1
+
+
+def test_a_process_that_holds_the_lock_for_ever_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_LOCK_S", 0.2)
+    with SoftLabelCache(1 << 20, tmp_path) as cache:
+        fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        cache.view(KEY).put([1], rows([1]))
+        with pytest.raises(TemporaryError, match=r"another process has held .*lock for 0.2 s"):
+            cache.flush()
+        os.close(fd)
+        cache.view(KEY).put([1], rows([1]))
+        cache.flush()
+
+
+def test_what_another_process_writes_is_found(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path) as mine, SoftLabelCache(0, tmp_path) as other:
+        view = mine.view(KEY)
+        assert not view.get([1]).complete
+        other.view(KEY).put([1], rows([1]))
+        other.flush()
+        deadline = time.monotonic() + 20
+        while not view.get([1]).complete:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+_WRITE = """
+import sys
+import numpy as np
+from edl.distill.cache import CacheKey, SoftLabelCache
+path, first, last, bound = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) or None
+cache = SoftLabelCache(1 << 16, path, bound, flush_interval_s=0.01)
+view = cache.view(CacheKey("resnet", "1", ("logits",), dataset="digits"))
+for start in range(first, last, 20):
+    ids = np.arange(start, start + 20)
+    view.put(ids, {"logits": np.repeat(ids[:, None].astype(np.float32), 100, axis=1)})
+    cache.flush()
+    print(start + 20, flush=True)
+cache.close()
+"""
+
+
+def writer(path: Path, first: int, last: int, bound: int = 0) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", _WRITE, str(path), str(first), str(last), str(bound)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_write_at_the_same_time_do_not_clash(
+    tmp_path: Path, warnings_of: Callable[[], list[str]]
+) -> None:
+    processes = [writer(tmp_path, first, first + 400) for first in (0, 1000, 2000)]
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    for first in (0, 1000, 2000):
+        assert all(found(tmp_path, range(first, first + 400)))
+    assert len(segments(tmp_path)) == 60
+    assert not warnings_of()
+
+
+def test_processes_that_share_a_bound_keep_it_together(tmp_path: Path) -> None:
+    bound, largest = 100 << 10, 0
+    processes = [writer(tmp_path, first, first + 1000, bound) for first in (0, 10_000)]
+    while any(process.poll() is None for process in processes):
+        largest = max(largest, nbytes(tmp_path))
+    for process in processes:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert bound / 2 < largest <= bound
+    assert sum(found(tmp_path, [*range(1000), *range(10_000, 11_000)])) > 100
+
+
+@pytest.mark.parametrize("after", [1, 7])
+def test_kill_9_costs_no_row_that_was_flushed_and_leaves_nothing_torn(
+    tmp_path: Path, warnings_of: Callable[[], list[str]], after: int
+) -> None:
+    process = writer(tmp_path, 0, 1_000_000)
+    assert process.stdout is not None
+    flushed = 0
+    for _ in range(after):
+        flushed = int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert all(found(tmp_path, range(flushed)))
+    assert not warnings_of()
+    put(tmp_path, [999_999])
+    assert all(re.fullmatch(r"key\.json|\d{20}-.*\.safetensors", path.name) for path in tmp_path.glob("*/*"))
+
+
+def test_what_a_killed_writer_left_is_not_read_and_goes_with_the_next_write(tmp_path: Path) -> None:
+    (whole,) = put(tmp_path, range(10))
+    left = whole.with_name(".writing-" + whole.name.replace(whole.name[:20], "9" * 20))
+    left.write_bytes(whole.read_bytes()[:300])
+    assert found(tmp_path, range(10)) == [True] * 10
+    assert left.exists()
+    put(tmp_path, range(10, 20))
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("ids", [[""], ["größe", "", "a/b"], [-(2**63), 2**63 - 1]])
+def test_unusual_ids_survive_the_disk(tmp_path: Path, ids: list[Any]) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(ids, rows(range(len(ids))))
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.view(KEY).ids() == ids
+        np.testing.assert_array_equal(
+            cache.view(KEY).get(ids).outputs["logits"],  # type: ignore[arg-type]
+            rows(range(len(ids)))["logits"],
+        )
+
+
+def test_a_row_put_while_the_older_one_was_being_written_stays_to_be_written(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        namespace = cache.view(KEY).disk
+        assert namespace is not None
+        older, newer = b"older", b"newer"
+        namespace.pending.update({1: newer, 2: older})
+        namespace.written([1, 2], [older, older])
+        assert namespace.pending == {1: newer}
+        namespace.pending.clear()
+
+
+def test_a_row_put_while_the_older_one_was_being_read_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older row must not get into memory, where it would be found first, when the newer one found no room there."""
+    put(tmp_path, [1])
+    with SoftLabelCache(1 << 20, tmp_path) as cache:
+        view = cache.view(KEY)
+        assert view.disk is not None
+        read = view.disk.read
+
+        def read_slowly(place: Any) -> Any:
+            records = read(place)
+            with monkeypatch.context() as full:
+                full.setattr(cache._memory, "limit_bytes", 0)
+                view.put([1], rows([7]))
+            return records
+
+        monkeypatch.setattr(view.disk, "read", read_slowly)
+        view.get([1])
+        assert view.get([1]).outputs["logits"][0, 0] == 7  # type: ignore[index]
+
+
+def test_a_dead_writer_makes_nobody_wait(
+    tmp_path: Path, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error where none was foreseen ends the thread that writes."""
+
+    def broken(self: Any) -> float:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("edl.distill.cache.writer.Writer._until_due", broken)
+    with SoftLabelCache(128 << 20, tmp_path) as cache:
+        started = time.monotonic()
+        for start in range(0, 8000, 500):  # several files' worth, for which `put` would wait a minute
+            cache.view(KEY).put(range(start, start + 500), rows(range(start, start + 500), 2500))
+        with pytest.raises(TemporaryError, match="a bug"):
+            cache.flush()
+        assert time.monotonic() - started < writing._STALLED_S, "each put waits for a thread that is dead"
+        assert cache.view(KEY).get([0]).complete, "memory goes on"
+        assert cache.stats().failed_writes >= 1
+    assert len([words for words in warnings_of() if "nothing more is written" in words]) == 1, "said once"

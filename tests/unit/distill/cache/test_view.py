@@ -1,0 +1,447 @@
+"""The soft-label cache as a reader uses it: rows by key and id."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
+from edl.distill.compress import TopK, top_k
+from edl.errors import ClosedError, SettingsError
+
+Array = np.ndarray[Any, Any]
+KEY = CacheKey("resnet", "1", ("logits",), dataset="digits")
+
+
+@pytest.fixture(params=["memory", "disk", "both"])
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SoftLabelCache]:
+    made = SoftLabelCache(
+        memory_bytes=0 if request.param == "disk" else 64 << 20,
+        path=None if request.param == "memory" else tmp_path / "labels",
+    )
+    yield made
+    made.close()
+
+
+def logits(rows: int, classes: int = 10, seed: int = 1) -> Array:
+    return np.random.default_rng(seed).normal(size=(rows, classes)).astype(np.float32)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_rows_are_found_by_id_in_any_order(cache: SoftLabelCache, flushed: bool) -> None:
+    labels, view = logits(100), cache.view(KEY)
+    view.put(range(60), {"logits": labels[:60]})
+    view.put(np.arange(60, 100), {"logits": labels[60:]})
+    if flushed:
+        cache.flush()
+    order = np.random.default_rng(2).permutation(100)
+    found = view.get(order)
+    assert found.complete
+    np.testing.assert_array_equal(found.outputs["logits"], labels[order])  # type: ignore[arg-type]
+    twice = view.get([5, 5, 4, 5])
+    np.testing.assert_array_equal(twice.outputs["logits"], labels[[5, 5, 4, 5]])  # type: ignore[arg-type]
+    assert cache.stats().hits == 104
+
+
+def test_rows_that_are_not_there_are_told_and_filled_in(cache: SoftLabelCache) -> None:
+    labels, view = logits(10), cache.view(KEY)
+    nothing = view.get([1, 2])
+    assert nothing.mask.tolist() == [False, False]
+    assert not nothing.outputs
+    np.testing.assert_array_equal(nothing.filled({"logits": labels[:2]})["logits"], labels[:2])  # type: ignore[arg-type]
+    view.put([0, 2, 4], {"logits": labels[[0, 2, 4]]})
+    found = view.get([0, 1, 2, 3, 4])
+    assert found.mask.tolist() == [True, False, True, False, True]
+    assert not found.complete
+    np.testing.assert_array_equal(found.outputs["logits"], labels[[0, 2, 4]])  # type: ignore[arg-type]
+    whole = found.filled({"logits": labels[[1, 3]]})
+    np.testing.assert_array_equal(whole["logits"], labels[:5])  # type: ignore[arg-type]
+    stats = cache.stats()
+    assert (stats.hits, stats.misses) == (3, 4)
+    with pytest.raises(SettingsError, match="the others"):
+        found.filled({"logits": logits(2, 11)})
+    with pytest.raises(SettingsError, match="2 rows"):
+        found.filled({"logits": labels[:3]})
+
+
+def test_an_empty_look_up_is_complete(cache: SoftLabelCache) -> None:
+    assert cache.view(KEY).get([]).complete
+    cache.view(KEY).put([], {"logits": logits(0)})
+    assert cache.view(KEY).ids() == []
+
+
+def test_numbers_and_strings_are_different_ids(cache: SoftLabelCache) -> None:
+    labels, view = logits(5), cache.view(KEY)
+    ids: list[int | str] = [1, "1", "n01440764/1.jpeg", -7, ""]
+    view.put(ids, {"logits": labels})
+    cache.flush()
+    np.testing.assert_array_equal(view.get(ids).outputs["logits"], labels)  # type: ignore[arg-type]
+    assert set(view.ids()) == set(ids)
+    assert view.contains([1, "1", 2, "-7", -7]).tolist() == [True, True, False, False, True]
+
+
+def test_ids_may_come_as_arrays_and_numpy_scalars(cache: SoftLabelCache) -> None:
+    view = cache.view(KEY)
+    view.put(np.array([3, 4], np.uint8), {"logits": logits(2)})
+    assert view.get([np.int64(3), 4]).complete  # type: ignore[list-item]
+    view.put(np.array(["a", "b"]), {"logits": logits(2)})
+    assert view.get(["a", "b"]).complete
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    assert view.get(torch.tensor([3, 4])).complete
+    assert view.get([torch.tensor(3), torch.tensor(4)]).complete  # type: ignore[list-item]
+
+
+def test_several_outputs_and_top_k_labels_come_back_as_they_were(cache: SoftLabelCache) -> None:
+    labels = top_k(logits(40, 100), 5, 4.0)
+    features = np.arange(40 * 6, dtype=np.float16).reshape(40, 2, 3)
+    view = cache.view(CacheKey("m", "1", ("logits", "features"), top_k=5, temperature=4.0))
+    view.put(range(40), {"logits": labels, "features": features})
+    cache.flush()
+    found = view.get([7, 8, 9, 30, 1]).outputs
+    again = found["logits"]
+    assert isinstance(again, TopK)
+    assert (again.temperature, again.classes) == (4.0, 100)
+    np.testing.assert_array_equal(again.ids, labels.ids[[7, 8, 9, 30, 1]])
+    np.testing.assert_array_equal(again.values, labels.values[[7, 8, 9, 30, 1]])
+    np.testing.assert_array_equal(again.tail_lse, labels.tail_lse[[7, 8, 9, 30, 1]])
+    np.testing.assert_array_equal(found["features"], features[[7, 8, 9, 30, 1]])  # type: ignore[arg-type]
+    assert found["features"].dtype == np.float16  # type: ignore[union-attr]
+    part = view.get([0, 99])
+    whole = part.filled({"logits": labels[1:2], "features": features[1:2]})
+    np.testing.assert_array_equal(whole["logits"].ids, labels.ids[:2])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        CacheKey("resnet", "2", ("logits",), dataset="digits"),
+        CacheKey("resnet", "1", ("logits",), dataset="digits, flipped"),
+        CacheKey("resnet", "1", ("logits",), dataset="digits", dtype="float16"),
+        CacheKey("vit", "1", ("logits",), dataset="digits"),
+    ],
+)
+def test_labels_of_another_key_are_never_found(cache: SoftLabelCache, other: CacheKey) -> None:
+    cache.view(KEY).put([1, 2], {"logits": logits(2)})
+    assert not cache.view(other).get([1, 2]).mask.any()
+    cache.view(other).put([1], {"logits": logits(1, seed=9)})
+    np.testing.assert_array_equal(cache.view(KEY).get([1]).outputs["logits"], logits(2)[:1])  # type: ignore[arg-type]
+    assert cache.view(KEY) is cache.view(KEY)
+    cache.flush()
+    assert set(cache.keys()) == {KEY, other}
+
+
+def test_a_second_epoch_asks_teachers_nothing(cache: SoftLabelCache) -> None:
+    teacher, asked = logits(500), 0
+    rng = np.random.default_rng(3)
+    for _ in range(2):
+        for ids in np.array_split(rng.permutation(500), 16):
+            view = cache.view(KEY)
+            found = view.get(ids)
+            rest = {"logits": teacher[ids[~found.mask]]}
+            asked += len(rest["logits"])
+            view.put(ids[~found.mask], rest)
+            np.testing.assert_array_equal(found.filled(rest)["logits"], teacher[ids])  # type: ignore[arg-type]
+    assert asked == 500
+
+
+def test_float16_halves_the_store_and_keeps_finite_values_finite(tmp_path: Path) -> None:
+    labels = top_k(logits(4, 100), 5, 4.0)
+    masked = np.array([[1.25, -1e9, 3e38, -np.inf]] * 4, np.float32)
+    with SoftLabelCache(path=tmp_path, store_dtype="float16") as cache:
+        view = cache.view(CacheKey("m", "1", ("logits", "masked", "index"), top_k=5, temperature=4.0, dtype="float32"))
+        assert view.key.dtype == "float16"
+        view.put(range(4), {"logits": labels, "masked": masked, "index": np.arange(4)})
+        found = view.get([0, 1, 9])
+        logits_found = found.outputs["logits"]
+        assert isinstance(logits_found, TopK)
+        assert logits_found.values.dtype == np.float16
+        assert logits_found.tail_lse.dtype == np.float32
+        assert found.outputs["index"].dtype == np.int64  # type: ignore[union-attr]
+        expected = np.array([1.25, -65504, 65504, -np.inf], np.float16)
+        np.testing.assert_array_equal(found.outputs["masked"][0], expected)  # type: ignore[arg-type]
+        whole = found.filled({"logits": labels[3:], "masked": masked[3:], "index": np.array([3])})
+        assert whole["masked"].dtype == np.float16  # type: ignore[union-attr]
+        np.testing.assert_array_equal(whole["masked"][2], expected)  # type: ignore[arg-type]
+
+
+def test_outputs_that_do_not_fit_are_refused(cache: SoftLabelCache) -> None:
+    view = cache.view(KEY)
+    view.put([1], {"logits": logits(1)})
+    with pytest.raises(SettingsError, match=r"\[11\].*float32 \[10\].*another `dataset` tag"):
+        view.put([2], {"logits": logits(1, 11)})
+    with pytest.raises(SettingsError, match="float64"):
+        view.put([2], {"logits": logits(1).astype(np.float64)})
+    with pytest.raises(SettingsError, match=r"outputs \['features'\]: the cache's key names \['logits'\]"):
+        view.put([2], {"features": logits(1)})
+    with pytest.raises(SettingsError, match="expected 2 rows, one for each id"):
+        view.put([1, 2], {"logits": logits(3)})
+    assert view.ids() == [1]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [1.0, 2.0],
+        [True, False],
+        [None, 1],
+        [(1, 2), 3],
+        np.zeros((2, 2), int),
+        [b"a", b"b"],
+        [2**63, 0],
+        [np.zeros(2), 1],
+    ],
+)
+def test_ids_that_are_none_are_refused(cache: SoftLabelCache, ids: Any) -> None:
+    with pytest.raises(SettingsError, match="sample id"):
+        cache.view(KEY).put(ids, {"logits": logits(2)})
+    with pytest.raises(SettingsError, match="sample id"):
+        cache.view(KEY).put(["\ud800", "b"], {"logits": logits(2)})
+    with pytest.raises(SettingsError, match="3: expected a sequence"):
+        cache.view(KEY).get(np.int64(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"memory_bytes": -1}, "memory_bytes=-1"),
+        ({"disk_bytes": 1 << 20}, "together with a path"),
+        ({"path": "x", "disk_bytes": 100}, "disk_bytes=100: must be at least 65536"),
+        ({"store_dtype": "bfloat16"}, "store_dtype='bfloat16'"),
+        ({"flush_interval_s": 0}, "flush_interval_s=0"),
+        ({"path": "/proc/no/such"}, "'/proc/no/such'"),
+        ({"path": __file__}, "test_view.py"),
+    ],
+)
+def test_bad_settings_are_named(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        SoftLabelCache(**arguments)
+
+
+def test_a_closed_cache_says_so(cache: SoftLabelCache) -> None:
+    view = cache.view(KEY)
+    view.put([1], {"logits": logits(1)})
+    cache.close()
+    cache.close()
+    for call in (
+        lambda: view.get([1]),
+        lambda: view.put([1], {"logits": logits(1)}),
+        cache.flush,
+        cache.keys,
+        view.ids,
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
+    with pytest.raises(ClosedError, match="closed"):
+        cache.view(KEY)
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "edl-cache"]
+
+
+def test_a_cache_that_is_let_go_writes_its_rows_and_leaves_no_thread(tmp_path: Path) -> None:
+    before = len(_writers())
+    cache = SoftLabelCache(path=tmp_path)
+    cache.view(KEY).put(range(5), {"logits": logits(5)})
+    assert len(_writers()) == before + 1
+    del cache
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while len(_writers()) > before:  # a finalizer waits for no disk; the thread ends when it has written
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with SoftLabelCache(path=tmp_path) as again:
+        assert again.view(KEY).get(range(5)).complete
+
+
+def test_a_view_keeps_its_cache_alive(tmp_path: Path) -> None:
+    view = SoftLabelCache(path=tmp_path).view(KEY)
+    gc.collect()
+    view.put([1], {"logits": logits(1)})
+    assert view.get([1]).complete
+
+
+def test_rows_are_written_when_the_program_ends_without_closing(tmp_path: Path) -> None:
+    code = f"""
+import numpy as np
+from edl.distill.cache import CacheKey, SoftLabelCache
+cache = SoftLabelCache(path={str(tmp_path)!r})
+cache.view(CacheKey("resnet", "1", ("logits",), dataset="digits")).put([1, 2], {{"logits": np.ones((2, 3))}})
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+    with SoftLabelCache(path=tmp_path) as cache:
+        assert cache.view(KEY).get([1, 2]).complete
+
+
+def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
+    code = f"""
+import os, threading, warnings
+import numpy as np
+warnings.simplefilter("ignore")  # of forking with threads, which is the point here
+from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.errors import ClosedError
+cache = SoftLabelCache(path={str(tmp_path)!r})
+view = cache.view(CacheKey("resnet", "1", ("logits",), dataset="digits"))
+view.put([1], {{"logits": np.ones((1, 3))}})
+held, done = threading.Event(), threading.Event()
+def hold():  # another thread, which the child will not have
+    with cache.lock:
+        held.set()
+        done.wait(60)
+threading.Thread(target=hold, daemon=True).start()
+held.wait(60)
+if os.fork() == 0:
+    for call in (lambda: view.get([1]), lambda: view.put([1], {{"logits": np.ones((1, 3))}}), cache.keys):
+        try:
+            call()
+        except ClosedError as exc:
+            assert "open another" in str(exc)
+        else:
+            os._exit(1)
+    cache.close()
+    raise SystemExit(0)  # with exit handlers, which must not wait for the parent's thread
+assert os.wait()[1] == 0
+done.set()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_many_threads_never_get_another_rows_labels(cache: SoftLabelCache) -> None:
+    view = cache.view(KEY)
+    failures: list[str] = []
+    began = time.monotonic()
+
+    def going_on() -> bool:
+        passed_s = time.monotonic() - began
+        return not failures and (passed_s < 0.5 or (cache.stats().hits <= 30 and passed_s < 30))
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while going_on():
+            ids = rng.integers(0, 300, 32)
+            if rng.random() < 0.4:
+                view.put(ids, {"logits": np.repeat(ids[:, None], 10, axis=1).astype(np.float32)})
+            else:
+                found = view.get(ids)
+                got = found.outputs.get("logits", np.empty((0, 10), np.float32))
+                if not np.array_equal(got, np.repeat(ids[found.mask][:, None], 10, axis=1)):
+                    failures.append(f"{ids}: {got}")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        cache.flush()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(30)
+    assert not failures
+    assert cache.stats().hits > 30
+
+
+class CacheModel(RuleBasedStateMachine):
+    """Against a dict: what is found is what was put last; with an unbounded disk everything is found."""
+
+    folder: Path
+    count = 0
+
+    @initialize(
+        memory=st.sampled_from([0, 2000, 1 << 20]),
+        disk=st.sampled_from([None, "unbounded", 64 << 10]),
+        half=st.booleans(),
+    )
+    def start(self, memory: int, disk: int | str | None, half: bool) -> None:
+        CacheModel.count += 1
+        self.path = None if disk is None else self.folder / str(CacheModel.count)
+        self.memory, self.disk = memory, disk
+        self.bound = disk if isinstance(disk, int) else None
+        self.half: Any = "float16" if half else None
+        self.model: dict[int | str, int] = {}
+        self.version = 0
+        self.cache: SoftLabelCache | None = None
+        self.reopen()
+
+    @property
+    def view(self) -> CacheView:
+        assert self.cache is not None
+        return self.cache.view(KEY)
+
+    def complete(self) -> bool:
+        return self.disk == "unbounded" or (self.disk is None and self.memory == 1 << 20)
+
+    def rows(self, ids: list[int | str]) -> Array:
+        """A row tells its id and its version. Large, so that a disk of 64 KiB soon is full."""
+        out = np.zeros((len(ids), 200), np.float32)
+        for row, sample in enumerate(ids):
+            out[row, 0] = sample if isinstance(sample, int) else 100 + int(sample)
+            out[row, 1:] = self.model[sample]
+        return out
+
+    @rule()
+    def reopen(self) -> None:
+        if self.cache is not None:
+            self.cache.close()
+        if self.path is None:
+            self.model.clear()
+        self.cache = SoftLabelCache(self.memory, self.path, self.bound, store_dtype=self.half, flush_interval_s=100)
+
+    IDS = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 30).map(str)), max_size=20, unique=True)
+
+    @rule(ids=IDS)
+    def put(self, ids: list[int | str]) -> None:
+        self.version += 1
+        self.model.update(dict.fromkeys(ids, self.version))
+        self.view.put(ids, {"logits": self.rows(ids)})
+
+    @rule(ids=IDS)
+    def get(self, ids: list[int | str]) -> None:
+        found = self.view.get(ids)
+        there = [sample for sample, is_there in zip(ids, found.mask, strict=True) if is_there]
+        assert set(there) <= self.model.keys()
+        if there:
+            np.testing.assert_array_equal(found.outputs["logits"], self.rows(there))  # type: ignore[arg-type]
+        if self.complete():
+            assert set(there) == set(ids) & self.model.keys()
+            assert self.view.contains(ids).tolist() == found.mask.tolist()
+
+    @rule()
+    def flush(self) -> None:
+        assert self.cache is not None
+        self.cache.flush()
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        assert self.cache is not None
+        stats = self.cache.stats()
+        assert stats.memory_bytes <= self.memory
+        assert self.bound is None or stats.disk_bytes <= self.bound
+        assert not stats.failed_writes
+        assert not stats.skipped_files
+
+    def teardown(self) -> None:
+        if getattr(self, "cache", None) is not None:
+            self.cache.close()  # type: ignore[union-attr]
+
+
+def test_the_cache_is_a_dict_that_may_forget(tmp_path: Path) -> None:
+    class Machine(CacheModel):
+        folder = tmp_path
+
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        ),
+    )

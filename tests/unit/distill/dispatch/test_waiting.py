@@ -1,0 +1,141 @@
+"""Nothing that waits is forgotten: the dispatcher in simulated time, asked only when it says that it wants to be."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.dispatcher import Dispatcher
+
+RESCUE_S = 100.0
+"""When a good teacher comes that stays."""
+END_S = 300.0
+
+
+@dataclass(frozen=True)
+class Course:
+    """What becomes of one teacher: how it answers, one way after the other; when it is first connected to, is up and
+    goes, None for never."""
+
+    answers: tuple[FailureKind | None, ...]
+    service_s: float
+    coming_at: float
+    up_after_s: float | None
+    stays_s: float | None
+    goes: str
+
+
+class World:
+    """Teachers on their courses, and tasks that are added at some times."""
+
+    def __init__(self, courses: Sequence[Course], tasks_at: Sequence[float]) -> None:
+        self.dispatcher = Dispatcher(Policy(window=4))
+        self.now = 0.0
+        self.ended: dict[int, Answer | GiveUp] = {}
+        self.looks = 0
+        self._courses = {f"t{number}": course for number, course in enumerate(courses)}
+        self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
+        self._order = itertools.count()
+        self._on_way: dict[int, Send] = {}
+        self._answers = {name: itertools.cycle(course.answers) for name, course in self._courses.items()}
+        for name, course in self._courses.items():
+            self._plan(name, course)
+        for task, at in enumerate(tasks_at):
+            self.at(at, lambda task=task: self.dispatcher.add(task, self.now))  # type: ignore[misc]
+
+    def at(self, when: float, happens: Callable[[], Sequence[Action] | None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happens))
+
+    def run(self) -> None:
+        while self.now < END_S:
+            wanted = self.dispatcher.next_event(self.now)
+            if wanted is not None and (not self._events or wanted <= self._events[0][0]):
+                self.now = max(self.now, wanted)
+                self.looks += 1
+                assert self.looks < 20_000, "it wants to be asked without an end"
+                self._carry_out(self.dispatcher.tick(self.now))
+            elif self._events:
+                self.now, _, happens = heapq.heappop(self._events)
+                self._carry_out(happens() or ())
+            else:
+                return
+
+    def _plan(self, name: str, course: Course) -> None:
+        self.at(course.coming_at, lambda: self.dispatcher.teacher_coming(name))
+        if course.up_after_s is None:
+            self.at(course.coming_at + 5.0, lambda: self.dispatcher.teacher_not_coming(name, self.now))
+        else:
+            self.at(course.coming_at + course.up_after_s, lambda: self.dispatcher.teacher_up(name, self.now))
+        if course.stays_s is not None:
+            self.at(course.coming_at + (course.up_after_s or 0.0) + course.stays_s, lambda: self._go(name, course))
+
+    def _go(self, name: str, course: Course) -> Sequence[Action]:
+        if course.goes == "drains":
+            self.dispatcher.teacher_draining(name)
+            return ()
+        (self.dispatcher.teacher_down if course.goes == "breaks" else self.dispatcher.teacher_removed)(name)
+        lost = [attempt for attempt, send in self._on_way.items() if send.teacher == name]
+        return [action for attempt in lost for action in self._reply(attempt, Failure(FailureKind.LOST, "gone"))]
+
+    def _carry_out(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                course = self._courses[action.teacher]
+                self._on_way[action.attempt] = action
+                kind = next(self._answers[action.teacher])
+                failure = None if kind is None else Failure(kind, "no", 0.3)
+                self.at(
+                    self.now + course.service_s,
+                    lambda attempt=action.attempt, failure=failure: self._reply(attempt, failure),  # type: ignore[misc]
+                )
+            else:
+                assert action.task not in self.ended
+                self.ended[action.task] = action
+
+    def _reply(self, attempt: int, failure: Failure | None) -> Sequence[Action]:
+        if self._on_way.pop(attempt, None) is None:
+            return ()
+        if failure is None:
+            return self.dispatcher.answered(attempt, self.now)
+        return self.dispatcher.failed(attempt, failure, self.now)
+
+
+seconds = st.floats(0, 20).map(lambda value: round(value, 2))
+courses = st.builds(
+    Course,
+    answers=st.lists(st.sampled_from([None, *FailureKind]), min_size=1, max_size=5).map(tuple),
+    service_s=st.sampled_from([0.01, 0.2, 3.0]),
+    coming_at=seconds,
+    up_after_s=st.none() | seconds,
+    stays_s=st.none() | seconds,
+    goes=st.sampled_from(["drains", "breaks", "leaves"]),
+)
+times = st.lists(seconds, min_size=1, max_size=12)
+GOOD = Course((None,), 0.05, RESCUE_S, 0.0, None, "")
+
+
+BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(courses, max_size=5), times)
+@example([BUSY, BUSY], [0.0])  # one of them is always open again when the other says that it has no room
+def test_every_task_ends_when_there_is_a_good_teacher_at_last(found: list[Course], tasks_at: list[float]) -> None:
+    world = World([*found, GOOD], tasks_at)
+    world.run()
+    assert sorted(world.ended) == list(range(len(tasks_at)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(courses, times)
+def test_one_bad_teacher_costs_no_task_where_a_good_one_is_there_or_comes(bad: Course, tasks_at: list[float]) -> None:
+    good = Course((None,), 0.05, 0.0, 4.9, None, "")
+    world = World([bad, good], tasks_at)
+    world.run()
+    assert {task for task, end in world.ended.items() if isinstance(end, Answer)} == set(range(len(tasks_at)))

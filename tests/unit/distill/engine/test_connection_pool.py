@@ -1,0 +1,188 @@
+"""Which teachers a student keeps, as discovery says that they come, lapse, are forgotten, drain and leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from edl.discovery.registry import Instance, Snapshot
+from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.engine.connection import Link
+from edl.distill.engine.connection_pool import Links
+
+
+@dataclass
+class FakeLink:
+    """In place of a connection: up for as long as `spec` is not None."""
+
+    instance: Instance
+    spec: object | None = None
+    lapsed: bool = False
+    state: str = "connecting"
+    why: str = "refused"
+
+
+class World:
+    """`Links` over fakes."""
+
+    def __init__(self) -> None:
+        self.made: list[FakeLink] = []
+        self.dropped: list[Link] = []
+        self.dispatcher = Dispatcher(Policy())
+        self.links = Links("s", self.dispatcher, self._connect, self.dropped.append, self._spawn)
+
+    def see(self, *ready: str, lapsed: str = "", revoked: str = "", draining: str = "", port: int = 1) -> None:
+        """A new snapshot, of teachers with one letter each."""
+        instances = [_teacher(name, port) for name in ready]
+        instances += [_teacher(name, port, "draining") for name in draining]
+        gone = tuple(_teacher(name, port) for name in lapsed)
+        self.links.follow(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
+
+    def up(self, name: str) -> FakeLink:
+        """The teacher of that name is connected."""
+        link = self.link(name)
+        assert link is not None
+        link.spec, link.state, link.why = object(), "ready", ""
+        self.dispatcher.teacher_up(name, 0.0)
+        return link
+
+    def down(self, name: str) -> None:
+        """Its connection breaks."""
+        link = self.link(name)
+        assert link is not None
+        link.spec, link.state, link.why = None, "connecting", "reset"
+        self.links.lost(cast(Link, link))
+
+    def link(self, name: str) -> FakeLink | None:
+        return cast("FakeLink | None", self.links.by_name.get(name))
+
+    @property
+    def usable(self) -> str:
+        """Teachers that the dispatcher would give work."""
+        return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.usable(1.0)))
+
+    def _connect(self, instance: Instance) -> Link:
+        self.made.append(FakeLink(instance))
+        return cast(Link, self.made[-1])
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        coroutine.close()
+        task: asyncio.Future[None] = asyncio.Future(loop=asyncio.new_event_loop())
+        task.get_loop().close()
+        return cast("asyncio.Task[None]", task)
+
+
+def _teacher(name: str, port: int, state: Any = "ready") -> Instance:
+    return Instance("s", name, "h", port, state=state)
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.see("a", "b")
+    world.up("a")
+    world.up("b")
+    return world
+
+
+def test_one_that_left_is_let_go(world: World) -> None:
+    world.see("b")
+    assert world.usable == "b"
+    assert world.link("a") is None
+
+
+def test_one_that_lapsed_and_answers_stays(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "edl.distill")
+    for _ in range(3):
+        world.see("b", lapsed="a")
+    assert world.usable == "ab"
+    assert "the registration of a has lapsed, though" in world.links.stale
+    assert len([record for record in caplog.records if "has lapsed" in record.getMessage()]) == 1, "said once"
+    world.see("a", "b")
+    assert world.links.stale == ""
+    assert "registered again" in caplog.text
+    assert len(world.made) == 2, "on the same connection all the time"
+
+
+def test_one_that_the_registry_forgot_stays(world: World) -> None:
+    world.see("b", lapsed="a")
+    world.see("b")
+    assert world.usable == "ab", "Consul forgets in a minute what it cannot be told"
+    world.see("b", "a")
+    assert world.usable == "ab"
+    world.see("b")
+    assert world.usable == "b", "registered again, it left on purpose"
+
+
+def test_one_forgotten_goes_with_its_connection(world: World) -> None:
+    world.see("b", lapsed="a")
+    world.see("b")
+    world.down("a")
+    assert world.usable == "b"
+    assert world.link("a") is None
+    assert world.dropped
+
+
+def test_one_that_lapsed_is_tried_again(world: World) -> None:
+    world.see("b", lapsed="a")
+    world.down("a")
+    assert world.usable == "b"
+    assert world.link("a") is not None, "for as long as it is listed"
+    assert "a: its registration has lapsed; reset" in world.links.in_words()
+    assert world.links.stale == "", "one that does not answer is no fault of discovery"
+    world.see("b")
+    assert world.link("a") is None
+
+
+def test_one_that_is_renewed_is_tried_at_once(world: World) -> None:
+    world.see("b", lapsed="a")
+    world.down("a")
+    world.see("a", "b")
+    assert len(world.made) == 3, "not when the long pause of a lapsed one is over"
+    link = world.link("a")
+    assert link is not None
+    assert not link.lapsed
+
+
+def test_drain_and_revocation_end_lapsed_ones(world: World) -> None:
+    world.see(lapsed="ab")
+    world.see(draining="a", revoked="b")
+    assert world.usable == ""
+    world.see(lapsed="a")
+    assert world.usable == "", "it said that it drains"
+
+
+def test_one_that_moved_is_connected_anew(world: World) -> None:
+    world.see(lapsed="ab", port=2)
+    assert world.usable == ""
+    assert [link.instance.port for link in world.made] == [1, 1, 2, 2]
+
+
+def test_newcomers_try_the_lapsed() -> None:
+    world = World()
+    world.see(lapsed="a")
+    link = world.link("a")
+    assert link is not None
+    assert link.lapsed, "so that it checks who answers"
+    world.up("a")
+    assert world.usable == "a"
+
+
+def test_two_hundred_are_said_in_a_line() -> None:
+    world = World()
+    names = [f"teacher-{number:03}" for number in range(200)]
+    instances = tuple(_teacher(name, 1) for name in names)
+    world.links.follow(Snapshot("s", instances))
+    for name in names:
+        world.up(name)
+    world.links.follow(Snapshot("s", (), lapsed=instances))
+    assert len(world.usable) == 200 * len("teacher-000")
+    assert "and 197 more" in world.links.stale
+    assert len(world.links.stale) < 500
+    assert len(world.links.in_words()) < 3000

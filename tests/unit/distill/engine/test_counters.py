@@ -1,0 +1,108 @@
+"""What a reader counts of teachers that come, go and come again: labels do not pile up, and sums never fall."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.engine.counters import Tally
+from edl.distill.metrics import export
+from edl.distill.stats import ReaderStats, merged
+from tests.interrupting import InterruptAt, deadline
+
+
+class Reader:
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def stats(self) -> ReaderStats:
+        return self.tally.stats(Dispatcher(), lambda name: ("ready", ""), "")
+
+
+def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
+    return {
+        sample.labels["teacher"]: sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+        if sample.name == name
+    }
+
+
+def answer(reader: Reader, teacher: str, rows: int = 4) -> None:
+    counts = reader.tally.of(teacher)
+    counts.rows += rows
+    counts.requests += 1
+
+
+def test_labels_of_those_that_left_go() -> None:
+    reader, registry = Reader(), CollectorRegistry()
+    collector = export(reader, registry=registry)
+    for number in range(500):
+        reader.tally.begin(f"pod-{number}", "h:1")
+        answer(reader, f"pod-{number}")
+        reader.tally.end(f"pod-{number}")
+    reader.tally.begin("pod-500", "h:1")
+    rows = series(registry, "edl_reader_teacher_rows_total")
+    assert rows == {"departed": 2000.0, "pod-500": 0.0}
+    assert series(registry, "edl_reader_teacher_in_flight") == {"pod-500": 0.0}, "a gauge of nobody is none"
+    assert len(reader.stats().teachers) == 101, "a person may still read of the last hundred"
+    assert reader.stats().teachers["pod-499"].state == "gone"
+    registry.unregister(collector)
+
+
+def test_a_late_answer_counts_for_the_departed() -> None:
+    reader = Reader()
+    reader.tally.begin("a", "h:1")
+    reader.tally.end("a")
+    reader.tally.end("a")
+    answer(reader, "a")
+    assert reader.stats().departed.rows == 4
+    assert merged([reader.stats(), reader.stats()]).departed.rows == 8
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["begin", "answer", "end"])), max_size=40))
+def test_no_series_falls_but_by_coming_anew(events: list[tuple[str, str]]) -> None:
+    reader, registry = Reader(), CollectorRegistry()
+    collector = export(reader, registry=registry)
+    total, departed, answered = 0.0, 0.0, 0
+    for teacher, event in events:
+        if event == "begin" and teacher in reader.tally._teachers.present:
+            continue
+        if event == "begin":
+            reader.tally.begin(teacher, "h:1")
+        elif event == "end":
+            reader.tally.end(teacher)
+        else:
+            answer(reader, teacher)
+            answered += 4
+        rows = series(registry, "edl_reader_teacher_rows_total")
+        assert sum(rows.values()) == answered >= total
+        assert rows.get("departed", 0.0) >= departed
+        total, departed = sum(rows.values()), rows.get("departed", 0.0)
+    registry.unregister(collector)
+
+
+def test_stats_within_stats() -> None:
+    """As a signal handler asks for them, in the middle of any line."""
+    reader = Reader()
+    for teacher in ("a", "b"):
+        reader.tally.begin(teacher, "h:1")
+        answer(reader, teacher)
+    reader.tally.end("b")
+    expected = reader.stats()
+    for number in itertools.count(1):
+        seen: list[ReaderStats] = []
+        with (
+            deadline(10, f"before line {number}"),
+            InterruptAt(number, lambda seen=seen: seen.append(reader.stats()), "distill/tally.py") as interrupt,  # type: ignore[misc]
+        ):
+            seen.append(reader.stats())
+        assert all(stats == expected for stats in seen)
+        if not interrupt.reached:
+            assert number > 3, "nothing was interrupted"
+            break

@@ -1,0 +1,37 @@
+"""What becomes of a request whose task is cancelled before it has begun."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from edl.distill.dispatch.actions import Policy, Send
+from edl.distill.engine.engine import Engine
+from edl.distill.engine.event_loop import LoopThread
+from edl.distill.engine.job import Job
+from edl.distill.transport.request import Ask, Payload
+
+TIMEOUT_S = 20.0
+
+
+def test_a_request_that_is_cancelled_before_its_first_step_ends() -> None:
+    """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
+    thread = LoopThread.acquire()
+    engine = Engine("x", Ask(outputs=("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=TIMEOUT_S)
+    job = Job(0, Payload.of({"x": np.zeros((2, 3), "float32")}, None), lambda *_: None, lambda: None, running=1)
+
+    async def cancel_at_once() -> None:
+        send = Send(attempt=7, task=0, teacher="gone", timeout_s=TIMEOUT_S, extra=False)
+        engine._attempts[send.attempt] = engine._start(send, job)
+        engine._attempts[send.attempt]()
+        await asyncio.sleep(0)  # the task is cancelled
+        await asyncio.sleep(0)  # and what it left undone is done
+
+    try:
+        thread.run(cancel_at_once(), TIMEOUT_S)
+        assert not engine._attempts
+        assert job.running == 0
+        thread.run(engine.close(), TIMEOUT_S)
+    finally:
+        thread.release()

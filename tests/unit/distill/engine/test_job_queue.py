@@ -1,0 +1,149 @@
+"""The way from the feeding thread to the loop: no job is left behind, and jobs gather only where it pays."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from edl.distill.engine.event_loop import LoopThread
+from edl.distill.engine.job import Job
+from edl.distill.engine.job_queue import Inbox
+from edl.distill.transport.request import Payload
+
+TIMEOUT_S = 20
+
+
+@dataclass
+class Demand:
+    full: bool = False
+    busy: bool = False
+    gathers: int = 0
+
+
+@dataclass
+class Setup:
+    """An inbox, and the numbers of the jobs that were taken out of it."""
+
+    thread: LoopThread
+    demand: Demand = field(default_factory=Demand)
+    taken: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.thread, self.demand, lambda job: self.taken.append(job.number))
+
+    def put(self, *numbers: int) -> None:
+        for number in numbers:
+            self.inbox.put(job(number))
+
+    def on_loop(self, function: Callable[[], None]) -> None:
+        """Run it there, and wait for it and what was called before."""
+        done = threading.Event()
+        self.thread.call(lambda: (function(), done.set()))
+        assert done.wait(TIMEOUT_S)
+
+    def until_taken(self, *numbers: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.taken != [*numbers]:
+            assert time.monotonic() < deadline, self.taken
+            time.sleep(0.001)
+
+
+def job(number: int) -> Job:
+    payload = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
+    return Job(number, payload, lambda result, version: None, lambda: None)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    thread = LoopThread.acquire()
+    yield Setup(thread)
+    thread.release()
+
+
+def hurry(setup: Setup) -> None:
+    """Let the inbox see a feeding thread that is quick, as far as the clock of this machine allows."""
+    inbox = cast(Any, setup.inbox)
+    inbox._gap_s, inbox._put_at = -1.0, time.monotonic()  # no hiccup between the puts of a test makes that positive
+
+
+def test_a_job_is_taken_at_once_where_it_does_not_pay_to_gather(setup: Setup) -> None:
+    setup.put(1)
+    setup.until_taken(1)
+    setup.demand.gathers = 4
+    time.sleep(0.01)  # a slow feeding thread: the next job is not to be expected within a millisecond
+    setup.put(2)
+    setup.until_taken(1, 2)
+
+
+def test_a_job_that_nobody_follows_is_not_left_behind(setup: Setup) -> None:
+    setup.demand.gathers = 4
+    hurry(setup)
+    setup.put(1)
+    setup.until_taken(1)
+
+
+def test_jobs_wait_for_an_answer_while_the_teachers_are_busy(setup: Setup) -> None:
+    setup.demand.gathers, setup.demand.busy = 3, True
+    hurry(setup)
+    setup.put(1, 2)
+    setup.on_loop(setup.inbox.look)
+    assert setup.taken == [], "an answer has come, and there is enough to do until the next one"
+    setup.demand.busy = False
+    setup.on_loop(setup.inbox.look)
+    setup.until_taken(1, 2)
+
+
+def test_jobs_that_are_enough_wake_the_loop_though_the_teachers_are_busy(setup: Setup) -> None:
+    setup.demand.gathers, setup.demand.busy = 3, True
+    hurry(setup)
+    setup.put(1, 2, 3)
+    setup.until_taken(1, 2, 3)
+
+
+def test_nothing_is_taken_while_the_teachers_are_full_until_an_answer_comes(setup: Setup) -> None:
+    setup.demand.full = setup.demand.busy = True
+    setup.put(1, 2)
+    setup.on_loop(lambda: None)
+    assert setup.taken == []
+    setup.on_loop(setup.inbox.look)
+    assert setup.taken == [1, 2]
+
+
+def test_taking_in_is_taking_all(setup: Setup) -> None:
+    setup.demand.gathers, setup.demand.busy = 9, True
+    hurry(setup)
+    setup.put(1, 2)
+    setup.on_loop(setup.inbox.take_in)
+    assert setup.taken == [1, 2]
+
+
+def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Setup) -> None:
+    """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
+    count = 20_000
+    setup.demand.gathers = 4
+    open_jobs = 0
+
+    def take(job: Job) -> None:
+        nonlocal open_jobs
+        setup.taken.append(job.number)
+        open_jobs += 1
+        setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
+        setup.thread.loop.call_soon(answered)
+
+    def answered() -> None:
+        nonlocal open_jobs
+        open_jobs -= 1
+        setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
+        setup.inbox.look()
+
+    setup.inbox = Inbox(setup.thread, setup.demand, take)
+    one = job(0)
+    for number in range(count):
+        setup.inbox.put(Job(number, one.payload, one.done, one.started))
+    setup.until_taken(*range(count))

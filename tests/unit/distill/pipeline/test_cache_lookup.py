@@ -1,0 +1,87 @@
+"""Which labels of a cache a student without teachers gets."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.pipeline.cache_lookup import Caching, offline_view, open_view
+from edl.distill.teachers import Teachers, identities
+from edl.distill.transport.request import Ask
+from edl.errors import SettingsError
+
+KEY = CacheKey("m", "1", ("y",))
+HALF = replace(KEY, dtype="float16")
+FULL = replace(KEY, dtype="float32")
+
+
+def cache_of(*keys: CacheKey) -> SoftLabelCache:
+    cache = SoftLabelCache()
+    for key in keys:
+        cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("there", "ask", "chosen"),
+    [
+        ([KEY], Ask(("y",)), KEY),
+        ([HALF], Ask(("y",)), HALF),
+        ([KEY, HALF], Ask(("y",)), KEY),
+        ([KEY, HALF], Ask(("y",), dtype="float16"), HALF),
+        ([HALF, FULL], Ask(("y",)), None),
+        ([KEY, replace(KEY, version="2")], Ask(("y",)), None),
+        ([KEY, replace(KEY, version="2"), HALF], Ask(("y",)), None),
+        ([KEY, replace(KEY, version="2")], Ask(("y",), version="2"), replace(KEY, version="2")),
+        ([KEY], Ask(("y",), version="2"), None),
+        ([KEY, replace(KEY, service="a")], Ask(("y",)), None),
+        ([KEY, HALF], Ask(("y",), dtype="float32"), None),
+        (
+            [replace(KEY, outputs=("a", "y")), replace(KEY, outputs=("y", "a"))],
+            Ask(("y", "a")),
+            replace(KEY, outputs=("y", "a")),
+        ),
+    ],
+)
+def test_what_is_asked_in_the_same_words_goes_first(there: list[CacheKey], ask: Ask, chosen: CacheKey | None) -> None:
+    with cache_of(*there) as cache:
+        if chosen is not None:
+            assert offline_view(Caching(cache), ask).key == chosen
+            return
+        with pytest.raises(SettingsError, match="sets of labels for"):
+            offline_view(Caching(cache), ask)
+
+
+@pytest.mark.parametrize("before", ["", "other"])
+def test_labels_not_used_are_said_once(caplog: pytest.LogCaptureFixture, before: str) -> None:
+    """Of an earlier release, which did not note the service, or of another service."""
+    key = replace(KEY, service="mine")
+    with cache_of(replace(KEY, service=before)) as cache, caplog.at_level(logging.WARNING, "edl.distill"):
+        view = open_view(cache, key, ["mine"])
+        assert not view.get([1]).complete
+        (words,) = [record.getMessage() for record in caplog.records]
+        assert (repr(before) if before else "a service not named") in words
+        assert "'mine'" in words
+        view.put([1], {"y": np.zeros((1, 3), "float32")})
+        open_view(cache, key, ["mine"])
+        open_view(cache, replace(key, dataset="another"), ["mine"])
+        assert len(caplog.records) == 1
+
+
+def test_an_ensembles_own_labels_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
+    with cache_of(replace(KEY, service="a")) as cache:
+        open_view(cache, replace(KEY, service="b"), ["a", "b"])
+        assert not caplog.records
+
+
+def test_who_a_groups_labels_are_of() -> None:
+    one, other = (Teachers("s", discovery=f"sqlite:///{name}") for name in "ab")
+    fixed = Teachers(endpoints=("10.0.0.2:1", "10.0.0.1:1"))
+    assert identities([one, fixed]) == ["s", "10.0.0.1:1,10.0.0.2:1"]
+    assert identities([fixed]) == identities([replace(fixed, endpoints=fixed.endpoints[::-1])])
+    assert len(set(identities([one, other]))) == 2, "two services of one name, in two registries"
+    assert len(set(identities([replace(one, model="a"), replace(one, model="b")]))) == 1

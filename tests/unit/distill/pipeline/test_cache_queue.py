@@ -1,0 +1,172 @@
+"""Answers on their way into the cache: bounded in bytes, counted where they are left out, and never waited for long."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.compress import top_k
+from edl.distill.pipeline import cache_queue as module
+from edl.distill.pipeline.cache_queue import Keeper
+from edl.errors import SettingsError
+
+MIB = 1 << 20
+WAIT_S = 30.0
+
+
+class View:
+    """A view whose `put` waits for the test, or fails as told."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.go_on, self.entered = threading.Event(), threading.Event()
+        self.failure = failure
+        self.ids: list[Any] = []
+
+    def put(self, ids: Any, outputs: Any) -> None:
+        self.entered.set()
+        assert self.go_on.wait(WAIT_S)
+        if self.failure is not None:
+            raise self.failure
+        self.ids += ids
+
+    def contains(self, ids: Any) -> Any:
+        return np.isin(ids, self.ids)
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    found = Keeper(4 * MIB)
+    yield found
+    found.close()
+
+
+def answer(nbytes: int) -> dict[str, Any]:
+    return {"y": np.zeros((1, nbytes // 4), np.float32)}
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_queue_is_bounded_in_bytes(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    view: Any = View()
+    for number in range(100):
+        keeper.keep(view, [number], answer(MIB))
+    assert keeper.queued_bytes <= 4 * MIB, "100 answers of 1 MiB wait behind a slow disk, and 4 MiB are allowed"
+    assert keeper.dropped_rows == 97, "with what is around an array, three fit"
+    view.go_on.set()
+    assert keeper.settle()
+    assert view.ids == [0, 1, 2]
+    assert keeper.queued_bytes == 0
+    (words,) = messages(caplog)
+    assert "cannot follow" in words
+    assert "cache_queue_bytes=4194304" in words, "the remedy is named"
+
+
+def test_small_answers_are_not_counted_out(keeper: Keeper) -> None:
+    view: Any = View()
+    for number in range(1000):
+        keeper.keep(view, [number], answer(64))
+    view.go_on.set()
+    assert keeper.settle()
+    assert view.ids == list(range(1000)), "their number is no bound, but their bytes are"
+
+
+def test_an_answer_above_the_bound_goes_alone(keeper: Keeper) -> None:
+    view: Any = View()
+    view.go_on.set()
+    keeper.keep(view, [1], answer(16 * MIB))
+    assert keeper.settle()
+    assert view.ids == [1], "nothing else waits, so that it is bounded all the same"
+
+
+def test_top_k_answers_are_weighed(keeper: Keeper) -> None:
+    view: Any = View()
+    label = top_k(np.zeros((16, 4096), np.float32), 4096)
+    for number in range(20):
+        keeper.keep(view, [number], {"y": label})
+    assert keeper.dropped_rows > 0, f"20 answers of {label.nbytes} bytes"
+    assert keeper.queued_bytes <= 4 * MIB
+    view.go_on.set()
+
+
+def test_an_unforeseen_error_ends_the_cache(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    view: Any = View(failure=KeyError("a bug"))
+    for number in range(10):
+        keeper.keep(view, [number], answer(64))
+    view.go_on.set()
+    started = time.monotonic()
+    assert not keeper.settle()
+    assert time.monotonic() - started < module._SETTLE_S / 2, "nothing is waited for that never comes"
+    keeper.keep(view, [10], answer(64))
+    assert keeper.dropped_rows == 11
+    assert keeper.off
+    assert [words for words in messages(caplog) if "no more labels" in words and "a bug" in words], messages(caplog)
+    assert len(messages(caplog)) == 1, "said once"
+
+
+def test_close_returns_though_the_thread_died() -> None:
+    keeper, view = Keeper(4 * MIB), View(failure=KeyError("a bug"))
+    closing = threading.Thread(target=keeper.close, daemon=True)
+    for number in range(300):
+        keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
+    view.go_on.set()
+    closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive(), "close() waits for a thread that is dead"
+
+
+def test_even_the_end_of_the_thread_is_noticed(
+    keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is no `Exception` ends the thread itself."""
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    view: Any = View(failure=SystemExit(1))
+    keeper.keep(view, [1], answer(64))
+    view.go_on.set()
+    assert not keeper.settle()
+    assert keeper.off
+    assert len(messages(caplog)) == 1
+
+
+def test_foreseen_errors_cost_their_rows_only(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    bad: Any = View(failure=SettingsError("rows are of another shape"))
+    good: Any = View()
+    bad.go_on.set()
+    good.go_on.set()
+    for number in range(50):
+        keeper.keep(bad, [number], answer(64))
+    keeper.keep(good, [50], answer(64))
+    assert keeper.settle()
+    assert good.ids == [50]
+    assert keeper.dropped_rows == 50
+    assert not keeper.off
+    assert len(messages(caplog)) == 1, "the same words are said once, and not 50 times"
+
+
+def test_settle_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_SETTLE_S", 0.05)
+    keeper, view = Keeper(4 * MIB), View()
+    keeper.keep(view, [1], answer(64))  # type: ignore[arg-type]
+    assert not keeper.settle()
+    assert "are still on their way into the soft-label cache" in " ".join(messages(caplog))
+    view.go_on.set()
+    keeper.close()
+
+
+def test_close_keeps_what_waits() -> None:
+    keeper, view = Keeper(4 * MIB), View()
+    for number in range(3):
+        keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
+    view.go_on.set()
+    keeper.close()
+    keeper.close()
+    assert view.ids == [0, 1, 2]
+    keeper.keep(view, [3], answer(64))  # type: ignore[arg-type]
+    assert keeper.dropped_rows == 1

@@ -1,0 +1,60 @@
+"""A queue before the cache that a signal handler closes in the middle of its own functions, and an event it sets."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import numpy as np
+
+from edl.distill.pipeline.cache_queue import Keeper
+from edl.notifier import ReentrantEvent
+from tests.interrupting import InterruptAt, deadline
+
+
+class View:
+    """Keeps ids once `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.ids: list[Any] = []
+
+    def put(self, ids: Any, outputs: Any) -> None:
+        assert self.go_on.wait(30)
+        self.ids += ids
+
+
+def test_keeper_is_closed_before_any_line() -> None:
+    for number in itertools.count(1):
+        view: Any = View()
+        keeper = Keeper(1 << 20)
+        timer = threading.Timer(0.02, view.go_on.set)
+        with deadline(10, f"closed before line {number} of keep and settle"):
+            timer.start()
+            with InterruptAt(number, keeper.close, "edl/") as interrupt:
+                for row in range(2):
+                    keeper.keep(view, [row], {"y": np.zeros(4)})
+                keeper.settle()
+            view.go_on.set()
+            keeper.close()
+        timer.cancel()
+        assert len(view.ids) + keeper.dropped_rows == 2, "a row was neither kept nor counted"
+        if not interrupt.reached:
+            assert number > 20, "nothing was interrupted"
+            break
+
+
+def test_event_is_set_before_any_line() -> None:
+    """As SIGTERM's handler does in the middle of `edl register`'s wait."""
+    for number in itertools.count(1):
+        event = ReentrantEvent()
+        timer = threading.Timer(0.05, lambda event=event: interrupt.reached or event.set())
+        with deadline(10, f"set before line {number} of a wait"):
+            timer.start()
+            with InterruptAt(number, event.set, "/") as interrupt:
+                assert event.wait()
+        timer.cancel()
+        if not interrupt.reached:
+            assert number > 5, "nothing was interrupted"
+            break

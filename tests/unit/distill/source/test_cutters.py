@@ -1,0 +1,140 @@
+"""Cutting a user's data into requests loses nothing and names what cannot be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.distill.source.cutters import BatchCutter, Chunk, Cutter, Item, SampleCutter, SampleListCutter, as_array
+from edl.errors import SourceError
+
+X: dict[str, Callable[[Any], Any]] = {"x": itemgetter(0)}
+
+
+def cut(cutter: Cutter, values: list[Any]) -> tuple[list[Item], list[Chunk]]:
+    items, chunks = [], []
+    for value in values:
+        item, ready = cutter.put(value)
+        items.append(item)
+        chunks += ready
+    return items, chunks + cutter.finish()
+
+
+def rows_of(item: Item) -> list[Any]:
+    return [chunk.fields["x"][row] for chunk, start, stop in item.parts for row in range(start, stop)]
+
+
+@given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 7))
+def test_every_row_of_sample_lists_is_in_one_chunk(sizes: list[int], chunk_rows: int) -> None:
+    numbers = iter(range(1000))
+    lists = [[(next(numbers), "label") for _ in range(size)] for size in sizes]
+    items, chunks = cut(SampleListCutter(X, chunk_rows, 1), lists)
+    assert [rows_of(item) for item in items] == [[sample[0] for sample in samples] for samples in lists]
+    assert [int(row) for chunk in chunks for row in chunk.fields["x"]] == list(range(sum(sizes)))
+    assert all(chunk.rows == chunk_rows for chunk in chunks[:-1])
+    assert all(chunk.rows == chunk.left for chunk in chunks)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=10), st.one_of(st.none(), st.integers(1, 7)))
+def test_batches_are_split_and_never_merged(sizes: list[int], chunk_rows: int | None) -> None:
+    batches = [(np.arange(size) + 100 * at, None) for at, size in enumerate(sizes)]
+    items, chunks = cut(BatchCutter(X, chunk_rows, 1), batches)
+    assert [rows_of(item) for item in items] == [batch[0].tolist() for batch in batches]
+    assert all(chunk.rows <= (chunk_rows or 20) for chunk in chunks)
+    assert sum(chunk.rows for chunk in chunks) == sum(sizes)
+
+
+@pytest.mark.parametrize(
+    ("chunk_rows", "max_rows", "sizes"),
+    [
+        (None, 0, [256, 256, 88]),
+        (None, 1024, [256, 256, 88]),
+        (None, 250, [250, 250, 100]),
+        (600, 0, [600]),
+        (600, 250, [600]),
+    ],
+)
+def test_where_the_user_does_not_say_requests_are_no_larger_than_teachers_take(
+    chunk_rows: int | None, max_rows: int, sizes: list[int]
+) -> None:
+    cutter = BatchCutter(X, chunk_rows, 1)
+    cutter.max_rows = max_rows
+    _, chunks = cut(cutter, [(np.arange(600),)])
+    assert [chunk.rows for chunk in chunks] == sizes
+
+
+def test_batches_that_are_small_enough_are_sent_as_they_are() -> None:
+    batch = np.zeros((256, 3))
+    _, (chunk,) = cut(BatchCutter(X, None, 1), [(batch,)])
+    assert np.shares_memory(chunk.fields["x"], batch)
+
+
+@pytest.mark.parametrize(("max_rows", "sizes"), [(0, [32, 8]), (64, [32, 8]), (15, [15, 15, 10])])
+def test_samples_are_gathered_to_no_more_than_teachers_take(max_rows: int, sizes: list[int]) -> None:
+    cutter = SampleCutter(X, None, 1)
+    cutter.max_rows = max_rows
+    _, chunks = cut(cutter, [(number,) for number in range(40)])
+    assert [chunk.rows for chunk in chunks] == sizes
+
+
+def test_samples_are_gathered_in_order_with_the_rest_at_the_end() -> None:
+    items, chunks = cut(SampleCutter(X, 4, 1), [(np.full(3, i, np.float32), i) for i in range(10)])
+    assert [chunk.rows for chunk in chunks] == [4, 4, 2]
+    assert [rows_of(item)[0][0] for item in items] == list(range(10))
+    assert chunks[0].fields["x"].dtype == np.float32
+
+
+def test_ids_go_with_their_rows() -> None:
+    cutter = BatchCutter(X, 2, 1, ids=itemgetter(1))
+    _, chunks = cut(cutter, [(np.zeros((3, 1)), np.array([7, 8, 9]))])
+    assert [chunk.ids for chunk in chunks] == [[7, 8], [9]]
+
+
+@pytest.mark.parametrize(
+    ("cutter", "value", "words"),
+    [
+        (BatchCutter(X, 2, 1), (np.zeros((0, 2)),), "batch 0 has no rows"),
+        (BatchCutter(X, 2, 1), (np.float32(1),), "single number"),
+        (BatchCutter(X, 2, 1), (), "no field for input 'x'"),
+        (BatchCutter({**X, "y": itemgetter(1)}, 2, 1), (np.zeros(2), np.zeros(3)), "different numbers of rows"),
+        (BatchCutter(X, 2, 1), ([object()],), "Python objects"),
+        (BatchCutter(X, 2, 1), (np.array(["a"] * 70 + [None], object),), r"input 'x'.*element 70 is NoneType"),
+        (BatchCutter(X, 2, 1), (np.array([1 + 2j]),), "complex128"),
+        (BatchCutter(X, 2, 1), ([[1, 2], [3]],), "cannot be made an array"),
+        (BatchCutter(X, 2, 1, ids=itemgetter(1)), (np.zeros(2), [1]), "1 sample ids for 2 rows"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(cutter: Cutter, value: Any, words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        cutter.put(value)
+
+
+def test_samples_of_different_shapes_are_named_by_their_number() -> None:
+    cutter = SampleCutter(X, 3, 1)
+    cut_two = [cutter.put((np.zeros(shape), 0)) for shape in (4, 4)]
+    assert len(cut_two) == 2
+    with pytest.raises(SourceError, match=r"sample 2: input 'x' has shape \[5\], samples before it \[4\]"):
+        cutter.put((np.zeros(5), 0))
+
+
+def test_tensors_and_strings_become_arrays() -> None:
+    torch = pytest.importorskip("torch")
+    assert as_array(torch.ones(2, 3, requires_grad=True), "x").shape == (2, 3)
+    assert as_array(torch.ones(2, dtype=torch.bfloat16), "x").dtype == np.float32
+    assert as_array(["a", "bc"], "x").tolist() == ["a", "bc"]
+
+
+def test_requests_may_be_set_to_any_size() -> None:
+    """Memory is taken for the rows that come, not for those that there is room for."""
+    cutter = SampleCutter({"x": itemgetter(0)}, 10**9, 1)
+    for number in range(1000):
+        assert not cutter.put((np.full((3, 224), number, np.float32),))[1]
+    (chunk,) = cutter.finish()
+    assert chunk.fields["x"][:, 0, 0].tolist() == list(range(1000))
+    assert chunk.fields["x"].shape == (1000, 3, 224)

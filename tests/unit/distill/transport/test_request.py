@@ -1,0 +1,123 @@
+"""Inputs in the types that a model wants: converted where nothing is lost, refused by name and value where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from edl.distill.transport.request import ModelSpec, Payload, TensorSpec, select_inputs
+from edl.errors import SourceError
+from edl.protocol.tensors import dtype_of, from_bfloat16, from_raw
+
+
+def converted(values: Any, dtype: str, datatype: str) -> Any:
+    array = np.asarray(values, dtype)
+    spec = ModelSpec("m", "1", {"x": TensorSpec("x", datatype, array.shape[1:])}, {})
+    return select_inputs(spec, {"x": array})["x"]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "datatype", "named"),
+    [
+        ([1, 2**32 + 1], "int64", "INT32", "4294967297 as int64"),
+        ([1, -(2**31) - 1], "int64", "INT32", "-2147483649"),
+        ([300, 5], "int16", "INT8", "300"),
+        ([1, 2**63], "uint64", "INT64", "9223372036854775808 as uint64"),
+        ([256], "uint16", "UINT8", "256"),
+        ([0, -1], "int64", "UINT8", "-1 as int64"),
+        ([7, 256], "int64", "UINT8", "256 as int64"),
+        ([-1], "int64", "UINT64", "-1 as int64"),
+        ([1.0, np.nan, 1e300], "float64", "FP32", r"1e\+300 as float64"),
+        ([70000.0], "float32", "FP16", "70000.0"),
+        ([70000], "int32", "FP16", "70000"),
+        ([2**24, 2**24 + 1], "int64", "FP32", "16777217"),
+        ([256, 257], "int64", "BF16", "257 as int64"),
+        ([-257], "int16", "BF16", "-257 as int16"),
+        ([2**53 + 1], "int64", "BF16", "9007199254740993"),
+        ([2**63 - 1], "int64", "BF16", "9223372036854775807"),
+        ([2**64 - 1], "uint64", "BF16", "18446744073709551615"),
+        ([3.4e38], "float32", "BF16", r"3\.4e\+38 as float32"),
+        ([1.0, 1e39], "float64", "BF16", r"1e\+39 as float64"),
+        ([2**53 + 1], "uint64", "FP64", "9007199254740993"),
+        ([2**63 - 1], "int64", "FP64", "9223372036854775807"),
+        ([2**64 - 1], "uint64", "FP32", "18446744073709551615"),
+    ],
+)
+def test_a_value_that_a_conversion_would_change_is_named(values: Any, dtype: str, datatype: str, named: str) -> None:
+    with pytest.raises(SourceError, match=rf"input 'x' holds {named}.*wants {datatype}.*convert it in your source"):
+        converted(values, dtype, datatype)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "datatype"),
+    [
+        ([-(2**31), 2**31 - 1], "int64", "INT32"),
+        ([0, 2**63 - 1], "uint64", "INT64"),
+        ([0, 255], "int64", "UINT8"),
+        ([0, 2**63 - 1], "int64", "UINT64"),
+        ([], "int64", "UINT8"),
+        ([0.1, np.inf, -np.inf, np.nan], "float64", "FP32"),
+        ([2**24 + 2, -(2**62), -(2**63)], "int64", "FP32"),
+        ([2**63, 0], "uint64", "FP64"),
+        ([1, 0], "bool", "INT8"),
+        ([7, 8], ">i4", "INT32"),
+        (np.zeros((2, 0)), "float64", "FP32"),
+    ],
+)
+def test_what_is_the_same_in_another_type_is_converted(values: Any, dtype: str, datatype: str) -> None:
+    result = converted(values, dtype, datatype)
+    assert result.dtype == dtype_of(datatype)
+    np.testing.assert_array_equal(result, np.asarray(values, dtype).astype(result.dtype))
+
+
+@given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(0, 5)), elements=st.floats(width=32)))
+def test_a_model_that_wants_bfloat16_is_sent_what_torch_would_make_of_it(values: Any) -> None:
+    with np.errstate(invalid="ignore"):
+        too_large = np.isinf(torch.from_numpy(values).bfloat16().float().numpy()) & ~np.isinf(values)
+    values[too_large] = 0
+    result = converted(values, "float32", "BF16")
+    raw = Payload.of({"x": result}, None)
+    assert raw.inputs == (("x", "BF16", values.shape),)
+    arrived = from_raw("BF16", values.shape, bytes(raw.raw[0]))
+    np.testing.assert_array_equal(arrived, torch.from_numpy(values).bfloat16().float().numpy())
+
+
+def test_what_has_no_value_as_bfloat16_is_refused() -> None:
+    with pytest.raises(SourceError, match="input 'x' is bool; model 'm' wants BF16"):
+        converted([True], "bool", "BF16")
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
+    st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "BF16", "FP32", "FP64"]),
+)
+def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datatype: str) -> None:
+    try:
+        result = converted(values, "int64", datatype)
+    except SourceError:
+        assert not all(fits(value, datatype) for value in values)
+    else:
+        assert [int(one) for one in (from_bfloat16(result) if datatype == "BF16" else result)] == values
+
+
+def fits(value: int, datatype: str) -> bool:
+    if datatype == "BF16":
+        return int(torch.tensor(value).bfloat16().item()) == value
+    kind = dtype_of(datatype)
+    if kind.kind in "iu":
+        return bool(np.iinfo(kind).min <= value <= np.iinfo(kind).max)
+    if abs(value) > float(np.finfo(kind).max):
+        return False
+    return int(kind.type(value)) == value
+
+
+def test_a_string_that_is_no_text_is_named_with_its_input() -> None:
+    for array in (np.array(["good", "\ud800bad"]), np.array(["good", "\ud800bad"], object)):
+        with pytest.raises(SourceError, match=r"input 'words' has a string that is no text, '\\ud800bad'.*send bytes"):
+            Payload.of({"words": array}, None)

@@ -170,7 +170,7 @@ class Following:
             with self._registry.watch(service) as watch:
                 self._pass_on(watch.get)
             return
-        from edl.discovery.group import BalanceGroup
+        from edl.discovery.balance.group import BalanceGroup
 
         store = open_store(self._url)
         try:

@@ -1,6 +1,6 @@
 """gRPC channels and listening ports, with TLS and tokens or without: the only place where EDL makes any.
 
-What does not belong here: what is sent over them, and what a failed handshake means (`edl.protocol.handshake`).
+What does not belong here: what is sent over them, and what a failed handshake means (`edl.protocol.tls.handshake`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from edl.errors import SettingsError
-from edl.protocol.credentials import AUTHORIZATION, CredentialFiles, Material
+from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles, Material
+from edl.protocol.tls.verification import host_of
 from edl.protocol.transport import DIRECT, grpc
 
-__all__ = ["Metadata", "Options", "aio_channel", "call_metadata", "channel", "host_of", "is_this_host", "listen"]
+__all__ = ["Metadata", "Options", "aio_channel", "call_metadata", "channel", "is_this_host", "listen"]
 
 Options: TypeAlias = Sequence[tuple[str, Any]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -83,11 +84,6 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
     fetch: Any = changed  # gRPC's stub leaves out that None is for no change
     credentials = grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=mutual)
     return int(server.add_secure_port(address, credentials))
-
-
-def host_of(endpoint: str) -> str:
-    """The name that a certificate must hold by default: the host in `host:port`, localhost for `unix:/path`."""
-    return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
 
 
 def is_this_host(endpoint: str) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from edl.errors import EDLError
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend
 from edl_serving.command_line.model_failure import what_failed

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 from edl.memory import keep_freed_memory
 from edl.protocol import names
 from edl.protocol.channel import listen
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.batcher import Batcher

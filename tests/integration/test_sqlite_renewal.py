@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.keeping import KeptLease, KeptRegistration
+from edl.discovery.backend.renewal import KeptLease, KeptRegistration
 
 
 def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:

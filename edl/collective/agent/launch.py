@@ -19,7 +19,7 @@ from edl.collective.job import Member, World
 from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]
 

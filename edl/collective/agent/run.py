@@ -41,7 +41,7 @@ from edl.errors import SettingsError
 from edl.settings import Credentials, default_discovery_url, read
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS
+    from edl.protocol.tls.peers import PeerTLS
 
 __all__ = ["main"]
 
@@ -162,7 +162,7 @@ def _tls(options: argparse.Namespace) -> PeerTLS | None:
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
-        from edl.protocol.peers import PeerTLS  # others need not wait for its imports
+        from edl.protocol.tls.peers import PeerTLS  # others need not wait for its imports
 
         return PeerTLS(credentials)
     return None  # a CA alone is for the script's own teachers

@@ -17,8 +17,8 @@ from edl.discovery.served.host import KEPT, StoreHost
 from edl.discovery.served.store import ServedStore
 from edl.discovery.served.target import store_credentials
 from edl.errors import DiscoveryError, SettingsError
-from edl.protocol.credentials import CredentialFiles
-from edl.protocol.handshake import explain_handshake
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import explain_handshake
 from edl.settings import Credentials
 
 __all__ = ["keep_for_later", "served_store"]

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from edl.collective.job import World
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Address", "Tethers", "neighbours"]
 

@@ -13,7 +13,7 @@ from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, HANDSHAKE_S, PR
 from edl.errors import PermanentError, TemporaryError
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["Refused", "send_states"]
 

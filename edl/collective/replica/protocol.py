@@ -15,7 +15,7 @@ A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. T
 and both sides' random bytes, and each HMAC counts in how many were sent before it, so that nothing can be changed,
 repeated or left out. All HMACs are HMAC-SHA256. Nothing is believed, and no memory taken, before the other side has
 shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is one of
-TLS (`edl.protocol.peers`), within which all of this is said.
+TLS (`edl.protocol.tls.peers`), within which all of this is said.
 
 One core makes some 1.8 GB/s of HMACs where it has instructions for SHA-256, and a third of that where not. So the tag
 of data is that of a tree: the HMAC of the HMACs of its pieces, each with its number, which threads make while the next

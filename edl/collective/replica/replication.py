@@ -24,7 +24,7 @@ from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["JobSecret", "Replication", "peer_of"]
 

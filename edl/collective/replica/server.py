@@ -16,7 +16,7 @@ from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, Announc
 from edl.errors import EDLError
 
 if TYPE_CHECKING:
-    from edl.protocol.peers import PeerTLS  # imported where TLS is asked for only
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
 __all__ = ["ReplicaServer"]
 

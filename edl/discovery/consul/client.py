@@ -13,9 +13,9 @@ from typing import Any, Literal
 import consul.base
 from consul.exceptions import ACLPermissionDenied, ConsulException
 
+from edl.discovery.backend.resource import Owned
 from edl.discovery.consul.target import Target
 from edl.discovery.consul.transport import Transport, understood
-from edl.discovery.owned import Owned
 from edl.errors import DiscoveryError
 from edl.quoting import shown
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 
+from edl.discovery.backend.renewal import Claim
 from edl.discovery.consul.client import Client
 from edl.discovery.consul.registry import LEASE_SERVICE
 from edl.discovery.consul.target import Target
-from edl.discovery.keeping import Claim
 from edl.errors import DiscoveryError
 
 __all__ = ["SessionClaim"]

@@ -7,12 +7,12 @@ import secrets
 import time
 from typing import Any
 
-from edl.discovery.blocking_watch import BlockingWatch
+from edl.discovery.backend.blocking_watch import BlockingWatch
+from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
+from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.service_view import Follower, snapshot_of
 from edl.discovery.consul.client import Client, Service
 from edl.discovery.consul.target import Target
-from edl.discovery.follow import Follower, snapshot_of
-from edl.discovery.keeping import InstanceClaim, KeptRegistration
-from edl.discovery.owned import Owned
 from edl.discovery.records import RESERVED_META, check_service, check_ttl, parsed, validated
 from edl.discovery.registry import Instance, Registration, Registry, Rejected, Snapshot, Watch
 from edl.errors import DiscoveryError

@@ -10,14 +10,14 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
-from edl.discovery.blocking_watch import BlockingWatch
+from edl.discovery.backend.blocking_watch import BlockingWatch
+from edl.discovery.backend.election import StoreElection
+from edl.discovery.backend.renewal import KeptLease
+from edl.discovery.backend.resource import Owned
 from edl.discovery.consul.client import Client, Pair
 from edl.discovery.consul.lease import SessionClaim
 from edl.discovery.consul.target import Target
-from edl.discovery.election import StoreElection
-from edl.discovery.keeping import KeptLease
 from edl.discovery.keys import check_key, check_prefix, check_value
-from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError

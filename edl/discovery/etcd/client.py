@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from edl.discovery.call_thread import CallThread
+from edl.discovery.backend.call_thread import CallThread
+from edl.discovery.backend.resource import Owned
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.owned import Owned
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol import etcd as wire
 from edl.protocol.channel import Metadata, channel
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 

@@ -11,12 +11,12 @@ import secrets
 import time
 from collections.abc import Iterable
 
-from edl.discovery.blocking_watch import BlockingWatch
+from edl.discovery.backend.blocking_watch import BlockingWatch
+from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
+from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.service_view import Follower, snapshot_of
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.follow import Follower, snapshot_of
-from edl.discovery.keeping import InstanceClaim, KeptRegistration
-from edl.discovery.owned import Owned
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError

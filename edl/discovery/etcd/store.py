@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from edl.discovery.blocking_watch import BlockingWatch
-from edl.discovery.election import StoreElection
+from edl.discovery.backend.blocking_watch import BlockingWatch
+from edl.discovery.backend.election import StoreElection
+from edl.discovery.backend.renewal import Claim, KeptLease
+from edl.discovery.backend.resource import Owned
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.keeping import Claim, KeptLease
 from edl.discovery.keys import check_key, check_prefix, check_value
-from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError

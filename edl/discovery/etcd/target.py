@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 from edl.errors import SettingsError
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import SYSTEM_CA, Credentials, boolean, read
 
 __all__ = ["EtcdSession", "EtcdTarget"]

@@ -9,14 +9,14 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
-from edl.discovery.call_thread import CallThread
-from edl.discovery.owned import Owned
+from edl.discovery.backend.call_thread import CallThread
+from edl.discovery.backend.resource import Owned
 from edl.discovery.served.target import FORMAT, SERVICE, ServedTarget
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.channel import Metadata, call_metadata, channel
-from edl.protocol.credentials import CredentialFiles
-from edl.protocol.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 

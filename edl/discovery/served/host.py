@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 
 __all__ = ["KEPT", "StoreHost"]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.servicer import StoreLimits, StoreServicer
 from edl.discovery.sqlite.entries import live_entries
@@ -20,7 +20,7 @@ from edl.discovery.sqlite.file import SqliteFile
 from edl.discovery.sqlite.leases import first_expiry
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.channel import listen
-from edl.protocol.credentials import AUTHORIZATION, CredentialFiles
+from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
 __all__ = ["StoreServer"]

@@ -6,11 +6,11 @@ import random
 import time
 from typing import Any, Final
 
-from edl.discovery.election import StoreElection
-from edl.discovery.keeping import Claim, KeptLease
+from edl.discovery.backend.election import StoreElection
+from edl.discovery.backend.latest_value import Newest
+from edl.discovery.backend.renewal import Claim, KeptLease
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.keys import check_key, check_prefix, check_value
-from edl.discovery.newest import Newest
-from edl.discovery.owned import Background, Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.served.client import StoreClient, WatchCall
 from edl.discovery.served.target import ServedTarget

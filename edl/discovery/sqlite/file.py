@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from edl.discovery.owned import Owned
+from edl.discovery.backend.resource import Owned
 from edl.discovery.sqlite import mounts
 from edl.discovery.sqlite.identity import Identity, discard
 from edl.discovery.sqlite.leases import expire, next_revision

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlite3
 import time
 
-from edl.discovery.follow import Follower, snapshot_of
-from edl.discovery.keeping import InstanceClaim, KeptRegistration
-from edl.discovery.owned import Owned
+from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
+from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.service_view import Follower, snapshot_of
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.discovery.sqlite.file import SqliteFile

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sqlite3
 import time
 
-from edl.discovery.election import StoreElection
-from edl.discovery.keeping import Claim, KeptLease
+from edl.discovery.backend.election import StoreElection
+from edl.discovery.backend.renewal import Claim, KeptLease
+from edl.discovery.backend.resource import Owned
 from edl.discovery.keys import check_key, check_prefix, check_value
-from edl.discovery.owned import Owned
 from edl.discovery.records import check_ttl
 from edl.discovery.sqlite.entries import (
     delete_entry,

@@ -18,8 +18,8 @@ from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.request import Ask, ModelSpec, Payload, Reply
 from edl.distill.transport.shm_registration import Names
 from edl.protocol import names
-from edl.protocol.credentials import CHECK_EVERY_S, CredentialFiles
-from edl.protocol.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
+from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.quoting import shown
 
 __all__ = ["Link"]

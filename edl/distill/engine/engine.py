@@ -32,8 +32,8 @@ from edl.distill.transport.request import Ask, ModelSpec, Outputs, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError
 from edl.notifier import Notifier
-from edl.protocol.credentials import CredentialFiles
 from edl.protocol.tensors import Array
+from edl.protocol.tls.credentials import CredentialFiles
 
 __all__ = ["Engine"]
 

@@ -36,8 +36,8 @@ from edl.distill.transport.shm import Arena
 from edl.distill.transport.tracing import current_traceparent
 from edl.errors import ClosedError, EDLError, SettingsError, TemporaryError
 from edl.memory import keep_freed_memory
-from edl.protocol.credentials import CredentialFiles
 from edl.protocol.tensors import Array
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import Credentials, is_above_zero
 
 __all__ = ["Labeller", "Options"]

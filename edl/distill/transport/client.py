@@ -36,8 +36,8 @@ from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import Metadata, aio_channel, call_metadata
-from edl.protocol.credentials import CredentialFiles
 from edl.protocol.tensors import Array
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import listed, quote
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from edl.protocol import kserve, names
 from edl.protocol.channel import call_metadata, channel
-from edl.protocol.credentials import CredentialFiles
-from edl.protocol.handshake import explain_handshake, looks_like_handshake
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.settings import Credentials

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
-from edl.protocol.credentials import AUTHORIZATION, CHECK_EVERY_S, CredentialFiles, Material
+from edl.protocol.tls.credentials import AUTHORIZATION, CHECK_EVERY_S, CredentialFiles, Material
 from edl.protocol.transport import grpc
 
 __all__ = ["TokenCheck", "follow_revocations", "revokes"]

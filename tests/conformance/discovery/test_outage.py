@@ -54,7 +54,7 @@ def test_registrations_and_watches_recover_and_teachers_are_kept_meanwhile(backe
 def test_who_does_not_come_back_is_dropped_in_the_end(
     backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edl.discovery.blocking_watch.WAIT_S", 120.0)  # the patience ends although nothing changes
+    monkeypatch.setattr("edl.discovery.backend.blocking_watch.WAIT_S", 120.0)  # patience ends without a change
     with open_registry(backend.url) as registry, registry.watch(service) as watch:
         registration = registry.register(teacher(service), 2.0)
         assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)

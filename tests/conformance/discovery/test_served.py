@@ -25,7 +25,7 @@ from edl.discovery.served.store import ServedStore
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.group import BalanceGroup
+from edl.discovery.balance.group import BalanceGroup
 from tests.integration.discovery.group_student import StudentProcess
 
 SERVICE = "resnet"

@@ -52,7 +52,7 @@ class StudentProcess:
 
 def main(url: str, service: str, student: str, want: str, ttl_s: str) -> None:
     from edl.discovery import open_registry, open_store
-    from edl.discovery.group import BalanceGroup
+    from edl.discovery.balance.group import BalanceGroup
 
     told = teachers = None
     with (

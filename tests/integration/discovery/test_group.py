@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
-from edl.discovery.group import BalanceGroup
-from edl.discovery.group_rules import pack_limit, pack_links
+from edl.discovery.balance.group import BalanceGroup
+from edl.discovery.balance.rules import pack_limit, pack_links
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from tests.integration.discovery.conftest import SERVICE, Student, ids, join, shared_out, teacher, until
 from tests.integration.discovery.group_student import StudentProcess
@@ -181,7 +181,7 @@ def test_links_are_waited_for_by_a_student_whose_key_its_former_life_still_holds
     store.put(f"balance/{SERVICE}/links/again", pack_links(["t0", "t7"]))
     watch = store.watch
     monkeypatch.setattr(store, "watch", lambda prefix: SlowWatch(watch(prefix)))
-    monkeypatch.setattr("edl.discovery.group.PATIENCE_S", 20.0)  # a slow machine needs a second for less
+    monkeypatch.setattr("edl.discovery.balance.group.PATIENCE_S", 20.0)  # a slow machine needs a second for less
     again = join(stack, registry, store, "again", want=2)
     assert [again.now.instances[n].id for n in range(2)] == ["t0", "t7"]
     assert [len(told.instances) for told in again.told] == [2], "nothing else was given before"

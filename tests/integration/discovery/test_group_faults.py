@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.group import BalanceGroup
+from edl.discovery.balance.group import BalanceGroup
 from edl.errors import ClosedError, SettingsError
 from tests.conformance.discovery.backends import spoil_database
 from tests.integration.discovery.conftest import SERVICE, Student, ids, join, shared_out, teacher, until

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.protocol import credentials, kserve, names
+from edl.protocol import kserve, names
+from edl.protocol.tls import credentials
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from edl_serving.rpc import authentication

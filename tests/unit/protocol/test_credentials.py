@@ -18,10 +18,10 @@ import pytest
 
 from edl.distill import Options
 from edl.errors import SettingsError
-from edl.protocol import certificates, credentials
 from edl.protocol.channel import call_metadata, is_this_host
-from edl.protocol.credentials import CredentialFiles
-from edl.protocol.public_keys import kind_not_in_grpc
+from edl.protocol.tls import certificates, credentials
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.public_keys import kind_not_in_grpc
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from edl_serving.rpc import authentication

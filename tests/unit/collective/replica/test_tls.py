@@ -18,7 +18,7 @@ from edl.collective.checkpoint.keeping import ReplicaFolder
 from edl.collective.replica.client import send_states
 from edl.collective.replica.server import ReplicaServer
 from edl.errors import ProtocolError, SettingsError, TemporaryError
-from edl.protocol.peers import PeerTLS
+from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority, Pair
 from tests.unit.collective.replica.replicas import SECRET, keep, steps, until

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from edl.discovery import open_registry, owned
+from edl.discovery import open_registry
+from edl.discovery.backend import resource as owned
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.teachers import Following, Teachers
 

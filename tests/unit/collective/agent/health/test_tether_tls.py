@@ -13,7 +13,7 @@ from subprocess import DEVNULL, PIPE, Popen
 import pytest
 
 from edl.collective.agent.tether import Address, Tethers
-from edl.protocol.peers import PeerTLS
+from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
 from tests.unit.collective.agent.health.test_tether import DEADLINE_S, connected, nothing, wait_for
@@ -23,7 +23,7 @@ NAME = "agents.example"
 OTHER = """
 import sys, time
 from edl.collective.agent.tether import Tethers
-from edl.protocol.peers import PeerTLS
+from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 ca, cert, key, name = sys.argv[1:]
 print(Tethers("a", print, PeerTLS(Credentials(ca, cert, key, name))).port, flush=True)

@@ -6,7 +6,7 @@ import ssl
 import time
 from typing import Final
 
-__all__ = ["EXPIRED", "NOT_YET_VALID", "WRONG_NAME", "explain", "utc_now"]
+__all__ = ["EXPIRED", "NOT_YET_VALID", "WRONG_NAME", "explain", "host_of", "utc_now"]
 
 EXPIRED, NOT_YET_VALID = 10, 9  # X509_V_ERR_*, as those that follow
 WRONG_NAME: Final = (62, 64)
@@ -49,6 +49,11 @@ def explain(what: str, exc: ssl.SSLCertVerificationError, ca: str, expected: str
             "whoever answers there"
         )
     return f"{what} is not believed: {exc.verify_message}"
+
+
+def host_of(endpoint: str) -> str:
+    """Return the name that a certificate must hold by default: the host in `host:port`, localhost for `unix:/path`."""
+    return "localhost" if endpoint.startswith("unix:") else endpoint.rpartition(":")[0].strip("[]")
 
 
 def utc_now() -> str:

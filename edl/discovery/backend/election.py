@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.keys import check_key
-from edl.discovery.owned import Background, Owned
 from edl.discovery.store import Election, Lease, Store, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError
 from edl.notifier import Notifier

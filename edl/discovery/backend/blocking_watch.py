@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from edl.discovery.newest import Newest
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.latest_value import Newest
+from edl.discovery.backend.resource import Background, Owned
 from edl.errors import ClosedError, DiscoveryError
 
 __all__ = ["BlockingWatch"]

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.resource import Background, Owned
 from edl.errors import ClosedError
 from edl.notifier import Notifier
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from edl.errors import ProtocolError, SettingsError
-from edl.protocol import certificates, verification
-from edl.protocol.credentials import CredentialFiles
+from edl.protocol.tls import certificates, verification
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import Credentials
 
 __all__ = ["PeerTLS"]

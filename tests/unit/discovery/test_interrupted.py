@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.newest import Newest
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.latest_value import Newest
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.registry import Registration, Registry
 from edl.discovery.urls import open_registry, open_store
 from edl.errors import ClosedError

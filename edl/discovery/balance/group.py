@@ -6,10 +6,10 @@ import threading
 import time
 from dataclasses import replace
 
-from edl.discovery.balance import DEFAULT_FAN_OUT
-from edl.discovery.group_member import Member
-from edl.discovery.group_rules import Choice, Keys, choose, choose_lapsed, unpack_links
-from edl.discovery.owned import Owned
+from edl.discovery.backend.resource import Owned
+from edl.discovery.balance.assignment import DEFAULT_FAN_OUT
+from edl.discovery.balance.member import Member
+from edl.discovery.balance.rules import Choice, Keys, choose, choose_lapsed, unpack_links
 from edl.discovery.records import check_ttl
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Store, StoreSnapshot

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.discovery.group_rules import (
+from edl.discovery.balance.rules import (
     Keys,
     choose,
     pack_limit,

@@ -12,10 +12,9 @@ import ssl
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from edl.protocol import certificates, verification
-from edl.protocol.certificates import Identity
-from edl.protocol.channel import host_of
-from edl.protocol.credentials import CredentialFiles, Material
+from edl.protocol.tls import certificates, verification
+from edl.protocol.tls.certificates import Identity
+from edl.protocol.tls.credentials import CredentialFiles, Material
 
 __all__ = ["explain_handshake", "looks_like_handshake"]
 
@@ -59,7 +58,7 @@ async def explain_handshake(endpoint: str, files: CredentialFiles | None, *, say
     if files is None or not files.tls:
         return await _explain_plain(endpoint, says_tls=says_tls)
     material = files.current(now=True)
-    expected = files.settings.server_name or host_of(endpoint)
+    expected = files.settings.server_name or verification.host_of(endpoint)
     try:
         context = certificates.context_for(material.ca, material.pair, serving=False)
         ended = await _shake(endpoint, context, expected)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.records import validated
 from edl.discovery.registry import Instance, Registration
 from edl.discovery.store import Lease

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.discovery import Instance, Snapshot
-from edl.discovery.follow import Follower, snapshot_of
+from edl.discovery.backend.service_view import Follower, snapshot_of
 from edl.discovery.registry import Rejected
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from edl.errors import SettingsError
-from edl.protocol import certificates
-from edl.protocol.certificates import Identity
+from edl.protocol.tls import certificates
+from edl.protocol.tls.certificates import Identity
 from edl.settings import SYSTEM_CA, Credentials
 
 __all__ = ["AUTHORIZATION", "CHECK_EVERY_S", "CredentialFiles", "Material"]

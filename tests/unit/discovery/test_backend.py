@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.keeping import Claim, InstanceClaim, KeptLease, KeptRegistration
-from edl.discovery.newest import Newest
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.latest_value import Newest
+from edl.discovery.backend.renewal import Claim, InstanceClaim, KeptLease, KeptRegistration
+from edl.discovery.backend.resource import Background, Owned
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError

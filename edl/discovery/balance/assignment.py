@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from edl.discovery._fair_loads import Level, fair_levels
-from edl.discovery._fewest_moves import link
+from edl.discovery.balance.fair_loads import Level, fair_levels
+from edl.discovery.balance.fewest_moves import link
 from edl.errors import SettingsError
 
 __all__ = ["DEFAULT_FAN_OUT", "balance"]

@@ -1,6 +1,6 @@
 """Tells which kind of key a certificate is for, and whether gRPC's TLS library (BoringSSL) can use it.
 
-What does not belong here: files, and what else may be wrong with a certificate (`edl.protocol.certificates`).
+What does not belong here: files, and what else may be wrong with a certificate (`edl.protocol.tls.certificates`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the members of a balance group write, and how they decide. Pure; `edl.discovery.group` does the I/O.
+"""What the members of a balance group write, and how they decide. Pure; `edl.discovery.balance.group` does the I/O.
 
 Keys in the store, below `balance/SERVICE/`:
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from edl.discovery.balance import balance
+from edl.discovery.balance.assignment import balance
 from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.discovery.registry import Instance
 from edl.discovery.store import Entry

@@ -6,8 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from edl.discovery.group_rules import Keys, Plan, pack_limit, plan
-from edl.discovery.owned import Background, Owned
+from edl.discovery.backend.resource import Background, Owned
+from edl.discovery.balance.rules import Keys, Plan, pack_limit, plan
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError

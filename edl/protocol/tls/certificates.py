@@ -1,6 +1,6 @@
 """Looks at certificates, keys and tokens before they are used, with the standard library only.
 
-What does not belong here: when files are read again (`edl.protocol.credentials`), and connections.
+What does not belong here: when files are read again (`edl.protocol.tls.credentials`), and connections.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from edl.errors import SettingsError
-from edl.protocol.public_keys import kind_not_in_grpc
-from edl.protocol.verification import EXPIRED, NOT_YET_VALID, utc_now
+from edl.protocol.tls.public_keys import kind_not_in_grpc
+from edl.protocol.tls.verification import EXPIRED, NOT_YET_VALID, utc_now
 from edl.settings import SYSTEM_CA
 
 __all__ = [

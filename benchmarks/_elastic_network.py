@@ -51,6 +51,10 @@ class Network:
     def close(self) -> None:
         """Remove all of it. Processes on the hosts are to be ended before."""
         for number in range(self.hosts):
+            # The kernel takes a namespace down some time after it was deleted. Until then its link keeps its name,
+            # which the next network of this process could not have.
+            with contextlib.suppress(OSError):
+                self._ip("link", "delete", self._port(number))
             with contextlib.suppress(OSError):
                 self._ip("netns", "delete", self._name(number))
         with contextlib.suppress(OSError):

@@ -155,7 +155,7 @@ class _Scan:
         for module, name in _names(node):
             root = module.split(".")[0]
             own = sources_of(module, self.folders)
-            if own:
+            if own and not _is_loaded(root, own[0]):
                 self._read_own(own)
                 if name:
                     self._read_own(sources_of(f"{module}.{name}", self.folders))
@@ -168,6 +168,12 @@ class _Scan:
     def _read_own(self, paths: Iterable[Path]) -> None:
         for path in paths:
             self.read(path)
+
+
+def _is_loaded(root: str, path: Path) -> bool:
+    """Return whether this process has imported `root` from `path`: EDL itself, where PYTHONPATH names its folder."""
+    loaded = getattr(sys.modules.get(root), "__file__", None)
+    return loaded is not None and Path(loaded).resolve() == path.resolve()
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:

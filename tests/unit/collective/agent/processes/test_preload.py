@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import edl
 from edl.collective.agent import preload as preload_module
 from edl.collective.agent.preload import fork_hazard, preload
 from edl.collective.agent.program_imports import ProgramImports, scan_imports
@@ -66,6 +67,20 @@ def test_imports_before_statements_are_found(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.framework
     assert found.obstacle == ""
+
+
+def test_edl_in_pythonpath_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nfrom edl.collective import State\n")
+    folders = [tmp_path, Path(edl.__file__).parents[1]]
+    assert ("edl.collective", "State") in scan_imports([script], folders, ROOTS).modules, (
+        "the folder that this process has EDL from may stand in PYTHONPATH"
+    )
+
+
+def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
+    found = scan(tmp_path, "import torch\nfrom edl.collective import State\n", edl__collective="State = 1")
+    assert found.modules == (("torch", ""),), "the program has a package of that name of its own"
 
 
 @pytest.mark.parametrize(

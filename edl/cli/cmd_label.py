@@ -20,9 +20,9 @@ from edl.cli._credentials import add_credentials, credentials_of
 from edl.distill.cache import SoftLabelCache
 from edl.distill.datasets import open_data
 from edl.distill.labelling import Plan, Progress, Report, label
-from edl.distill.pipeline.session import Options
+from edl.distill.options import Options
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import SettingsError
 
 __all__ = ["main"]

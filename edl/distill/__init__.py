@@ -13,7 +13,7 @@ What does not belong here: serving a model, and training loops.
 
 from __future__ import annotations
 
-from edl.distill.pipeline.session import Options
+from edl.distill.options import Options
 from edl.distill.reader import DistillReader
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers

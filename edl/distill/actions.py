@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.policy import Policy
 
 __all__ = ["Policy"]

@@ -10,11 +10,12 @@ import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
 from edl.distill.datasets.kinds import Data, SampleId
+from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import Caching
-from edl.distill.pipeline.session import Labeller, Options
+from edl.distill.pipeline.session import Labeller
 from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.teachers import Teachers
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import TemporaryError
 from edl.protocol.tensors import Array
 

@@ -10,15 +10,16 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from edl.distill.compress import TopK
+from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import Caching
 from edl.distill.pipeline.combine import Combine, Combiner, in_order, rows_of
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
-from edl.distill.pipeline.session import Labeller, Options
+from edl.distill.pipeline.session import Labeller
 from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS

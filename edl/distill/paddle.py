@@ -9,10 +9,10 @@ import paddle
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of, names_of
+from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import Caching
 from edl.distill.pipeline.combine import Combine
-from edl.distill.pipeline.session import Options
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.protocol.tensors import Array
 
 __all__ = ["PaddleLoader", "distill"]

@@ -13,15 +13,17 @@ from typing import Any, Literal
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.loader import TeachersLike, groups_of
+from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import Caching
 from edl.distill.pipeline.combine import Combine, Combiner, in_order, rows_of
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
-from edl.distill.pipeline.session import Labeller, Options
-from edl.distill.source.cutters import BatchCutter, Cutter, Item, SampleCutter, SampleListCutter
+from edl.distill.pipeline.session import Labeller
+from edl.distill.source.chunk import Item
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import ClosedError, SettingsError, SourceError
 from edl.settings import is_count
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
-import socket
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.registry import Instance
-from edl.distill.transport.request import check_version
-from edl.errors import DiscoveryError, SettingsError
-from edl.notifier import ReentrantEvent
+from edl.distill.transport.schema import check_version
+from edl.errors import SettingsError
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = ["Following", "Teachers", "identities", "teachers_from_env"]
+__all__ = ["Teachers", "fixed_instance", "identities", "teachers_from_env"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -53,7 +47,7 @@ class Teachers:
         if not is_above_zero(self.weight) or self.weight == float("inf"):
             raise SettingsError(f"weight={self.weight!r}: must be a finite number above 0")
         for endpoint in self.endpoints:
-            _instance(endpoint)
+            fixed_instance(endpoint)
 
     @classmethod
     def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
@@ -111,87 +105,10 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
     )
 
 
-def _instance(endpoint: str) -> Instance:
+def fixed_instance(endpoint: str) -> Instance:
     if endpoint.startswith("unix:"):
         return Instance(service="fixed", id=endpoint, address=endpoint, port=0)
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500")
     return Instance(service="fixed", id=endpoint, address=host.strip("[]"), port=int(port))
-
-
-class Following:
-    """Tells `changed` of every snapshot, from a thread of its own, until closed."""
-
-    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
-        self._teachers, self._changed = teachers, changed
-        self._closing = ReentrantEvent()  # closed by signal handlers as well
-        self._thread: threading.Thread | None = None
-        self._registry: Registry | None = None
-        self._last = Snapshot(teachers.name, ())  # teachers last known stay while the registry fails
-        self._model = teachers.model
-        if teachers.service is None:
-            fixed = tuple(replace(_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
-            changed(Snapshot(teachers.name, fixed))
-            return
-        self._url = DiscoverySettings.of(teachers.discovery).url
-        self._registry = open_registry(self._url)  # a bad URL is the caller's error, here and now
-        self._thread = threading.Thread(target=self._follow, name=f"edl-follow-{teachers.service}", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop following."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(10.0)
-        if self._registry is not None:
-            self._registry.close()
-
-    def _follow(self) -> None:
-        service = self._teachers.service
-        assert service is not None
-        while not self._closing.is_set():
-            try:
-                self._watch(service)
-            except DiscoveryError as exc:
-                self._changed(replace(self._last, stale=str(exc)))
-                self._closing.wait(1.0)
-            except Exception as exc:
-                # Whatever it was: a student that no longer hears of teachers would wait for them without a word.
-                if self._closing.is_set():
-                    return
-                logger.exception("following %s failed in a way not foreseen, and is tried again", service)
-                self._changed(replace(self._last, stale=f"{type(exc).__name__}: {exc}"))
-                self._closing.wait(1.0)
-
-    def _watch(self, service: str) -> None:
-        assert self._registry is not None
-        if self._teachers.max_teachers is None:
-            with self._registry.watch(service) as watch:
-                self._pass_on(watch.get)
-            return
-        from edl.discovery.balance.group import BalanceGroup
-
-        store = open_store(self._url)
-        try:
-            with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:
-                self._pass_on(group.get)
-        finally:
-            store.close()
-
-    def _pass_on(self, get: Callable[[float | None], Snapshot | None]) -> None:
-        while not self._closing.is_set():
-            snapshot = get(0.5)
-            if snapshot is None:
-                continue
-            if self._model:
-                named = tuple(replace(instance, model=self._model) for instance in snapshot.instances)
-                lapsed = tuple(replace(instance, model=self._model) for instance in snapshot.lapsed)
-                snapshot = replace(snapshot, instances=named, lapsed=lapsed)
-            self._last = snapshot
-            self._changed(snapshot)
-
-
-def _student_id() -> str:
-    place = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{os.urandom(4).hex()}"
-    return hashlib.sha256(place.encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ import numpy as np
 
 from edl.distill import DistillReader, Teachers
 from edl.distill.cache import SoftLabelCache
-from edl.distill.pipeline.session import Options
+from edl.distill.options import Options
 from edl.errors import EDLError
 from tests.soak.data import SERVICES, Array, labels_of, rows_of
 from tests.soak.verdict import EpochRecord, RowCheck

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl.distill.source.cutters import as_array
+from edl.distill.source.arrays import as_array
 from edl.distill.source.row_buffer import Rows
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.policy import Policy
 from edl.distill.dispatch.teacher_state import TeacherState
 from edl.distill.dispatch.window import Window
 

@@ -13,7 +13,7 @@ from edl.discovery.registry import Instance
 from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK
 from edl.distill.dispatch.actions import Failure, FailureKind
-from edl.distill.transport.request import Ask, ModelSpec, Outputs
+from edl.distill.transport.schema import Ask, ModelSpec, Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.quoting import listed

@@ -15,7 +15,8 @@ from edl.discovery.registry import Instance
 from edl.distill.dispatch.actions import Failure, FailureKind
 from edl.distill.transport.client import RequestFailed, TeacherClient
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.request import Ask, ModelSpec, Payload, Reply
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Ask, ModelSpec, Reply
 from edl.distill.transport.shm_registration import Names
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles

@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
 
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.outage import Outage
+from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.compatibility import Agreement
 from edl.distill.engine.connection import Link
 from edl.distill.engine.connection_pool import Links
@@ -28,7 +29,7 @@ from edl.distill.engine.job_queue import MOST_GATHERED, Inbox
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.request import Ask, ModelSpec, Outputs, Reply
+from edl.distill.transport.schema import Ask, ModelSpec, Outputs, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError
 from edl.notifier import Notifier

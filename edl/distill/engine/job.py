@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from edl.distill.dispatch.actions import FailureKind, GiveUp
-from edl.distill.transport.request import Outputs, Payload
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Outputs
 from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
 
 __all__ = ["Job", "error_of"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.distill.cache import CacheKey, CacheView, Found, SoftLabelCache
-from edl.distill.transport.request import Ask, ModelSpec, Outputs
+from edl.distill.transport.schema import Ask, ModelSpec, Outputs
 from edl.errors import NoTeacherError, SettingsError
 
 __all__ = ["Caching", "Labels", "Missing", "look_up_offline", "offline_view", "open_view"]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
-from edl.distill.source.sizes import weight_of_answer
-from edl.distill.transport.request import Outputs
+from edl.distill.pipeline.answer_size import weight_of_answer
+from edl.distill.transport.schema import Outputs
 from edl.errors import EDLError
 from edl.notifier import Notifier
 

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from edl.distill.compress import TopK
-from edl.distill.source.cutters import Item
-from edl.distill.transport.request import Outputs
+from edl.distill.source.chunk import Item
+from edl.distill.transport.schema import Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from edl.distill.pipeline.open_chunks import Buffered
-from edl.distill.source.cutters import Chunk, Cutter, Item
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.cutters import Cutter
 from edl.distill.source.reuse import InUse
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier

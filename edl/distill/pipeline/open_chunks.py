@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edl.distill.source.cutters import Chunk
+from edl.distill.source.chunk import Chunk
 
 __all__ = ["Buffered"]
 

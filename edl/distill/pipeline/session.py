@@ -13,34 +13,38 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from edl.discovery.registry import Snapshot
 from edl.distill.cache import CacheView, SoftLabelCache
-from edl.distill.dispatch.actions import Policy
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import LoopThread
 from edl.distill.engine.job import Job
+from edl.distill.engine.teacher_watcher import Following
+from edl.distill.options import Options
+from edl.distill.pipeline.answer_size import AnswerWeight, weight_of_answer
 from edl.distill.pipeline.cache_lookup import Caching, Labels, Missing, look_up_offline, offline_view, open_view
 from edl.distill.pipeline.cache_queue import Keeper
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.source.cutters import Chunk, Cutter
+from edl.distill.source.chunk import Chunk
+from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
-from edl.distill.source.sizes import AnswerWeight, weight_of_answer
 from edl.distill.stats import ReaderStats, merged
-from edl.distill.teachers import Following, Teachers, identities
+from edl.distill.teachers import Teachers, identities
+from edl.distill.transport.conversion import select_inputs
 from edl.distill.transport.message_limits import MessageLimits, rows_that_fit
-from edl.distill.transport.request import Ask, ModelSpec, Outputs, Payload, select_inputs
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Ask, ModelSpec, Outputs
 from edl.distill.transport.shm import Arena
 from edl.distill.transport.tracing import current_traceparent
 from edl.errors import ClosedError, EDLError, SettingsError, TemporaryError
 from edl.memory import keep_freed_memory
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
-from edl.settings import Credentials, is_above_zero
+from edl.settings import Credentials
 
-__all__ = ["Labeller", "Options"]
+__all__ = ["Labeller"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -49,69 +53,6 @@ _SOURCE_STOP_S = 5.0
 """How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
 a scheduler gives a process to end."""
 _SAY_AFTER_S = 5.0
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a reader goes about its work. Durations in seconds.
-
-    Attributes:
-        teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
-        memory_bytes: items and answers held ahead of the training loop, at most; answers that are still to come count
-            as what they will weigh by those before them. Two requests, and the batch that the training loop waits for,
-            are asked for however large they are.
-        cache_queue_bytes: labels that wait to be put into the cache, at most. Where its disk cannot follow, labels
-            beyond that are not kept (`stats().rows_not_cached`), and are asked for again.
-        linger_s: a request of samples that is not full is sent when the training loop waits for it and the source has
-            been silent for so long.
-        source_timeout_s: an epoch that is started while the source is still busy with the one before it waits so long,
-            and raises `TemporaryError` then.
-        max_request_bytes: of the inputs of one request, at most, where a teacher does not say that it takes less:
-            batches beyond that are sent in pieces.
-        max_answer_bytes: of one answer, at most; less where a model's metadata tell how large answers can be.
-        shared_memory: use it for teachers on this host.
-        mixed_versions: "warn" takes labels of several versions of a model in one epoch and says so; "refuse" takes
-            those of one only, that of the first teacher or the one named with `version=`. See docs/students.md.
-        progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
-        check_all_bytes: see that all bytes of each item are the same when it is delivered as when it was sent, however
-            long that takes; else at least a sample of larger arrays, and all bytes within 2% of the time.
-        policy: windows, hedging, retries.
-        credentials: TLS and tokens; None for what `EDL_TLS_CA`, `EDL_TOKEN_FILE` and their like say.
-    """
-
-    teacher_timeout_s: float = 60.0
-    memory_bytes: int = 512 << 20
-    cache_queue_bytes: int = 256 << 20
-    linger_s: float = 0.02  # longer than a sample takes to decode: a source that is only slow gets its requests full
-    source_timeout_s: float = 60.0
-    max_request_bytes: int = 1 << 30
-    max_answer_bytes: int = 1 << 30
-    shared_memory: bool = True
-    mixed_versions: Literal["warn", "refuse"] = "warn"
-    progress_s: float = 30.0
-    check_all_bytes: bool = False
-    policy: Policy = field(default_factory=Policy)
-    credentials: Credentials | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("teacher_timeout_s", "source_timeout_s", "progress_s"):
-            value = getattr(self, name)
-            if not is_above_zero(value):
-                raise SettingsError(f"{name}={value!r}: must be a number of seconds above 0")
-        if self.linger_s != 0 and not is_above_zero(self.linger_s):
-            raise SettingsError(f"linger_s={self.linger_s!r}: must be a number of seconds, 0 or above")
-        for name in ("memory_bytes", "cache_queue_bytes", "max_request_bytes", "max_answer_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1 << 20:
-                raise SettingsError(f"{name}={value!r}: must be a whole number of bytes, at least one MiB ({1 << 20})")
-        if self.mixed_versions not in ("warn", "refuse"):
-            raise SettingsError(f"mixed_versions={self.mixed_versions!r}: must be 'warn' or 'refuse'")
-        if not isinstance(self.policy, Policy):
-            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
-        if self.credentials is not None and not isinstance(self.credentials, Credentials):
-            raise SettingsError(
-                f"credentials of type {type(self.credentials).__name__}: expected edl.distill.Credentials"
-            )
 
 
 class Labeller:

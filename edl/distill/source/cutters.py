@@ -9,95 +9,21 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from edl.distill.source.arrays import as_array
 from edl.distill.source.checksum import TimeShare
-from edl.distill.source.fingerprint import Unchanged, is_tensor
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.fingerprint import Unchanged
 from edl.distill.source.row_buffer import Rows
-from edl.distill.source.sizes import weight_of
-from edl.distill.transport.request import Outputs
-from edl.errors import ProtocolError, SourceError
-from edl.protocol.tensors import Array, array_of
+from edl.errors import SourceError
+from edl.protocol.tensors import Array
 
-__all__ = ["BatchCutter", "Chunk", "Cutter", "Item", "SampleCutter", "SampleListCutter", "as_array"]
+__all__ = ["BatchCutter", "Cutter", "Getter", "SampleCutter", "SampleListCutter"]
 
 _OTHER_SHAPE = (
     "pad them to one shape, yield batches with set_batch_generator, or send each alone with set_teacher_batch_size(1)"
 )
-
-
-@dataclass(eq=False)
-class Chunk:
-    """Rows that are asked for together, and what came back.
-
-    Attributes:
-        outputs: one entry a service, None until its answer is there.
-        error: why there are no outputs; then the chunk counts as done.
-        left: rows that the training loop has not taken yet.
-        nbytes: of its inputs.
-        rest_nbytes: of what its items hold besides, which waits for the training loop as well.
-        sent: whether teachers were, or are being, asked for it.
-        copied: whether `fields` are the chunk's own, and not the source's arrays.
-        answers_nbytes: what each service's answer weighs, estimated until it is there.
-        foreseen: whether there is such an estimate for each of them.
-        surplus_nbytes: by how much answers from a cache weigh more than was estimated.
-    """
-
-    services: int
-    rows: int = 0
-    left: int = 0
-    nbytes: int = 0
-    rest_nbytes: int = 0
-    fields: dict[str, Array] = field(default_factory=dict)
-    ids: Sequence[Any] | None = None
-    outputs: list[Outputs | None] = field(default_factory=list)
-    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
-    error: BaseException | None = None
-    sent: bool = False
-    copied: bool = False
-    answers_nbytes: list[int] = field(default_factory=list)
-    foreseen: bool = True
-    surplus_nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        self.outputs = [None] * self.services
-        self.answers_nbytes = [0] * self.services
-
-    @property
-    def weight(self) -> int:
-        """Bytes that its items and answers hold, or will."""
-        return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
-
-    @property
-    def done(self) -> bool:
-        return self.error is not None or all(outputs is not None for outputs in self.outputs)
-
-    def release(self) -> None:
-        """Let the memory of inputs and answers go; all rows have been taken."""
-        self.fields, self.outputs = {}, [{} for _ in self.outputs]
-
-    def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
-        """Set what to send; rows are counted."""
-        self.fields, self.ids = fields, ids
-        self.rows = self.left = next(iter(fields.values())).shape[0]
-        self.nbytes = weight_of(fields.values())
-        return self
-
-
-@dataclass(eq=False)
-class Item:
-    """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
-
-    value: Any
-    parts: list[tuple[Chunk, int, int]]
-    unchanged: tuple[Unchanged, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return sum(stop - start for _, start, stop in self.parts)
 
 
 Getter = Callable[[Any], Any]
@@ -287,53 +213,6 @@ class SampleListCutter(_RowGatherer):
 def _stopped(what: str) -> SourceError:
     """The error for a `StopIteration` that is not the source's own end, and would end the epoch as if it were."""
     return SourceError(f"{what} raised StopIteration: something that it goes through has no more to give")
-
-
-def as_array(value: Any, what: str) -> Array:
-    """A numpy array of whatever holds numbers or strings: arrays, tensors of any framework, lists.
-
-    Args:
-        what: the value's place in the source, for messages.
-
-    Returns:
-        The value itself if it is an array of numbers, a view of it if it is a tensor on the CPU, else a copy; bytes and
-        strings as objects.
-
-    Raises:
-        SourceError: no teacher could be sent this as it is.
-    """
-    try:
-        numpy_has_it = isinstance(value, np.ndarray) or not is_tensor(value)
-        array = array_of(value) if numpy_has_it else _array_of_tensor(value)
-    except (ValueError, TypeError, OverflowError, ProtocolError) as exc:
-        raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
-    if type(value) is not np.ndarray and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-        raise SourceError(f"{what}: a masked array cannot be sent; fill in what is masked, array.filled(0) for example")
-    if array.dtype.kind == "V" and array.dtype.name == "bfloat16":  # of ml_dtypes, as JAX has it; a name costs 5 us
-        array = array.astype(np.float32)
-    if array.dtype.kind not in "biufO" or array.dtype.itemsize > 8:
-        raise SourceError(
-            f"{what}: dtype {array.dtype} cannot be sent: make it numbers of up to 64 bits, booleans, bytes or strings"
-        )
-    if array.dtype.kind == "O":
-        strange = {kind for kind in set(map(type, array.flat)) if not issubclass(kind, bytes | str)}
-        if strange:
-            at, found = next((at, element) for at, element in enumerate(array.flat) if type(element) in strange)
-            raise SourceError(
-                f"{what}: an array of Python objects cannot be sent; make it an array of numbers or strings "
-                f"(element {at} is {type(found).__name__})"
-            )
-    return array
-
-
-def _array_of_tensor(value: Any) -> Array:
-    """A tensor of torch or paddle, wherever it lies."""
-    try:
-        tensor = value.detach().cpu()
-        array: Array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()
-    except RuntimeError as exc:  # sparse, nested, without data, ...
-        raise TypeError(exc) from exc
-    return array
 
 
 def _common_rows(fields: Mapping[str, Array], seen: int) -> int:

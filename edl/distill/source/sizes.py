@@ -1,7 +1,4 @@
-"""What arrays weigh in memory, and what answers that are still to come will: bytes, for the bound on what is held.
-
-Pure: no threads and no network.
-"""
+"""Bytes that arrays and objects of the user's hold, for the bound on memory."""
 
 from __future__ import annotations
 
@@ -9,18 +6,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
-from edl.distill.compress import TopK
-from edl.distill.transport.request import Ask, ModelSpec, Outputs, TensorSpec
-from edl.errors import ProtocolError
-from edl.protocol import tensors
 from edl.protocol.tensors import Array
 
-__all__ = ["OBJECT_NBYTES", "AnswerWeight", "weight_of", "weight_of_answer", "weight_of_object"]
+__all__ = ["OBJECT_NBYTES", "weight_of", "weight_of_object"]
 
-_FORGET = 0.05
-"""Share by which an estimate falls with each answer that is smaller: one row in twenty that is large keeps it up."""
 OBJECT_NBYTES = 33
 """What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""
 
@@ -28,11 +17,6 @@ OBJECT_NBYTES = 33
 def weight_of(arrays: Iterable[Array]) -> int:
     """Bytes that arrays hold; those of strings with their strings."""
     return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
-
-
-def weight_of_answer(outputs: Outputs) -> int:
-    """Bytes that the outputs of one answer hold."""
-    return sum(output.nbytes if isinstance(output, TopK) else weight_of([output]) for output in outputs.values())
 
 
 def weight_of_object(value: Any) -> int:
@@ -58,41 +42,3 @@ def _own_nbytes(value: Any) -> int | None:
 
 def _weight_of_objects(array: Array) -> int:
     return sum(len(element) + OBJECT_NBYTES for element in array.flat)
-
-
-class AnswerWeight:
-    """Estimates what a service's answers weigh: by those that came, before the first of them by the model's spec."""
-
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-        self._row_nbytes: float | None = None
-
-    def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
-        """Bytes of an answer to so many rows; None while nobody can tell."""
-        if self._row_nbytes is not None:
-            return math.ceil(rows * self._row_nbytes)
-        outputs = [spec.outputs.get(name) if spec is not None else None for name in self._ask.outputs]
-        row_nbytes = [self._specified(output) for output in outputs]
-        known = [nbytes for nbytes in row_nbytes if nbytes is not None]
-        return rows * sum(known) if len(known) == len(row_nbytes) else None
-
-    def came(self, rows: int, nbytes: int) -> None:
-        """An answer to so many rows has come."""
-        row_nbytes = nbytes / rows
-        before = row_nbytes if self._row_nbytes is None else self._row_nbytes
-        self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
-
-    def _specified(self, spec: TensorSpec | None) -> int | None:
-        """Bytes of a row of an output, where its metadata says it all."""
-        if spec is None or -1 in spec.shape or spec.datatype == "BYTES":
-            return None
-        try:
-            dtype = tensors.dtype_of(spec.datatype)
-        except ProtocolError:
-            return None
-        if dtype.kind == "f" and self._ask.dtype is not None:
-            dtype = np.dtype(self._ask.dtype)
-        if self._ask.top_k is None or not spec.shape:
-            return math.prod(spec.shape) * dtype.itemsize
-        k = min(self._ask.top_k, spec.shape[-1])
-        return math.prod(spec.shape[:-1]) * (k * (4 + dtype.itemsize) + 4)  # int32 ids, values, float32 tail

@@ -29,7 +29,8 @@ from edl.distill.transport.message_limits import (
     answer_nbytes,
     channel_options,
 )
-from edl.distill.transport.request import Ask, ModelSpec, Payload, Reply, TensorSpec, datatype_asked, request_header
+from edl.distill.transport.request import Payload, request_header
+from edl.distill.transport.schema import Ask, ModelSpec, Reply, TensorSpec, datatype_asked
 from edl.distill.transport.shm_registration import Names, Registrations, is_about_memory
 from edl.distill.transport.stream import Answer, InferStream, explained
 from edl.distill.transport.tracing import RequestIds

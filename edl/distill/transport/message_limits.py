@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edl.distill.transport.request import ModelSpec
+from edl.distill.transport.schema import ModelSpec
 from edl.errors import ProtocolError
 from edl.protocol import names, tensors
 from edl.protocol.tensors import Array

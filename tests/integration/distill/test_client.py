@@ -14,7 +14,8 @@ import pytest
 from edl.distill.dispatch.actions import FailureKind
 from edl.distill.engine.event_loop import LoopThread
 from edl.distill.transport.client import RequestFailed, TeacherClient
-from edl.distill.transport.request import Ask, Payload
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Ask
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 

@@ -16,7 +16,7 @@ import pytest
 from edl.cli.cmd_label import main
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
-from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.policy import Policy
 from edl.errors import BadOutputError, EDLError, SettingsError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.policy import Policy
 from edl.errors import BadOutputError
 from edl.protocol import codec, kserve
 from tests.integration.distill.test_foreign_versions import Foreign

@@ -16,7 +16,7 @@ import pytest
 
 from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.policy import Policy
 from edl.distill.transport.client import _OPTIONS
 from edl.errors import BadOutputError, NoTeacherError
 from edl.protocol import names

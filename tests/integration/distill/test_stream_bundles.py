@@ -13,7 +13,8 @@ from edl.distill import DistillReader, Options
 from edl.distill.dispatch.actions import Failure
 from edl.distill.transport import stream as stream_module
 from edl.distill.transport.client import TeacherClient
-from edl.distill.transport.request import Ask, Payload
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Ask
 from edl.distill.transport.stream import Answer, InferStream
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc

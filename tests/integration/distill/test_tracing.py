@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.actions import Policy
+from edl.distill.dispatch.policy import Policy
 from edl.errors import BadOutputError
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until

@@ -10,7 +10,7 @@ import pytest
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.compress import top_k
 from edl.distill.engine.compatibility import Agreement
-from edl.distill.transport.request import Ask, ModelSpec, TensorSpec
+from edl.distill.transport.schema import Ask, ModelSpec, TensorSpec
 
 LARGE = np.array([[1e6, 2.0, -1e9]], np.float32)
 

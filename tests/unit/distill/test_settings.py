@@ -12,7 +12,7 @@ import pytest
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.losses import DistillLoss
 from edl.distill.torch import distill
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import SettingsError
 
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [

@@ -20,7 +20,7 @@ from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.cache.layout import RowLayout
 from edl.distill.cache.segment import BadSegmentError, Handles, Segment, encode
 from edl.distill.compress import TopK, top_k
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.protocol.names import top_k_names
 from tests.unit.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import SimTeacher, Simulation, sends, stragglers
 
 

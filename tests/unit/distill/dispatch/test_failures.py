@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import sends
 
 

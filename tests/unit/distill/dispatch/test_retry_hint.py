@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Failure, FailureKind, Policy, Send
+from edl.distill.dispatch.actions import Failure, FailureKind, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 from edl.distill.transport.grpc_status import failure_of
 from edl.protocol.transport import grpc
 

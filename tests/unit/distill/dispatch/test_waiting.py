@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Policy, Send
+from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 
 RESCUE_S = 100.0
 """When a good teacher comes that stays."""

@@ -11,7 +11,7 @@ import pytest
 from edl.discovery.registry import Instance
 from edl.distill.compress import top_k
 from edl.distill.engine.compatibility import Agreement
-from edl.distill.transport.request import Ask, ModelSpec, TensorSpec
+from edl.distill.transport.schema import Ask, ModelSpec, TensorSpec
 from edl.errors import SettingsError
 
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import Policy
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.connection import Link
 from edl.distill.engine.connection_pool import Links
 

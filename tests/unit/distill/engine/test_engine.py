@@ -6,11 +6,13 @@ import asyncio
 
 import numpy as np
 
-from edl.distill.dispatch.actions import Policy, Send
+from edl.distill.dispatch.actions import Send
+from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import LoopThread
 from edl.distill.engine.job import Job
-from edl.distill.transport.request import Ask, Payload
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import Ask
 
 TIMEOUT_S = 20.0
 

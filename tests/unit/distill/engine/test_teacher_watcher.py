@@ -12,7 +12,8 @@ import pytest
 from edl.discovery import open_registry
 from edl.discovery.backend import resource as owned
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.teachers import Following, Teachers
+from edl.distill.engine.teacher_watcher import Following
+from edl.distill.teachers import Teachers
 
 WAIT_S = 30.0
 

@@ -11,7 +11,7 @@ import pytest
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.pipeline.cache_lookup import Caching, offline_view, open_view
 from edl.distill.teachers import Teachers, identities
-from edl.distill.transport.request import Ask
+from edl.distill.transport.schema import Ask
 from edl.errors import SettingsError
 
 KEY = CacheKey("m", "1", ("y",))

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.source.cutters import BatchCutter, Chunk, Cutter, SampleCutter
+from edl.distill.source.chunk import Chunk
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter
 from edl.errors import SourceError
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.distill.datasets.kinds import ArrayData, IterableData
-from edl.distill.source.cutters import BatchCutter, SampleCutter, SampleListCutter, as_array
+from edl.distill.source.arrays import as_array
+from edl.distill.source.cutters import BatchCutter, SampleCutter, SampleListCutter
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.tensors import array_of, from_raw, to_raw

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.distill.source.cutters import BatchCutter, Chunk, Cutter, Item, SampleCutter, SampleListCutter, as_array
+from edl.distill.source.arrays import as_array
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import SourceError
 
 X: dict[str, Callable[[Any], Any]] = {"x": itemgetter(0)}

@@ -21,7 +21,8 @@ from hypothesis.extra import numpy as hnp
 from edl.distill.datasets.kinds import IterableData, SequenceData
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.source.checksum import Checksum, TimeShare
-from edl.distill.source.cutters import BatchCutter, Chunk, Cutter, SampleCutter, SampleListCutter
+from edl.distill.source.chunk import Chunk
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.source.fingerprint import Unchanged
 from edl.distill.source.reuse import InUse
 from edl.distill.transport.request import Payload

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from edl.distill.compress import top_k
-from edl.distill.source.sizes import AnswerWeight, weight_of, weight_of_answer
-from edl.distill.transport.request import Ask, ModelSpec, TensorSpec
+from edl.distill.pipeline.answer_size import AnswerWeight, weight_of_answer
+from edl.distill.source.sizes import weight_of
+from edl.distill.transport.schema import Ask, ModelSpec, TensorSpec
 
 
 def spec_of(datatype: str, *shape: int) -> ModelSpec:

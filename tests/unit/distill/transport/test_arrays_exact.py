@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from edl.distill.source.cutters import BatchCutter, SampleCutter
-from edl.distill.transport.request import Ask, Payload, request_header
+from edl.distill.transport.request import Payload, request_header
+from edl.distill.transport.schema import Ask
 from edl.distill.transport.shm import Arena
 from edl.errors import SourceError
 from edl.protocol import codec

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from edl.distill.transport.request import ModelSpec, Payload, TensorSpec, select_inputs
+from edl.distill.transport.conversion import select_inputs
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import ModelSpec, TensorSpec
 from edl.errors import SourceError
 from edl.protocol.tensors import dtype_of, from_bfloat16, from_raw
 

@@ -1,0 +1,98 @@
+"""Follows the teachers of a service through discovery, in a thread of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from edl.discovery import Registry, Snapshot, open_registry, open_store
+from edl.distill.teachers import Teachers, fixed_instance
+from edl.errors import DiscoveryError
+from edl.notifier import ReentrantEvent
+from edl.settings import DiscoverySettings
+
+__all__ = ["Following"]
+
+logger = logging.getLogger("edl.distill")
+
+
+class Following:
+    """Tells `changed` of every snapshot, from a thread of its own, until closed."""
+
+    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
+        self._teachers, self._changed = teachers, changed
+        self._closing = ReentrantEvent()  # closed by signal handlers as well
+        self._thread: threading.Thread | None = None
+        self._registry: Registry | None = None
+        self._last = Snapshot(teachers.name, ())  # teachers last known stay while the registry fails
+        self._model = teachers.model
+        if teachers.service is None:
+            fixed = tuple(replace(fixed_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
+            changed(Snapshot(teachers.name, fixed))
+            return
+        self._url = DiscoverySettings.of(teachers.discovery).url
+        self._registry = open_registry(self._url)  # a bad URL is the caller's error, here and now
+        self._thread = threading.Thread(target=self._follow, name=f"edl-follow-{teachers.service}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(10.0)
+        if self._registry is not None:
+            self._registry.close()
+
+    def _follow(self) -> None:
+        service = self._teachers.service
+        assert service is not None
+        while not self._closing.is_set():
+            try:
+                self._watch(service)
+            except DiscoveryError as exc:
+                self._changed(replace(self._last, stale=str(exc)))
+                self._closing.wait(1.0)
+            except Exception as exc:
+                # Whatever it was: a student that no longer hears of teachers would wait for them without a word.
+                if self._closing.is_set():
+                    return
+                logger.exception("following %s failed in a way not foreseen, and is tried again", service)
+                self._changed(replace(self._last, stale=f"{type(exc).__name__}: {exc}"))
+                self._closing.wait(1.0)
+
+    def _watch(self, service: str) -> None:
+        assert self._registry is not None
+        if self._teachers.max_teachers is None:
+            with self._registry.watch(service) as watch:
+                self._pass_on(watch.get)
+            return
+        from edl.discovery.balance.group import BalanceGroup
+
+        store = open_store(self._url)
+        try:
+            with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:
+                self._pass_on(group.get)
+        finally:
+            store.close()
+
+    def _pass_on(self, get: Callable[[float | None], Snapshot | None]) -> None:
+        while not self._closing.is_set():
+            snapshot = get(0.5)
+            if snapshot is None:
+                continue
+            if self._model:
+                named = tuple(replace(instance, model=self._model) for instance in snapshot.instances)
+                lapsed = tuple(replace(instance, model=self._model) for instance in snapshot.lapsed)
+                snapshot = replace(snapshot, instances=named, lapsed=lapsed)
+            self._last = snapshot
+            self._changed(snapshot)
+
+
+def _student_id() -> str:
+    place = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{os.urandom(4).hex()}"
+    return hashlib.sha256(place.encode()).hexdigest()[:16]

@@ -1,0 +1,85 @@
+"""Rows that are asked for together, and the items of the source that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from edl.distill.source.fingerprint import Unchanged
+from edl.distill.source.sizes import weight_of
+from edl.distill.transport.schema import Outputs
+from edl.protocol.tensors import Array
+
+__all__ = ["Chunk", "Item"]
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Rows that are asked for together, and what came back.
+
+    Attributes:
+        outputs: one entry a service, None until its answer is there.
+        error: why there are no outputs; then the chunk counts as done.
+        left: rows that the training loop has not taken yet.
+        nbytes: of its inputs.
+        rest_nbytes: of what its items hold besides, which waits for the training loop as well.
+        sent: whether teachers were, or are being, asked for it.
+        copied: whether `fields` are the chunk's own, and not the source's arrays.
+        answers_nbytes: what each service's answer weighs, estimated until it is there.
+        foreseen: whether there is such an estimate for each of them.
+        surplus_nbytes: by how much answers from a cache weigh more than was estimated.
+    """
+
+    services: int
+    rows: int = 0
+    left: int = 0
+    nbytes: int = 0
+    rest_nbytes: int = 0
+    fields: dict[str, Array] = field(default_factory=dict)
+    ids: Sequence[Any] | None = None
+    outputs: list[Outputs | None] = field(default_factory=list)
+    jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
+    error: BaseException | None = None
+    sent: bool = False
+    copied: bool = False
+    answers_nbytes: list[int] = field(default_factory=list)
+    foreseen: bool = True
+    surplus_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.outputs = [None] * self.services
+        self.answers_nbytes = [0] * self.services
+
+    @property
+    def weight(self) -> int:
+        """Bytes that its items and answers hold, or will."""
+        return self.nbytes + self.rest_nbytes + sum(self.answers_nbytes)
+
+    @property
+    def done(self) -> bool:
+        return self.error is not None or all(outputs is not None for outputs in self.outputs)
+
+    def release(self) -> None:
+        """Let the memory of inputs and answers go; all rows have been taken."""
+        self.fields, self.outputs = {}, [{} for _ in self.outputs]
+
+    def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
+        """Set what to send; rows are counted."""
+        self.fields, self.ids = fields, ids
+        self.rows = self.left = next(iter(fields.values())).shape[0]
+        self.nbytes = weight_of(fields.values())
+        return self
+
+
+@dataclass(eq=False)
+class Item:
+    """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
+
+    value: Any
+    parts: list[tuple[Chunk, int, int]]
+    unchanged: tuple[Unchanged, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(stop - start for _, start, stop in self.parts)

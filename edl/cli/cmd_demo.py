@@ -52,11 +52,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     _check(options)
 
-    from edl.cli.demo.plan import Plan
+    from edl.cli.demo.plan import DemoPlan
     from edl.cli.demo.screen import Screen
     from edl.cli.demo.story import tell
 
-    plan = Plan(out=options.out)
+    plan = DemoPlan(out=options.out)
     if options.quick:
         plan = replace(plan, seeds=2, steps=400, teacher_epochs=15, join_at=plan.kill_at)
     plan = replace(

@@ -8,10 +8,10 @@ import json
 import logging
 import queue
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from edl.background import BackgroundLoop
 from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
 from edl.discovery import open_registry
 from edl.discovery.registry import Registry, Snapshot, Watch
@@ -198,7 +199,8 @@ def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
             for name in _services(registry, followed):
                 followed.add(name)
                 watch = stack.enter_context(registry.watch(name))
-                threading.Thread(target=_pump, args=(watch, found), daemon=True).start()
+                following = BackgroundLoop("edl-follow-service", partial(_pump, watch, found), watch.close)
+                stack.callback(following.close)
             with contextlib.suppress(queue.Empty):
                 while True:
                     yield found.get(timeout=_LOOK_FOR_SERVICES_S)

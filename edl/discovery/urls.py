@@ -56,9 +56,9 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdRegistry(EtcdTarget.of(parts, timeout_s))
-    from edl.discovery.consul.target import Target
+    from edl.discovery.consul.target import ConsulTarget
 
-    target = Target.of(parts, timeout_s)
+    target = ConsulTarget.of(parts, timeout_s)
     with _naming_the_extra():
         from edl.discovery.consul.registry import ConsulRegistry
     return ConsulRegistry(target)
@@ -91,9 +91,9 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdStore(EtcdTarget.of(parts, timeout_s))
-    from edl.discovery.consul.target import Target
+    from edl.discovery.consul.target import ConsulTarget
 
-    target = Target.of(parts, timeout_s)
+    target = ConsulTarget.of(parts, timeout_s)
     with _naming_the_extra():
         from edl.discovery.consul.store import ConsulStore
     return ConsulStore(target)

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve
-from edl.protocol.layouts import Heads, Layouts
+from edl.protocol.layouts import HeaderSet, LayoutCache
 
 __all__ = [
     "Buffer",
@@ -58,8 +58,8 @@ _COMPRESSED = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda") 
 _MAX_ID_NBYTES = 64 << 10  # honest ones have a few dozen; a stream's answer repeats it, outside of what is counted
 _MAX_FIELDS = 10_000  # top-level fields of an honest message are one a tensor; each costs a microsecond here
 
-_heads = Heads()  # of requests
-_layouts = Layouts()  # of streamed responses
+_heads = HeaderSet()  # of requests
+_layouts = LayoutCache()  # of streamed responses
 
 
 @functools.lru_cache(maxsize=1024)  # lengths are the same request after request

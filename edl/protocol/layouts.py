@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Heads", "Layout", "Layouts"]
+__all__ = ["HeaderSet", "MessageLayout", "LayoutCache"]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -22,7 +22,7 @@ _MOST_NBYTES = 2048
 
 
 @dataclass(frozen=True)
-class Layout:
+class MessageLayout:
     """What taking messages of one size apart gives.
 
     Attributes:
@@ -38,13 +38,13 @@ class Layout:
     raw: tuple[tuple[int, int], ...]
 
 
-class Layouts:
+class LayoutCache:
     """The last layout of each size of message."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, Layout] = {}
+        self._by_size: dict[int, MessageLayout] = {}
 
-    def find(self, data: Buffer) -> Layout | None:
+    def find(self, data: Buffer) -> MessageLayout | None:
         """The layout of this message, if one like it was learnt."""
         layout = self._by_size.get(len(data))
         if layout is not None:
@@ -76,10 +76,10 @@ class Layouts:
             return
         if len(self._by_size) >= _MOST_KEPT:
             self._by_size.clear()
-        self._by_size[at] = Layout(header, tuple(fixed), others[0], tuple(others[1:]))
+        self._by_size[at] = MessageLayout(header, tuple(fixed), others[0], tuple(others[1:]))
 
 
-class Heads:
+class HeaderSet:
     """Headers that were found to have neither an id nor tensors in them."""
 
     def __init__(self) -> None:

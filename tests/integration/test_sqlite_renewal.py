@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.backend.renewal import KeptLease, KeptRegistration
+from edl.discovery.backend.renewal import RenewedLease, RenewedRegistration
 
 
 def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
@@ -22,8 +22,8 @@ def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
         elsewhere.register(Instance("service", "a", "127.0.0.1", 9000), 10.0) as registration,
     ):
         lease = theirs.lease(10.0)
-        assert isinstance(lease, KeptLease)
-        assert isinstance(registration, KeptRegistration)
+        assert isinstance(lease, RenewedLease)
+        assert isinstance(registration, RenewedRegistration)
         theirs.put("key", b"held", lease)
 
         def renew() -> None:

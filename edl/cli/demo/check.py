@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from edl.cli.demo.data import Digits, batches
-from edl.cli.demo.plan import Plan
+from edl.cli.demo.plan import DemoPlan
 
 __all__ = ["Delivered", "Findings", "check"]
 
@@ -21,7 +21,7 @@ _TOLERANCE = 1e-3
 class Delivered:
     """What the students were given, row by row in the order in which it came."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DemoPlan) -> None:
         self._parts: list[tuple[np.ndarray[Any, Any], ...]] = []
         self.plan = plan
 

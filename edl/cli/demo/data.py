@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from edl.cli.demo.plan import Plan
+from edl.cli.demo.plan import DemoPlan
 
 __all__ = ["Batch", "Digits", "batches", "distort", "load"]
 
@@ -70,7 +70,7 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
     return moved + 0.1 * torch.randn(moved.shape, generator=generator)
 
 
-def batches(digits: Digits, plan: Plan) -> Iterator[Batch]:
+def batches(digits: Digits, plan: DemoPlan) -> Iterator[Batch]:
     """The epoch: in turn a batch for each seed, of newly distorted images. The same again at each call."""
     generators = [torch.Generator().manual_seed(2000 + seed) for seed in range(plan.seeds)]
     shares = [digits.share(seed, plan.labelled) for seed in range(plan.seeds)]

@@ -11,36 +11,36 @@ import torch
 from edl.cli.demo.check import Delivered
 from edl.cli.demo.data import Digits, batches
 from edl.cli.demo.fleet import SERVICE, Fleet
-from edl.cli.demo.models import Pair
-from edl.cli.demo.plan import Plan
+from edl.cli.demo.models import ModelPair
+from edl.cli.demo.plan import DemoPlan
 from edl.cli.demo.screen import Bar, Screen
 from edl.cli.demo.timeline import Timeline
 from edl.distill import Credentials, DistillReader, Options, ReaderStats
 
-__all__ = ["Outcome", "train"]
+__all__ = ["EpochOutcome", "train"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EpochOutcome:
     """What the epoch left behind.
 
     Attributes:
         took_s: seconds from the first batch asked for to the last one learned.
     """
 
-    pairs: list[Pair]
+    pairs: list[ModelPair]
     delivered: Delivered
     timeline: Timeline
     stats: ReaderStats
     took_s: float
 
 
-def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Screen) -> Outcome:
+def train(plan: DemoPlan, digits: Digits, discovery: str, fleet: Fleet, screen: Screen) -> EpochOutcome:
     """Train every seed's two students on the batches of one `DistillReader` epoch; the seeds take turns.
 
     This is what a student's program looks like; the rest is about what the demo does to its teachers.
     """
-    pairs = [Pair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
+    pairs = [ModelPair(seed, plan.steps, plan.temperature) for seed in range(plan.seeds)]
     delivered = Delivered(plan)
     options = Options(credentials=Credentials())  # the demo's teachers have none, whatever the environment says
     reader = DistillReader(ins=["image", None, None], predicts=["logits"], options=options)
@@ -58,11 +58,11 @@ def train(plan: Plan, digits: Digits, discovery: str, fleet: Fleet, screen: Scre
                 if batch % 10 == 0:
                     _show(bar, batch, plan, reader.stats(), timeline, losses)
             took_s = timeline.now_s
-        return Outcome(pairs, delivered, timeline, reader.stats(), took_s)
+        return EpochOutcome(pairs, delivered, timeline, reader.stats(), took_s)
 
 
 def _show(
-    bar: Bar, batch: int, plan: Plan, stats: ReaderStats, timeline: Timeline, losses: deque[tuple[float, float]]
+    bar: Bar, batch: int, plan: DemoPlan, stats: ReaderStats, timeline: Timeline, losses: deque[tuple[float, float]]
 ) -> None:
     rate = stats.rows_delivered / max(timeline.now_s, 1e-3)
     hard, soft = (statistics.fmean(column) for column in zip(*losses, strict=True))
@@ -74,7 +74,7 @@ def _show(
 class _Troubles:
     """Kills, starts and drains teachers as the epoch reaches the fractions that the plan names."""
 
-    def __init__(self, plan: Plan, reader: DistillReader, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
+    def __init__(self, plan: DemoPlan, reader: DistillReader, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
         self._reader = reader
         self._plan, self._fleet, self._timeline, self._screen = plan, fleet, timeline, screen
         self._killed, self._newcomer = "teacher-1", f"teacher-{plan.teachers + 1}"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from edl.cli.demo.data import Digits, distort
 from edl.distill.losses import kl_divergence
 
-__all__ = ["Pair", "Teacher", "accuracy", "size", "student", "teacher", "train_teacher"]
+__all__ = ["ModelPair", "Teacher", "accuracy", "size", "student", "teacher", "train_teacher"]
 
 
 class Teacher(nn.Module):
@@ -92,7 +92,7 @@ def train_teacher(digits: Digits, epochs: int, tell: Callable[[int, float], None
     return model.eval()
 
 
-class Pair:
+class ModelPair:
     """Two students that start equal and see the same images in the same order; only what they learn from differs.
 
     Attributes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Plan"]
+__all__ = ["DemoPlan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """All that can be chosen.
 
     Attributes:

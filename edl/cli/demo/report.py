@@ -16,17 +16,17 @@ from torch import nn
 
 from edl.cli.demo.check import Findings
 from edl.cli.demo.data import Digits
-from edl.cli.demo.epoch import Outcome
+from edl.cli.demo.epoch import EpochOutcome
 from edl.cli.demo.models import accuracy, size
-from edl.cli.demo.plan import Plan
-from edl.cli.demo.timeline import Event
+from edl.cli.demo.plan import DemoPlan
+from edl.cli.demo.timeline import TeacherEvent
 from edl.distill import ReaderStats
 
-__all__ = ["Result", "show"]
+__all__ = ["DemoResult", "show"]
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """The demo's figures. Accuracies are shares of the held-out images; of students, one for each seed.
 
     Attributes:
@@ -34,7 +34,7 @@ class Result:
         took_s: the epoch, `whole_s` the demo.
     """
 
-    plan: Plan
+    plan: DemoPlan
     teacher_parameters: int
     student_parameters: int
     teacher_images: int
@@ -43,7 +43,7 @@ class Result:
     alone: tuple[float, ...]
     distilled: tuple[float, ...]
     stats: ReaderStats
-    events: tuple[Event, ...]
+    events: tuple[TeacherEvent, ...]
     exit_codes: dict[str, int | None]
     findings: Findings
     took_s: float
@@ -52,15 +52,15 @@ class Result:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: DemoPlan,
         digits: Digits,
         teacher: nn.Module,
         teacher_accuracy: float,
-        outcome: Outcome,
+        outcome: EpochOutcome,
         findings: Findings,
         exit_codes: dict[str, int | None],
         whole_s: float,
-    ) -> Result:
+    ) -> DemoResult:
         """From what the parts of the demo returned."""
 
         def measured(models: Sequence[nn.Module]) -> tuple[float, ...]:
@@ -89,7 +89,7 @@ class Result:
         path.write_text(json.dumps(fields, indent=1, default=str) + "\n")
 
 
-def show(result: Result, console: Console) -> None:
+def show(result: DemoResult, console: Console) -> None:
     """Print the tables."""
     console.print()
     console.print(_accuracies(result))
@@ -106,7 +106,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _accuracies(result: Result) -> Table:
+def _accuracies(result: DemoResult) -> Table:
     title = f"Right on {result.test_images} images that none of them has seen"
     table = _table(title, "", "parameters", "learned from", "mean", "lowest to highest")
 
@@ -129,7 +129,7 @@ def _accuracies(result: Result) -> Table:
     return table
 
 
-def _comparison(result: Result) -> Text:
+def _comparison(result: DemoResult) -> Text:
     plan = result.plan
     gains = [soft - hard for soft, hard in zip(result.distilled, result.alone, strict=True)]
     return Text(
@@ -139,7 +139,7 @@ def _comparison(result: Result) -> Text:
     )
 
 
-def _samples(result: Result) -> Table:
+def _samples(result: DemoResult) -> Table:
     stats, findings = result.stats, result.findings
     table = _table(f"Samples, in {result.took_s:.0f} s", "", "", "")
     table.show_header = False
@@ -167,10 +167,10 @@ def _samples(result: Result) -> Table:
     return table
 
 
-def _teachers(result: Result) -> Table:
+def _teachers(result: DemoResult) -> Table:
     table = _table("Who served how many", "teacher", "rows", "share", "requests", "failed", "what became of it")
     table.columns[-1].justify = "left"
-    events: dict[str, Event] = {event.teacher: event for event in result.events}
+    events: dict[str, TeacherEvent] = {event.teacher: event for event in result.events}
     whole = max(1, sum(teacher.rows for teacher in result.stats.teachers.values()))
     for name, teacher in sorted(result.stats.teachers.items()):
         fate = _fate(events.get(name), result.exit_codes.get(name))
@@ -179,7 +179,7 @@ def _teachers(result: Result) -> Table:
     return table
 
 
-def _fate(event: Event | None, exit_code: int | None) -> tuple[str, str]:
+def _fate(event: TeacherEvent | None, exit_code: int | None) -> tuple[str, str]:
     if event is None:
         return "served to the end", ""
     when = f"at {event.at_s:.1f} s"

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from edl.cli.demo import data, epoch, models, picture, report
 from edl.cli.demo.check import check
 from edl.cli.demo.fleet import Fleet
-from edl.cli.demo.plan import Plan
-from edl.cli.demo.report import Result
+from edl.cli.demo.plan import DemoPlan
+from edl.cli.demo.report import DemoResult
 from edl.cli.demo.screen import Screen
 from edl.errors import EDLError, SettingsError
 
@@ -22,7 +22,7 @@ __all__ = ["tell"]
 _MOTIONS = "turned, scaled, moved, with noise"
 
 
-def tell(plan: Plan, screen: Screen) -> Result:
+def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
     """Run the demo and show how it ends.
 
     Raises:
@@ -66,7 +66,9 @@ def tell(plan: Plan, screen: Screen) -> Result:
 
     screen.step("Every sample is looked at again, and every label compared with the teacher's.")
     findings = check(outcome.delivered, digits, teacher)
-    result = Result.of(plan, digits, teacher, teacher_accuracy, outcome, findings, exit_codes, time.monotonic() - began)
+    result = DemoResult.of(
+        plan, digits, teacher, teacher_accuracy, outcome, findings, exit_codes, time.monotonic() - began
+    )
     figure = plan.out / "demo.png"
     picture.draw(outcome.timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
     result.write(plan.out / "demo.json")
@@ -78,7 +80,7 @@ def tell(plan: Plan, screen: Screen) -> Result:
     return result
 
 
-def _train_teacher(plan: Plan, digits: data.Digits, screen: Screen) -> models.Teacher:
+def _train_teacher(plan: DemoPlan, digits: data.Digits, screen: Screen) -> models.Teacher:
     with screen.bar(plan.teacher_epochs) as bar:
 
         def show(done: int, loss: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,17 +9,19 @@ from typing import Any, Literal
 
 import numpy as np
 
+from edl.background import BackgroundLoop
 from edl.distill import ReaderStats
 
-__all__ = ["Event", "Rates", "Timeline"]
+__all__ = ["TeacherEvent", "Rates", "Timeline"]
 
 Kind = Literal["kill", "join", "drain"]
 
 _SAMPLE_S = 0.1
+"""Between two looks at the counters: the picture's bins of half a second hold five."""
 
 
 @dataclass(frozen=True)
-class Event:
+class TeacherEvent:
     """At `at_s` seconds of the epoch, `kind` happened to `teacher`."""
 
     at_s: float
@@ -49,19 +50,18 @@ class Timeline:
     def __init__(self, stats: Callable[[], ReaderStats]) -> None:
         self._stats = stats
         self._samples: list[tuple[float, ReaderStats]] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="edl-demo-timeline", daemon=True)
+        self._sampling: BackgroundLoop | None = None
         self._began = time.monotonic()
-        self.events: list[Event] = []
+        self.events: list[TeacherEvent] = []
 
     def __enter__(self) -> Timeline:
         self._began = time.monotonic()
-        self._thread.start()
+        self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join()
+        if self._sampling is not None:
+            self._sampling.close()
         self._sample()
 
     @property
@@ -76,7 +76,7 @@ class Timeline:
 
     def mark(self, kind: Kind, teacher: str) -> None:
         """Something happens now."""
-        self.events.append(Event(self.now_s, kind, teacher))
+        self.events.append(TeacherEvent(self.now_s, kind, teacher))
 
     def rates(self, bin_s: float) -> Rates:
         """Rates in bins of `bin_s` seconds; the last, incomplete one is left out."""
@@ -96,10 +96,6 @@ class Timeline:
         }
         return Rates(edges[:-1] + bin_s / 2, rate([stats.rows_delivered for _, stats in self._samples]), served)
 
-    def _run(self) -> None:
-        self._sample()
-        while not self._stopping.wait(_SAMPLE_S):
-            self._sample()
-
-    def _sample(self) -> None:
+    def _sample(self) -> float:
         self._samples.append((self.now_s, self._stats()))
+        return _SAMPLE_S

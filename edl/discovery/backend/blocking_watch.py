@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from edl.discovery.backend.latest_value import Newest
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.discovery.backend.latest_value import LatestValue
+from edl.discovery.backend.resource import Resource
 from edl.errors import ClosedError, DiscoveryError
 
 __all__ = ["BlockingWatch"]
@@ -17,7 +18,8 @@ WAIT_S = 10.0
 """How long the server waits for a change. A server that hangs is noticed this much, and a request's timeout, later."""
 PAUSE_S = 0.05
 """Between two queries: changes that come in quick succession are read together."""
-FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 2.0
+"""Waits after the first failure and after many: a server that restarts is found within 2 s, at one request each."""
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -27,8 +29,8 @@ class _Connection(Protocol):
     def close(self) -> None: ...
 
 
-class BlockingWatch(Owned, Generic[T, S]):
-    """Fills a `Newest` with what a watcher is to see.
+class BlockingWatch(Resource, Generic[T, S]):
+    """Fills a `LatestValue` with what a watcher is to see.
 
     Args:
         client: a connection of this watch's own; closing it must end a query that is under way.
@@ -52,10 +54,10 @@ class BlockingWatch(Owned, Generic[T, S]):
         self._failed = failed
         self._recheck_at = recheck_at
         self._index: int | None = None
-        self._retry_s = FIRST_RETRY_S
+        self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, jitter=0.5)
         self._own(client)
-        self._newest: Newest[S] = Newest()
-        self._own(Background("edl-watch", self._follow, client.close))
+        self._newest: LatestValue[S] = LatestValue()
+        self._own(BackgroundLoop("edl-watch", self._follow, client.close))
 
     def take(self, timeout_s: float | None) -> S | None:
         """See `Watch.get`."""
@@ -78,10 +80,8 @@ class BlockingWatch(Owned, Generic[T, S]):
                 return None
             self._newest.put(self._failed(str(exc)))
             self._index = None
-            # Many watchers lose one server at the same moment, and should not all come back at the same one.
-            self._retry_s = min(LAST_RETRY_S, self._retry_s * 2)
-            return self._retry_s * random.uniform(0.5, 1.0)
-        self._retry_s = FIRST_RETRY_S
+            return self._backoff.next_wait_s()
+        self._backoff.reset()
         # An index that goes back comes from a server that has lost its memory; one below 1 would not block.
         self._index = None if self._index is not None and index < self._index else max(1, index)
         self._newest.put(self._answered(found))

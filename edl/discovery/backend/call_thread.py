@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
 from edl.errors import ClosedError
 from edl.notifier import Notifier
 
@@ -19,7 +20,7 @@ _IDLE_S: Final = 3600.0
 """How long the thread waits for a call, unless it is woken: it always is."""
 
 
-class CallThread(Owned):
+class CallThread(Resource):
     """Makes calls that would leave locks held in the middle of the main thread, where signal handlers run.
 
     In the middle of a call gRPC holds locks, some of them for the whole process. A signal handler that closes a client
@@ -34,7 +35,7 @@ class CallThread(Owned):
         self._calls: deque[_Call] = deque()
         self._done = Notifier()
         # Now, since `close` must not start a thread: there is a lock in that, too.
-        self._background = self._own(Background(name, self._work))
+        self._background = self._own(BackgroundLoop(name, self._work))
 
     def run(self, function: Callable[[], A]) -> A:
         """Make a call and wait for its end: in this object's thread, or where another than the main thread asks, here.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
 from edl.discovery.keys import check_key
 from edl.discovery.store import Election, Lease, Store, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError
@@ -22,7 +23,7 @@ def election_key(name: str) -> str:
     return f"elections/{name}"
 
 
-class StoreElection(Owned, Election):
+class StoreElection(Resource, Election):
     """A candidate. One thread follows the key and tries to create it whenever it is gone."""
 
     def __init__(self, store: Store, name: str, value: bytes, ttl_s: float) -> None:
@@ -35,7 +36,7 @@ class StoreElection(Owned, Election):
         self._version: int | None = None  # of the key while this candidate holds it
         self._changed = Notifier()  # a signal handler may close this in the middle of `wait`
         self._watch: StoreWatch = self._own(store.watch(self._key))
-        self._own(Background("edl-election", self._campaign, self._watch.close))
+        self._own(BackgroundLoop("edl-election", self._campaign, self._watch.close))
 
     @property
     def is_leader(self) -> bool:

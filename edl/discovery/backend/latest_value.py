@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 
 from edl.notifier import Notifier
 
-__all__ = ["Newest"]
+__all__ = ["LatestValue"]
 
 T = TypeVar("T")
 
 
-class Newest(Generic[T]):
+class LatestValue(Generic[T]):
     """Holds the newest value only: a slow taker skips values, and never holds the giver up.
 
     `put` and `close` may be called by a signal handler, also in the middle of `take`.

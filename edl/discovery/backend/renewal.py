@@ -9,14 +9,15 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
 from edl.discovery.records import validated
 from edl.discovery.registry import Instance, Registration
 from edl.discovery.store import Lease
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.notifier import Notifier
 
-__all__ = ["Claim", "InstanceClaim", "KeptLease", "KeptRegistration"]
+__all__ = ["Claim", "InstanceClaim", "RenewedLease", "RenewedRegistration"]
 
 log = logging.getLogger("edl.discovery")
 
@@ -46,7 +47,7 @@ class InstanceClaim(Claim):
         """Make others see `instance`, in place of what this claim showed before."""
 
 
-class KeptLease(Owned, Lease):
+class RenewedLease(Resource, Lease):
     """A lease over a claim that has just been made.
 
     Args:
@@ -60,7 +61,7 @@ class KeptLease(Owned, Lease):
         self._expires = granted + ttl_s
         self._late_at = -math.inf
         self._forfeited = False
-        self._own(Background("edl-lease", self._renew))
+        self._own(BackgroundLoop("edl-lease", self._renew))
 
     @property
     def lost(self) -> bool:
@@ -118,7 +119,7 @@ class _Update:
     failure: Exception | None = None
 
 
-class KeptRegistration(Owned, Registration):
+class RenewedRegistration(Resource, Registration):
     """A registration over a claim; the first announcement is made here, so that a registry that is away is an error.
 
     From then on the claim is for one thread alone, which renews it and announces what `update` is given: they must not
@@ -137,7 +138,7 @@ class KeptRegistration(Owned, Registration):
         self._announced = False
         self._kept_until = 0.0  # monotonic: by then at the latest it lapses, as far as is known here
         self._announce()
-        self._background = self._own(Background("edl-registration", self._step))
+        self._background = self._own(BackgroundLoop("edl-registration", self._step))
 
     @property
     def instance(self) -> Instance:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
-from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from edl.errors import ClosedError
-from edl.notifier import Notifier
 
-__all__ = ["Background", "Owned"]
-
-logger = logging.getLogger("edl.discovery")
+__all__ = ["Resource"]
 
 
 class _Closable(Protocol):
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 C = TypeVar("C", bound=_Closable)
 
-_AFTER_ERROR_S = 1.0
-"""A pause after an error that was not foreseen: a thread that meets it at once again must not take a core."""
 
-
-class Owned:
+class Resource:
     """Base of everything open. Closing closes the parts first; a forked child can neither use nor close it.
 
     Sockets, locks and database handles that went through a fork must not be touched: the parent still uses them.
@@ -40,7 +32,7 @@ class Owned:
         self._closed = False
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
         self._parts: list[_Closable] = []
-        self._owner: Owned | None = None
+        self._owner: Resource | None = None
 
     def _check(self) -> None:
         """Raise ClosedError unless this is open, in the process that opened it."""
@@ -55,7 +47,7 @@ class Owned:
 
     def _own(self, part: C) -> C:
         """Close `part` when this closes."""
-        if isinstance(part, Owned):
+        if isinstance(part, Resource):
             part._owner = self
         self._parts.append(part)
         if not self._closed:
@@ -89,49 +81,3 @@ class Owned:
 
     def _release(self) -> None:
         """What is left to do after the parts are closed."""
-
-
-class Background:
-    """A daemon thread that calls `step` until closed.
-
-    Args:
-        step: does a piece of work; returns the seconds to wait before the next call (cut short by `wake`), or None when
-            there is nothing left to do.
-        interrupt: makes a `step` that is blocked return soon; called by `close`.
-    """
-
-    def __init__(
-        self, name: str, step: Callable[[], float | None], interrupt: Callable[[], None] = lambda: None
-    ) -> None:
-        self._step = step
-        self._interrupt = interrupt
-        self._changed = Notifier()  # a signal handler may wake or close this in the middle of another wake
-        self._woken = self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._closing:
-            try:
-                wait_s = self._step()
-            except Exception:
-                # Whatever it was, leases are to be renewed and changes to be heard of after it as before.
-                logger.exception("%s met an error that was not foreseen, and goes on", self._thread.name)
-                wait_s = _AFTER_ERROR_S
-            if wait_s is None:
-                return
-            self._changed.wait_for(lambda: self._woken or self._closing, wait_s)
-            self._woken = False
-
-    def wake(self) -> None:
-        """Call `step` now rather than when its wait is over."""
-        self._woken = True
-        self._changed.notify()
-
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Stop, and wait for the thread to end; what it does meanwhile has a deadline of its own."""
-        self._closing = True
-        self._interrupt()
-        self._changed.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)

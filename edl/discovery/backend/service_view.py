@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from edl.discovery.registry import Instance, Rejected, Snapshot
 
-__all__ = ["Follower", "snapshot_of"]
+__all__ = ["ServiceView", "build_snapshot"]
 
 log = logging.getLogger("edl.discovery")
 
 
-def snapshot_of(
+def build_snapshot(
     service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
 ) -> Snapshot:
     """Sort what a registry holds into a snapshot. Of two with one id the later one counts: it registered last.
@@ -34,7 +34,7 @@ def snapshot_of(
     )
 
 
-class Follower:
+class ServiceView:
     """Turns a registry's answers and failures into the snapshots that a watcher hands out.
 
     While the registry cannot be reached the last known instances stay. A registry that comes back may have lost its

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from edl.discovery.balance.fair_loads import Level, fair_levels
+from edl.discovery.balance.fair_loads import LoadLevel, fair_levels
 from edl.discovery.balance.fewest_moves import link
 from edl.errors import SettingsError
 
@@ -84,7 +84,7 @@ def balance(
     }
 
 
-def _link_level(level: Level, wants: list[int], before: list[list[int]], links: list[list[int]]) -> None:
+def _link_level(level: LoadLevel, wants: list[int], before: list[list[int]], links: list[list[int]]) -> None:
     """Add the links to one level's teachers: what each student wants beyond those of earlier levels."""
     size = level.stop - level.start
     choosing: list[int] = []

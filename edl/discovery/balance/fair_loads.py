@@ -6,7 +6,7 @@ students that want more than k teachers. These loads form a base polytope, on wh
 load²/capacity) are found by splitting at the most violated bound: H. Groenevelt, "Two algorithms for maximizing a
 separable concave function over a polymatroid feasible region", European J. of Operational Research 54 (1991).
 
-Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within one `Level` all
+Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within a `LoadLevel` all
 teachers stop at the same price. Where students want more teachers than there are large ones, the bound separates
 levels: every student takes all it can of an earlier level before it takes anything of a later one.
 """
@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Level", "fair_levels"]
+__all__ = ["LoadLevel", "fair_levels"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -29,7 +29,7 @@ _SMALLEST_CAPACITY = 1e-290
 
 
 @dataclass(frozen=True)
-class Level:
+class LoadLevel:
     """Teachers `start` to `stop` (in order of falling capacity), each with a load from `low` to `high`.
 
     `high - low` is 0 or 1. Fair are all loads within these bounds whose sum is what the students take here, as far as
@@ -42,7 +42,7 @@ class Level:
     high: Ints
 
 
-def fair_levels(capacities: Floats, takers: Ints) -> list[Level]:
+def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
     """The levels, in order; every teacher is in one.
 
     Args:
@@ -60,7 +60,7 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[Level]:
         if split:
             pending += [(start + split, stop), (start, start + split)]
         else:
-            levels.append(Level(start, stop, low, high))
+            levels.append(LoadLevel(start, stop, low, high))
     return levels
 
 

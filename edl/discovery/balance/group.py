@@ -6,10 +6,10 @@ import threading
 import time
 from dataclasses import replace
 
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.resource import Resource
 from edl.discovery.balance.assignment import DEFAULT_FAN_OUT
-from edl.discovery.balance.member import Member
-from edl.discovery.balance.rules import Choice, Keys, choose, choose_lapsed, unpack_links
+from edl.discovery.balance.member import GroupMember
+from edl.discovery.balance.rules import GroupKeys, TeacherChoice, choose_lapsed, choose_teachers, unpack_links
 from edl.discovery.records import check_ttl
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Store, StoreSnapshot
@@ -23,7 +23,7 @@ PATIENCE_S = 1.0
 """How long a new member waits for its first links rather than start with teachers that it may have to leave at once."""
 
 
-class BalanceGroup(Owned, Watch):
+class BalanceGroup(Resource, Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
     As long as all teachers fit within the student's limit it is given all of them, and the store plays no part. Beyond,
@@ -62,14 +62,14 @@ class BalanceGroup(Owned, Watch):
             raise SettingsError(f"want={want!r}, fan_out={fan_out!r}: a student needs at least 1 teacher")
         ttl_s = check_ttl(ttl_s)
         self._student = student_id
-        self._links_key = Keys(service).links_of(student_id)
+        self._links_key = GroupKeys(service).links_of(student_id)
         self._taking = threading.Lock()
         self._patient_until = time.monotonic() + PATIENCE_S
         self._seen: Snapshot | None = None
         self._links: StoreSnapshot | None = None
         self._given: Snapshot | None = None
         self._teachers = registry.watch(service)
-        self._member = self._own(Member(registry, store, service, student_id, self._limit, ttl_s))
+        self._member = self._own(GroupMember(registry, store, service, student_id, self._limit, ttl_s))
 
     @property
     def error(self) -> str:
@@ -120,7 +120,7 @@ class BalanceGroup(Owned, Watch):
         ready = [teacher for teacher in self._seen.instances if teacher.state == "ready"]
         before = () if self._given is None else (*self._given.instances, *self._given.lapsed)
         last = frozenset(teacher.id for teacher in before)
-        choice = choose(self._student, self._limit, ready, links, last)
+        choice = choose_teachers(self._student, self._limit, ready, links, last)
         # A reason is no cause for haste while the links are about to be read: a student that was killed and is back
         # cannot take part until its former lease ends, but its links are there.
         awaited = not reason or (self._links is None and self._member.reads_links)
@@ -152,7 +152,7 @@ class BalanceGroup(Owned, Watch):
         except ValueError as exc:
             return None, f"the store's {self._links_key} makes no sense: {exc}"
 
-    def _explain(self, choice: Choice, reason: str) -> str:
+    def _explain(self, choice: TeacherChoice, reason: str) -> str:
         assert self._seen is not None
         why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
         stale = f"{why}; this one goes on with {len(choice.ids)} of its own choice"

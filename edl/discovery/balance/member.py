@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from edl.discovery.backend.resource import Background, Owned
-from edl.discovery.balance.rules import Keys, Plan, pack_limit, plan
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
+from edl.discovery.balance.rules import GroupKeys, LinkPlan, pack_limit, plan_links
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError
 from edl.quoting import shown
 
-__all__ = ["Member"]
+__all__ = ["GroupMember"]
 
 log = logging.getLogger("edl.discovery")
 
@@ -24,13 +25,13 @@ REMEMBERED = 1000
 """How many students that left a leader remembers the teachers of."""
 
 
-class Member(Owned):
+class GroupMember(Resource):
     """Keeps one student in its group with a background thread. Everything it opens, it closes."""
 
     def __init__(self, registry: Registry, store: Store, service: str, student: str, limit: int, ttl_s: float) -> None:
         super().__init__()
         self._store = store
-        self._keys = Keys(service)
+        self._keys = GroupKeys(service)
         self._student, self._limit, self._ttl_s = student, limit, ttl_s
         self._error = ""
         self._over = ""
@@ -39,7 +40,7 @@ class Member(Owned):
         self._listed = False
         self._election: Election | None = None
         self._leader = _Leader(registry, store, self._keys, self._ttl_s)
-        self._own(Background("edl-balance", self._step))
+        self._own(BackgroundLoop("edl-balance", self._step))
 
     @property
     def error(self) -> str:
@@ -116,7 +117,7 @@ class Member(Owned):
 class _Leader:
     """Follows teachers and students, and keeps everybody's links in the store in balance."""
 
-    def __init__(self, registry: Registry, store: Store, keys: Keys, ttl_s: float) -> None:
+    def __init__(self, registry: Registry, store: Store, keys: GroupKeys, ttl_s: float) -> None:
         self._registry, self._store, self._keys, self._ttl_s = registry, store, keys, ttl_s
         self._teachers: Watch | None = None
         self._students: StoreWatch | None = None
@@ -150,7 +151,7 @@ class _Leader:
             return
         stored = self._store.list(self._keys.links)
         ready = [teacher for teacher in self._ready.instances if teacher.state == "ready"]
-        todo = plan(self._keys, ready, self._listed.entries.values(), stored, self._planned)
+        todo = plan_links(self._keys, ready, self._listed.entries.values(), stored, self._planned)
         self._report(todo.refused)
         if self._carry_out(todo, stored, still):
             self._balanced = seen
@@ -162,7 +163,7 @@ class _Leader:
         gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
         self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
-    def _carry_out(self, todo: Plan, stored: list[Entry], still: Callable[[], bool]) -> bool:
+    def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
         """Write what changes; False if somebody else wrote or leads by now, and it has to be thought over."""
         versions = {entry.key: entry.version for entry in stored}
         for key in (*todo.writes, *todo.deletes):

@@ -23,14 +23,14 @@ from edl.discovery.store import Entry
 from edl.errors import SettingsError
 
 __all__ = [
-    "Choice",
-    "Keys",
-    "Plan",
-    "choose",
+    "TeacherChoice",
+    "GroupKeys",
+    "LinkPlan",
+    "choose_teachers",
     "choose_lapsed",
     "pack_limit",
     "pack_links",
-    "plan",
+    "plan_links",
     "unpack_limit",
     "unpack_links",
 ]
@@ -39,7 +39,7 @@ MAX_ID_BYTES = 100
 
 
 @dataclass(frozen=True)
-class Keys:
+class GroupKeys:
     """The keys of one service's group."""
 
     service: str
@@ -132,7 +132,7 @@ def _field(value: bytes, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TeacherChoice:
     """The teachers that a student talks to.
 
     Attributes:
@@ -144,9 +144,9 @@ class Choice:
     coordinated: bool
 
 
-def choose(
+def choose_teachers(
     student: str, limit: int, ready: Collection[Instance], links: frozenset[str] | None, last: Collection[str]
-) -> Choice:
+) -> TeacherChoice:
     """Decide which of the teachers that are `ready` a student talks to.
 
     Args:
@@ -158,12 +158,12 @@ def choose(
     """
     ids = frozenset(teacher.id for teacher in ready)
     if len(ids) <= limit:
-        return Choice(ids, coordinated=True)
+        return TeacherChoice(ids, coordinated=True)
     if links is not None and ids & links:
-        return Choice(ids & links, coordinated=True)
+        return TeacherChoice(ids & links, coordinated=True)
     # Without an answer: keep what there is, and add what differs from student to student, so that they spread. By
     # rendezvous hashing a change of the teachers changes few choices.
-    return Choice(frozenset(_ranked(student, ids, last)[:limit]), coordinated=False)
+    return TeacherChoice(frozenset(_ranked(student, ids, last)[:limit]), coordinated=False)
 
 
 def choose_lapsed(
@@ -173,7 +173,7 @@ def choose_lapsed(
 
     Args:
         room: how many more the student may talk to.
-        links, last: as for `choose`.
+        links, last: as for `choose_teachers`.
     """
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
@@ -190,7 +190,7 @@ def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str
 
 
 @dataclass(frozen=True)
-class Plan:
+class LinkPlan:
     """What the leader is to change.
 
     Attributes:
@@ -206,13 +206,13 @@ class Plan:
     refused: Mapping[str, str]
 
 
-def plan(
-    keys: Keys,
+def plan_links(
+    keys: GroupKeys,
     ready: Collection[Instance],
     students: Iterable[Entry],
     stored: Iterable[Entry],
     remembered: Mapping[str, tuple[str, ...]],
-) -> Plan:
+) -> LinkPlan:
     """Balance, and compare with what is in the store.
 
     Args:
@@ -245,7 +245,7 @@ def plan(
             refused[keys.links_of(student)] = f"{len(teachers)} teachers do not fit into one value of the store"
         elif len(ready) > limits[student]:
             writes[keys.links_of(student)] = value
-    return Plan(
+    return LinkPlan(
         links=links,
         writes={key: value for key, value in writes.items() if present.get(key) != value},
         deletes=tuple(sorted(present.keys() - writes.keys())),

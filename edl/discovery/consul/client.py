@@ -13,13 +13,13 @@ from typing import Any, Literal
 import consul.base
 from consul.exceptions import ACLPermissionDenied, ConsulException
 
-from edl.discovery.backend.resource import Owned
-from edl.discovery.consul.target import Target
-from edl.discovery.consul.transport import Transport, understood
+from edl.discovery.backend.resource import Resource
+from edl.discovery.consul.target import ConsulTarget
+from edl.discovery.consul.transport import ConsulTransport, understood
 from edl.errors import DiscoveryError
 from edl.quoting import shown
 
-__all__ = ["Client", "Pair", "Service"]
+__all__ = ["ConsulClient", "KeyValuePair", "ConsulService"]
 
 Json = Any
 
@@ -28,7 +28,7 @@ _NODE_ALIVE = "serfHealth"  # Consul's own name
 
 
 @dataclass(frozen=True)
-class Service:
+class ConsulService:
     """An instance of a service as Consul's health endpoint tells of it.
 
     Attributes:
@@ -48,7 +48,7 @@ class Service:
 
 
 @dataclass(frozen=True)
-class Pair:
+class KeyValuePair:
     """A key as Consul holds it; `session` is empty while nobody has locked it."""
 
     key: str
@@ -58,23 +58,23 @@ class Pair:
 
 
 class _Api(consul.base.Consul):  # type: ignore[misc]
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ConsulTarget) -> None:
         self._target = target
         # Everything is given, so that py-consul looks up nothing in the environment by itself.
         super().__init__(host=target.host, port=target.port, scheme="http", dc=target.dc or None, verify=True)
         self.token = None  # the transport sends it: not every call of every version of py-consul does
 
-    def http_connect(self, *_: Any, **__: Any) -> Transport:
-        return Transport(self._target)
+    def http_connect(self, *_: Any, **__: Any) -> ConsulTransport:
+        return ConsulTransport(self._target)
 
 
-class Client(Owned):
+class ConsulClient(Resource):
     """Calls to one agent. Closing it ends calls that are under way.
 
     All methods raise DiscoveryError when the agent cannot be reached, or refuses.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
         self.target = target
         self._api = _Api(target)
@@ -95,7 +95,7 @@ class Client(Owned):
 
     # Services
 
-    def instances(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Service]]:
+    def instances(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[ConsulService]]:
         """The instances of `service`; with an index, as soon as they differ from what they were then."""
         with self._translated():
             found = self._api.health.service(service, index=index, wait=f"{wait_s:g}s")
@@ -219,14 +219,14 @@ class Client(Owned):
 
     # Keys
 
-    def pair(self, key: str) -> Pair | None:
+    def pair(self, key: str) -> KeyValuePair | None:
         """One key."""
         with self._translated():
             found = self._api.kv.get(key)[1]
             with understood():
                 return None if found is None else _pair(found)
 
-    def pairs(self, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[Pair]]:
+    def pairs(self, prefix: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[KeyValuePair]]:
         """All keys under `prefix`; with an index, as soon as they differ from what they were then."""
         with self._translated():
             found = self._api.kv.get(prefix, recurse=True, index=index, wait=f"{wait_s:g}s")
@@ -245,9 +245,9 @@ class Client(Owned):
             return self._api.http.put(_transacted, "/v1/txn", data=body)  # type: ignore[no-any-return]
 
 
-def _service(found: Json) -> Service:
+def _service(found: Json) -> ConsulService:
     node, service = found["Node"], found["Service"]
-    return Service(
+    return ConsulService(
         node=str(node["Node"]),
         id=str(service["ID"]),
         address=str(service.get("Address") or node["Address"]),
@@ -268,8 +268,8 @@ def _health(checks: Sequence[Mapping[str, Any]], *, ours: bool) -> Literal["pass
     return "lapsed" if ours and silent else "failing"
 
 
-def _pair(found: Json) -> Pair:
-    return Pair(found["Key"], found["Value"] or b"", int(found["ModifyIndex"]), found.get("Session", ""))
+def _pair(found: Json) -> KeyValuePair:
+    return KeyValuePair(found["Key"], found["Value"] or b"", int(found["ModifyIndex"]), found.get("Session", ""))
 
 
 def _encoded(operation: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import secrets
 import time
 
 from edl.discovery.backend.renewal import Claim
-from edl.discovery.consul.client import Client
+from edl.discovery.consul.client import ConsulClient
 from edl.discovery.consul.registry import LEASE_SERVICE
-from edl.discovery.consul.target import Target
+from edl.discovery.consul.target import ConsulTarget
 from edl.errors import DiscoveryError
 
 __all__ = ["SessionClaim"]
@@ -21,8 +21,8 @@ class SessionClaim(Claim):
     node dead.
     """
 
-    def __init__(self, target: Target, ttl_s: float) -> None:
-        self._client = Client(target)
+    def __init__(self, target: ConsulTarget, ttl_s: float) -> None:
+        self._client = ConsulClient(target)
         self._ttl_s = ttl_s
         self._service_id = f"{LEASE_SERVICE}-{secrets.token_hex(8)}"
         self.session = ""

@@ -8,11 +8,11 @@ import time
 from typing import Any
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
-from edl.discovery.backend.resource import Owned
-from edl.discovery.backend.service_view import Follower, snapshot_of
-from edl.discovery.consul.client import Client, Service
-from edl.discovery.consul.target import Target
+from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.backend.resource import Resource
+from edl.discovery.backend.service_view import ServiceView, build_snapshot
+from edl.discovery.consul.client import ConsulClient, ConsulService
+from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.records import RESERVED_META, check_service, check_ttl, parsed, validated
 from edl.discovery.registry import Instance, Registration, Registry, Rejected, Snapshot, Watch
 from edl.errors import DiscoveryError
@@ -23,13 +23,13 @@ LEASE_SERVICE = "edl-lease"
 _NOT_OURS = frozenset({"consul", LEASE_SERVICE})
 
 
-class ConsulRegistry(Owned, Registry):
+class ConsulRegistry(Resource, Registry):
     """See `Registry`. Services that others registered in Consul are seen as well, as far as they make sense."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
         self._target = target
-        self._client = self._own(Client(target))
+        self._client = self._own(ConsulClient(target))
 
     def __repr__(self) -> str:
         return f"ConsulRegistry({self._target})"
@@ -39,7 +39,7 @@ class ConsulRegistry(Owned, Registry):
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
         claim = _ServiceClaim(self._target, instance, ttl_s)
         try:
-            return self._own(KeptRegistration(claim, instance, ttl_s))
+            return self._own(RenewedRegistration(claim, instance, ttl_s))
         except BaseException:
             claim.client.close()
             raise
@@ -62,8 +62,8 @@ class ConsulRegistry(Owned, Registry):
 class _ServiceClaim(InstanceClaim):
     """A service at the agent. Its id there is this claim's own, so that closing it never removes a successor's."""
 
-    def __init__(self, target: Target, instance: Instance, ttl_s: float) -> None:
-        self.client = Client(target)
+    def __init__(self, target: ConsulTarget, instance: Instance, ttl_s: float) -> None:
+        self.client = ConsulClient(target)
         self._ttl_s = ttl_s
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", instance.id)[:64]
         self._service_id = f"{instance.service}-{readable}-{secrets.token_hex(4)}"
@@ -99,8 +99,8 @@ class _ServiceClaim(InstanceClaim):
 
 
 class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
-    def __init__(self, target: Target, service: str) -> None:
-        follower, client = Follower(service), Client(target)
+    def __init__(self, target: ConsulTarget, service: str) -> None:
+        follower, client = ServiceView(service), ConsulClient(target)
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             index, entries = client.instances(service, index, wait_s)
@@ -118,14 +118,14 @@ class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
         return self.take(timeout_s)
 
 
-def _snapshot(service: str, found: list[Service]) -> Snapshot:
+def _snapshot(service: str, found: list[ConsulService]) -> Snapshot:
     in_order = sorted(found, key=lambda entry: entry.created)
     live = [_instance(service, entry) for entry in in_order if entry.health == "passing"]
     lapsed = [_instance(service, entry) for entry in in_order if entry.health == "lapsed"]
-    return snapshot_of(service, live, lapsed)
+    return build_snapshot(service, live, lapsed)
 
 
-def _instance(service: str, found: Service) -> Instance | Rejected:
+def _instance(service: str, found: ConsulService) -> Instance | Rejected:
     """What Consul knows of an instance. Of one that EDL did not register, most is left to the defaults."""
     fields: dict[str, Any] = {
         "address": found.address,

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import KeptLease
-from edl.discovery.backend.resource import Owned
-from edl.discovery.consul.client import Client, Pair
+from edl.discovery.backend.renewal import RenewedLease
+from edl.discovery.backend.resource import Resource
+from edl.discovery.consul.client import ConsulClient, KeyValuePair
 from edl.discovery.consul.lease import SessionClaim
-from edl.discovery.consul.target import Target
+from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.records import check_ttl
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
@@ -27,17 +27,17 @@ __all__ = ["ConsulStore"]
 ROOT = "edl/"
 
 
-class ConsulStore(Owned, Store):
+class ConsulStore(Resource, Store):
     """See `Store`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ConsulTarget) -> None:
         super().__init__()
         if target.dc:
             raise SettingsError(
                 f"{target}: a store cannot be in another datacenter (?dc={target.dc}): leases live here"
             )
         self._target = target
-        self._client = self._own(Client(target))
+        self._client = self._own(ConsulClient(target))
 
     def __repr__(self) -> str:
         return f"ConsulStore({self._target})"
@@ -52,7 +52,7 @@ class ConsulStore(Owned, Store):
             with contextlib.suppress(DiscoveryError):
                 claim.withdraw()
             raise
-        return self._own(KeptLease(claim, ttl_s, granted))
+        return self._own(RenewedLease(claim, ttl_s, granted))
 
     def get(self, key: str) -> Entry | None:
         self._check()
@@ -123,7 +123,7 @@ class ConsulStore(Owned, Store):
         self._check()
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
 
-    def _set_if_unchanged(self, path: str, value: bytes, pair: Pair | None) -> int | None:
+    def _set_if_unchanged(self, path: str, value: bytes, pair: KeyValuePair | None) -> int | None:
         index = 0 if pair is None else pair.index
         return self._client.transact({"Verb": "cas", "Key": path, "Value": value, "Index": index})
 
@@ -131,7 +131,7 @@ class ConsulStore(Owned, Store):
         """The lease's session, empty without a lease."""
         if lease is None:
             return ""
-        if not isinstance(lease, KeptLease) or not isinstance(lease.claim, SessionClaim):
+        if not isinstance(lease, RenewedLease) or not isinstance(lease.claim, SessionClaim):
             raise SettingsError(f"{lease!r} is not a lease of {self!r}")
         if lease.lost:
             raise LeaseLostError("the lease has expired")
@@ -147,10 +147,10 @@ class ConsulStore(Owned, Store):
             time.sleep(secrets.randbelow(20) / 1000)
 
 
-class _PrefixWatch(BlockingWatch["list[Pair]", StoreSnapshot], StoreWatch):
-    def __init__(self, target: Target, prefix: str) -> None:
+class _PrefixWatch(BlockingWatch["list[KeyValuePair]", StoreSnapshot], StoreWatch):
+    def __init__(self, target: ConsulTarget, prefix: str) -> None:
         self._last: dict[str, Entry] = {}
-        client = Client(target)
+        client = ConsulClient(target)
         super().__init__(
             client,
             lambda index, wait_s: client.pairs(ROOT + prefix, index, wait_s),
@@ -158,7 +158,7 @@ class _PrefixWatch(BlockingWatch["list[Pair]", StoreSnapshot], StoreWatch):
             failed=lambda reason: StoreSnapshot(self._last, stale=reason),
         )
 
-    def _take(self, pairs: Iterable[Pair]) -> StoreSnapshot:
+    def _take(self, pairs: Iterable[KeyValuePair]) -> StoreSnapshot:
         self._last = {entry.key: entry for entry in map(_entry, pairs)}
         return StoreSnapshot(self._last)
 
@@ -166,18 +166,18 @@ class _PrefixWatch(BlockingWatch["list[Pair]", StoreSnapshot], StoreWatch):
         return self.take(timeout_s)
 
 
-def _entry(pair: Pair) -> Entry:
+def _entry(pair: KeyValuePair) -> Entry:
     return Entry(pair.key.removeprefix(ROOT), pair.value, pair.index)
 
 
-def _refuse_held(key: str, pair: Pair | None) -> None:
+def _refuse_held(key: str, pair: KeyValuePair | None) -> None:
     if pair is not None and pair.session:
         raise _held(key)
 
 
 def _refusal(key: str, lease: Lease) -> LeaseLostError | ConflictError:
     """What a lock that failed means: the lease is over, or another one holds the key."""
-    assert isinstance(lease, KeptLease)
+    assert isinstance(lease, RenewedLease)
     if lease.claim.renew():
         return _held(key)
     lease.forfeit()

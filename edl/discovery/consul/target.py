@@ -10,11 +10,11 @@ from urllib.parse import SplitResult, parse_qsl
 from edl.errors import SettingsError
 from edl.settings import read
 
-__all__ = ["Target"]
+__all__ = ["ConsulTarget"]
 
 
 @dataclass(frozen=True)
-class Target:
+class ConsulTarget:
     """One agent.
 
     Attributes:
@@ -40,7 +40,7 @@ class Target:
         return f"Consul at {'https' if self.tls else 'http'}://{host}:{self.port}"
 
     @classmethod
-    def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> Target:
+    def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> ConsulTarget:
         """What a split URL and the environment say.
 
         Raises:

@@ -18,11 +18,11 @@ from urllib.parse import quote, urlencode
 from consul.base import HTTPClient, Response
 from consul.exceptions import ACLPermissionDenied, ConsulException
 
-from edl.discovery.consul.target import Target
+from edl.discovery.consul.target import ConsulTarget
 from edl.errors import ClosedError, DiscoveryError
 from edl.quoting import shown
 
-__all__ = ["Transport", "understood"]
+__all__ = ["ConsulTransport", "understood"]
 
 R = TypeVar("R")
 Params = Sequence[tuple[str, Any]] | None
@@ -37,10 +37,10 @@ _FILTERED: Final = "X-Consul-Results-Filtered-By-ACLs"
 _EMPTY: Final = ("[]", "{}", "null")
 
 
-class Transport(HTTPClient):  # type: ignore[misc]
+class ConsulTransport(HTTPClient):  # type: ignore[misc]
     """What py-consul calls to reach `target`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ConsulTarget) -> None:
         super().__init__(target.host, target.port)
         self._target = target
         self._headers = {"Content-Type": "application/json"}
@@ -132,7 +132,7 @@ def understood() -> Iterator[None]:
 
 
 class _Connection(http.client.HTTPConnection):
-    def __init__(self, target: Target, timeout_s: float) -> None:
+    def __init__(self, target: ConsulTarget, timeout_s: float) -> None:
         super().__init__(target.host, target.port, timeout=timeout_s)
         self._target = target
         self._hung_up = False

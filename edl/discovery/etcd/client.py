@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from edl.discovery.backend.call_thread import CallThread
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.resource import Resource
 from edl.discovery.etcd.target import EtcdTarget
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol import etcd as wire
@@ -97,7 +97,7 @@ class _Member:
         self._channel.close()
 
 
-class EtcdClient(Owned):
+class EtcdClient(Resource):
     """Calls to one cluster. Closing it ends calls that are under way.
 
     All methods raise DiscoveryError when no member can be reached, or etcd refuses.

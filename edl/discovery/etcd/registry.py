@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
-from edl.discovery.backend.resource import Owned
-from edl.discovery.backend.service_view import Follower, snapshot_of
+from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.backend.resource import Resource
+from edl.discovery.backend.service_view import ServiceView, build_snapshot
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
@@ -33,7 +33,7 @@ _ATTEMPTS = 3
 """To announce: a lease that lapsed is granted anew, and lapses again where the process stands still for so long."""
 
 
-class EtcdRegistry(Owned, Registry):
+class EtcdRegistry(Resource, Registry):
     """See `Registry`."""
 
     def __init__(self, target: EtcdTarget) -> None:
@@ -49,7 +49,7 @@ class EtcdRegistry(Owned, Registry):
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
         claim = _RecordClaim(self._target, instance, ttl_s)
         try:
-            return self._own(KeptRegistration(claim, instance, ttl_s))
+            return self._own(RenewedRegistration(claim, instance, ttl_s))
         except BaseException:
             claim.client.close()
             raise
@@ -132,7 +132,7 @@ class _RecordClaim(InstanceClaim):
 
 class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
     def __init__(self, target: EtcdTarget, service: str) -> None:
-        follower, client = Follower(service), EtcdClient(target, from_main=False)
+        follower, client = ServiceView(service), EtcdClient(target, from_main=False)
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             if index is not None:
@@ -169,7 +169,7 @@ def _snapshot(service: str, found: Iterable[wire.KeyValue]) -> Snapshot:
             alive[name] = entry.create_revision
     in_order = sorted(records.items(), key=lambda item: alive.get(item[0], item[1][1].mod_revision))
     read = {name: from_json(service, instance_id, entry.value) for name, (instance_id, entry) in in_order}
-    return snapshot_of(
+    return build_snapshot(
         service,
         [instance for name, instance in read.items() if name in alive],
         [instance for name, instance in read.items() if name not in alive],

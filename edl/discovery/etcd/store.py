@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import Claim, KeptLease
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.renewal import Claim, RenewedLease
+from edl.discovery.backend.resource import Resource
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.keys import check_key, check_prefix, check_value
@@ -26,7 +26,7 @@ ROOT = "edl/store/"
 _NO_LEASE = 0
 
 
-class EtcdStore(Owned, Store):
+class EtcdStore(Resource, Store):
     """See `Store`."""
 
     def __init__(self, target: EtcdTarget) -> None:
@@ -46,7 +46,7 @@ class EtcdStore(Owned, Store):
         except BaseException:
             claim.client.close()
             raise
-        return self._own(KeptLease(claim, ttl_s, granted))
+        return self._own(RenewedLease(claim, ttl_s, granted))
 
     def get(self, key: str) -> Entry | None:
         self._check()
@@ -100,7 +100,7 @@ class EtcdStore(Owned, Store):
         """The lease's id, 0 without a lease."""
         if lease is None:
             return _NO_LEASE
-        claim = lease.claim if isinstance(lease, KeptLease) else None
+        claim = lease.claim if isinstance(lease, RenewedLease) else None
         if not isinstance(claim, _LeaseClaim) or claim.client.target.endpoints != self._target.endpoints:
             raise SettingsError(f"{lease!r} is not a lease of {self!r}")
         if lease.lost:
@@ -111,7 +111,7 @@ class EtcdStore(Owned, Store):
         answer = self._client.transact(request)
         if answer is not None:
             return answer
-        if not isinstance(lease, KeptLease):
+        if not isinstance(lease, RenewedLease):
             raise DiscoveryError(
                 f"{self._target}: the answer is not what etcd answers: a lease is gone, and none was named"
             )

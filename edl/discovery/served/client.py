@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import Message
 
 from edl.discovery.backend.call_thread import CallThread
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.resource import Resource
 from edl.discovery.served.target import FORMAT, SERVICE, ServedTarget
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.protocol import store as messages
@@ -40,7 +40,7 @@ class StoreRefusalError(DiscoveryError):
     """What answers is no store of EDL, or takes no calls without a token that is valid there."""
 
 
-class StoreClient(Owned):
+class StoreClient(Resource):
     """Calls to one server. Closing it ends calls that are under way. Thread-safe.
 
     All methods raise DiscoveryError when the server cannot be reached, or refuses.

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
@@ -33,7 +34,7 @@ _END_S: Final = 2.0
 _HAND_OVER_S: Final = 10.0
 
 
-class StoreHost(Owned):
+class StoreHost(Resource):
     """Serves the store of a port of this host while no other process does; takes over where that one ended.
 
     The store's file lies in this host's memory, and so outlives the process that serves it, but not the host. A lock
@@ -69,7 +70,7 @@ class StoreHost(Owned):
         except BaseException:
             self._release()
             raise
-        self._background = self._own(Background("edl-store-host", self._look))
+        self._background = self._own(BackgroundLoop("edl-store-host", self._look))
 
     @property
     def server(self) -> str:

@@ -12,7 +12,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.resource import Resource
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.servicer import StoreLimits, StoreServicer
 from edl.discovery.sqlite.entries import live_entries
@@ -45,7 +46,7 @@ _AGE_MS: Final = 3_600_000
 """With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
 
 
-class StoreServer(Owned):
+class StoreServer(Resource):
     """Serves the store in a file until closed. No other process may have the file open meanwhile.
 
     Args:
@@ -82,7 +83,7 @@ class StoreServer(Owned):
         self._file = self._own(SqliteFile(path, _FILE_S))
         self._expected_until = time.monotonic() + _RETURN_S if self.holds("") else 0.0
         # Closed before the file: parts are closed from the last to the first.
-        self._own(Background("edl-store-server", self._run, self._interrupt))
+        self._own(BackgroundLoop("edl-store-server", self._run, self._interrupt))
         if not self._started.wait(_START_S):
             self._failure = DiscoveryError(f"the store at {address.endpoint} did not start within {_START_S:g} s")
         if self._failure is not None:

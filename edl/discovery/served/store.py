@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import time
 from typing import Any, Final
 
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
 from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.latest_value import Newest
-from edl.discovery.backend.renewal import Claim, KeptLease
-from edl.discovery.backend.resource import Background, Owned
+from edl.discovery.backend.latest_value import LatestValue
+from edl.discovery.backend.renewal import Claim, RenewedLease
+from edl.discovery.backend.resource import Resource
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.records import check_ttl
 from edl.discovery.served.client import StoreClient, WatchCall
@@ -20,11 +21,12 @@ from edl.protocol import store as messages
 
 __all__ = ["ServedStore"]
 
-_FIRST_RETRY_S: Final = 0.1
+_FIRST_RETRY_S: Final = 0.2
 _LAST_RETRY_S: Final = 1.0
+"""Another process of the server's host takes over within a fraction of a second: it is found a second later at most."""
 
 
-class ServedStore(Owned, Store):
+class ServedStore(Resource, Store):
     """See `Store`. Opening it asks the server nothing."""
 
     def __init__(self, target: ServedTarget) -> None:
@@ -40,7 +42,7 @@ class ServedStore(Owned, Store):
         ttl_s = check_ttl(ttl_s)
         granted = time.monotonic()
         reply = self.client.call("Grant", messages.GrantRequest(ttl_s=ttl_s), messages.GrantReply)
-        return self._own(KeptLease(_GrantedClaim(self.client, reply.lease), ttl_s, granted))
+        return self._own(RenewedLease(_GrantedClaim(self.client, reply.lease), ttl_s, granted))
 
     def get(self, key: str) -> Entry | None:
         self._check()
@@ -92,7 +94,7 @@ class ServedStore(Owned, Store):
             return None
         if reply.outcome == outcome.HELD:
             raise ConflictError(f"key {key!r} is held by another lease: it can be written with that one only")
-        if reply.outcome == outcome.LEASE_LOST and isinstance(lease, KeptLease):
+        if reply.outcome == outcome.LEASE_LOST and isinstance(lease, RenewedLease):
             lease.forfeit()
             raise LeaseLostError("the lease has expired")
         raise DiscoveryError(f"{self._target} gave an answer that this version of EDL does not know: {reply.outcome}")
@@ -101,8 +103,8 @@ class ServedStore(Owned, Store):
         """The lease's number at the server, None without a lease."""
         if lease is None:
             return None
-        claim = lease.claim if isinstance(lease, KeptLease) else None
-        if not isinstance(lease, KeptLease) or not isinstance(claim, _GrantedClaim):
+        claim = lease.claim if isinstance(lease, RenewedLease) else None
+        if not isinstance(lease, RenewedLease) or not isinstance(claim, _GrantedClaim):
             raise SettingsError(f"{lease!r} is not a lease of {self!r}")
         if claim.client.target.endpoint != self._target.endpoint:
             raise SettingsError(f"a lease of {claim.client.target.url} is not a lease of {self!r}")
@@ -140,18 +142,18 @@ class _PrefixState:
         self.partial = reply.more
 
 
-class _PushedWatch(Owned, StoreWatch):
+class _PushedWatch(Resource, StoreWatch):
     """Snapshots that the server pushes, read by a thread."""
 
     def __init__(self, client: StoreClient, prefix: str) -> None:
         super().__init__()
         self._prefix = prefix
         self._last: dict[str, Entry] = {}
-        self._retry_s = _FIRST_RETRY_S
+        self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
         self._call: WatchCall | None = None
-        self._newest: Newest[StoreSnapshot] = Newest()
+        self._newest: LatestValue[StoreSnapshot] = LatestValue()
         self._client = client
-        self._own(Background("edl-store-watch", self._follow, self._cancel))
+        self._own(BackgroundLoop("edl-store-watch", self._follow, self._cancel))
 
     def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
         if not self._closed:
@@ -175,7 +177,7 @@ class _PushedWatch(Owned, StoreWatch):
             for reply in self._call:
                 state.take(reply)
                 if not state.partial:
-                    self._retry_s = _FIRST_RETRY_S
+                    self._backoff.reset()
                     self._last = dict(state.entries)
                     self._newest.put(StoreSnapshot(self._last))
             reason = f"{self._client.target} ended the watch"
@@ -186,9 +188,7 @@ class _PushedWatch(Owned, StoreWatch):
         if self._closed:
             return None
         self._newest.put(StoreSnapshot(self._last, stale=reason))
-        # Many watches lose one server at the same moment, and should not all come back at the same one.
-        self._retry_s = min(_LAST_RETRY_S, self._retry_s * 2)
-        return self._retry_s * random.uniform(0.5, 1.0)
+        return self._backoff.next_wait_s()
 
 
 def _entry(found: Any) -> Entry:

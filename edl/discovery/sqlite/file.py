@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.resource import Resource
 from edl.discovery.sqlite import mounts
-from edl.discovery.sqlite.identity import Identity, discard
+from edl.discovery.sqlite.identity import FileIdentity, discard
 from edl.discovery.sqlite.leases import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
 from edl.quoting import shown
@@ -63,11 +63,11 @@ class _Connection:
     """A connection, and which file it was made to. `number` tells it from others of this process."""
 
     sqlite: sqlite3.Connection
-    identity: Identity
+    identity: FileIdentity
     number: int
 
 
-class SqliteFile(Owned):
+class SqliteFile(Resource):
     """A file, and connections to it: each transaction has one of its own, so that none waits for another one's lock.
 
     A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
@@ -88,7 +88,7 @@ class SqliteFile(Owned):
         self.path = path
         self._timeout_s = timeout_s
         self._idle: deque[_Connection] = deque()
-        self._open: dict[sqlite3.Connection, Identity | None] = {}
+        self._open: dict[sqlite3.Connection, FileIdentity | None] = {}
         self._numbers = itertools.count()
         self._replaced = 0  # how many times
         if not lazy:
@@ -196,7 +196,7 @@ class SqliteFile(Owned):
             while True:
                 self._end(self._idle.pop())
 
-    def _discard(self, identity: Identity, why: str) -> None:
+    def _discard(self, identity: FileIdentity, why: str) -> None:
         """Remove a file that connections can no longer agree on; whoever uses it goes over to its successor."""
         try:
             removed = discard(identity, self.path)
@@ -231,7 +231,7 @@ class SqliteFile(Owned):
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         try:
             self._prepare(connection)
-            self._open[connection] = identity = Identity.of(self.path)
+            self._open[connection] = identity = FileIdentity.of(self.path)
         except BaseException:
             connection.close()
             self._open.pop(connection, None)

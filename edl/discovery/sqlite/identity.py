@@ -11,14 +11,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Identity", "discard"]
+__all__ = ["FileIdentity", "discard"]
 
 _Inode = tuple[int, int]
 _SIDES = ("-wal", "-shm")
 
 
 @dataclass(frozen=True)
-class Identity:
+class FileIdentity:
     """The files at a path at one time.
 
     Attributes:
@@ -32,7 +32,7 @@ class Identity:
     sides: tuple[_Inode | None, ...]
 
     @classmethod
-    def of(cls, path: str) -> Identity:
+    def of(cls, path: str) -> FileIdentity:
         """The files that are there now; ask after the connection has read, when SQLite has made all three."""
         place = os.path.realpath(path)
         return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
@@ -52,7 +52,7 @@ class Identity:
         return None
 
 
-def discard(identity: Identity, path: str) -> bool:
+def discard(identity: FileIdentity, path: str) -> bool:
     """Remove the files, unless somebody else has: every process sees that the database is another one, and leaves it.
 
     The database goes first: whoever makes the next one meets its journal and memory without an owner at worst.

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sqlite3
 import time
 
-from edl.discovery.backend.renewal import InstanceClaim, KeptRegistration
-from edl.discovery.backend.resource import Owned
-from edl.discovery.backend.service_view import Follower, snapshot_of
+from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.backend.resource import Resource
+from edl.discovery.backend.service_view import ServiceView, build_snapshot
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.discovery.sqlite.file import SqliteFile
 from edl.discovery.sqlite.leases import grant, next_revision, renew, revoke, supersede
-from edl.discovery.sqlite.watch import Poller
+from edl.discovery.sqlite.watch import SqliteWatch
 
 __all__ = ["SqliteRegistry"]
 
@@ -20,7 +20,7 @@ __all__ = ["SqliteRegistry"]
 _HELD = "instance JOIN lease ON lease.id = instance.lease AND lease.expires <= ? + lease.ttl_s"
 
 
-class SqliteRegistry(Owned, Registry):
+class SqliteRegistry(Resource, Registry):
     """See `Registry`."""
 
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
@@ -34,7 +34,7 @@ class SqliteRegistry(Owned, Registry):
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
-        return self._own(KeptRegistration(_RowClaim(self._file, ttl_s), instance, ttl_s))
+        return self._own(RenewedRegistration(_RowClaim(self._file, ttl_s), instance, ttl_s))
 
     def snapshot(self, service: str) -> Snapshot:
         self._check()
@@ -86,9 +86,9 @@ class _RowClaim(InstanceClaim):
             revoke(connection, self._lease)
 
 
-class _ServiceWatch(Poller[Snapshot, Snapshot], Watch):
+class _ServiceWatch(SqliteWatch[Snapshot, Snapshot], Watch):
     def __init__(self, path: str, timeout_s: float, service: str) -> None:
-        follower = Follower(service)
+        follower = ServiceView(service)
         super().__init__(
             path,
             timeout_s,
@@ -111,4 +111,4 @@ def _instances(connection: sqlite3.Connection, service: str) -> tuple[Snapshot, 
     live = [from_json(service, instance_id, record) for instance_id, record, expires in rows if expires > now]
     lapsed = [from_json(service, instance_id, record) for instance_id, record, expires in rows if expires <= now]
     first = min((expires for *_, expires in rows if expires > now), default=float("inf"))
-    return snapshot_of(service, live, lapsed), first
+    return build_snapshot(service, live, lapsed), first

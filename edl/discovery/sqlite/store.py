@@ -6,8 +6,8 @@ import sqlite3
 import time
 
 from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import Claim, KeptLease
-from edl.discovery.backend.resource import Owned
+from edl.discovery.backend.renewal import Claim, RenewedLease
+from edl.discovery.backend.resource import Resource
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.records import check_ttl
 from edl.discovery.sqlite.entries import (
@@ -21,14 +21,14 @@ from edl.discovery.sqlite.entries import (
 )
 from edl.discovery.sqlite.file import SqliteFile
 from edl.discovery.sqlite.leases import grant, renew, revoke
-from edl.discovery.sqlite.watch import Poller
+from edl.discovery.sqlite.watch import SqliteWatch
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import LeaseLostError, SettingsError
 
 __all__ = ["SqliteStore"]
 
 
-class SqliteStore(Owned, Store):
+class SqliteStore(Resource, Store):
     """See `Store`."""
 
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
@@ -45,7 +45,7 @@ class SqliteStore(Owned, Store):
         granted = time.monotonic()
         with self._file.write() as connection:
             number = grant(connection, ttl_s)
-        return self._own(KeptLease(_RowClaim(self._file, number), ttl_s, granted))
+        return self._own(RenewedLease(_RowClaim(self._file, number), ttl_s, granted))
 
     def get(self, key: str) -> Entry | None:
         self._check()
@@ -97,7 +97,11 @@ class SqliteStore(Owned, Store):
         """The lease's row, None without a lease."""
         if lease is None:
             return None
-        if not isinstance(lease, KeptLease) or not isinstance(lease.claim, _RowClaim) or lease.claim.file != self._file:
+        if (
+            not isinstance(lease, RenewedLease)
+            or not isinstance(lease.claim, _RowClaim)
+            or lease.claim.file != self._file
+        ):
             raise SettingsError(f"{lease!r} is not a lease of {self!r}")
         number = lease.claim.number
         if lease.lost or not has_lease(connection, number):
@@ -122,7 +126,7 @@ class _RowClaim(Claim):
             revoke(connection, self.number)
 
 
-class _PrefixWatch(Poller["dict[str, Entry]", StoreSnapshot], StoreWatch):
+class _PrefixWatch(SqliteWatch["dict[str, Entry]", StoreSnapshot], StoreWatch):
     def __init__(self, path: str, timeout_s: float, prefix: str) -> None:
         self._last: dict[str, Entry] = {}
         super().__init__(

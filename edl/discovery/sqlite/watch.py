@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from edl.discovery.backend.latest_value import Newest
-from edl.discovery.backend.resource import Background, Owned
+from edl.background import BackgroundLoop
+from edl.discovery.backend.latest_value import LatestValue
+from edl.discovery.backend.resource import Resource
 from edl.discovery.sqlite.file import SqliteFile
 from edl.errors import DiscoveryError
 
-__all__ = ["POLL_S", "Poller"]
+__all__ = ["POLL_S", "SqliteWatch"]
 
 POLL_S = 0.1
 """Every process's delay in seeing a change is at most this; a look costs microseconds."""
@@ -22,8 +23,8 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Poller(Owned, Generic[T, S]):
-    """Fills a `Newest` with what a watcher is to see.
+class SqliteWatch(Resource, Generic[T, S]):
+    """Fills a `LatestValue` with what a watcher is to see.
 
     Args:
         read: reads the present state in a transaction; returns it, and the monotonic time at which the first of the
@@ -49,9 +50,9 @@ class Poller(Owned, Generic[T, S]):
         self._seen: tuple[int, int, int] | None = None
         self._revision = -1
         self._expires = 0.0
-        self.newest: Newest[S] = Newest()
+        self.newest: LatestValue[S] = LatestValue()
         self._file = self._own(SqliteFile(path, timeout_s, lazy=True))
-        self._own(Background("edl-sqlite-watch", self._poll))
+        self._own(BackgroundLoop("edl-sqlite-watch", self._poll))
 
     def take(self, timeout_s: float | None) -> S | None:
         """See `Watch.get`."""

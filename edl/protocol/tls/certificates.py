@@ -22,7 +22,7 @@ from edl.protocol.tls.verification import EXPIRED, NOT_YET_VALID, utc_now
 from edl.settings import SYSTEM_CA
 
 __all__ = [
-    "Identity",
+    "CertificateIdentity",
     "check_identity",
     "context_for",
     "identity_of",
@@ -49,7 +49,7 @@ _LEAST_TOKEN: Final = 16
 
 
 @dataclass(frozen=True)
-class Identity:
+class CertificateIdentity:
     """What a certificate says.
 
     Attributes:
@@ -162,7 +162,7 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
     return tuple(tokens)
 
 
-def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> Identity:
+def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> CertificateIdentity:
     """See that a certificate is valid at this moment.
 
     The standard library reads certificates only in a handshake, so both sides of one are played in memory, where this
@@ -197,10 +197,10 @@ def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> Ide
     return identity_of(found)
 
 
-def identity_of(found: dict[str, Any]) -> Identity:
+def identity_of(found: dict[str, Any]) -> CertificateIdentity:
     """What `SSLSocket.getpeercert` gave, in short."""
     names = tuple(str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
-    return Identity(names, str(found.get("notAfter", "")))
+    return CertificateIdentity(names, str(found.get("notAfter", "")))
 
 
 def without_identity() -> ssl.SSLContext:

@@ -17,7 +17,7 @@ from typing import Final
 
 from edl.errors import SettingsError
 from edl.protocol.tls import certificates
-from edl.protocol.tls.certificates import Identity
+from edl.protocol.tls.certificates import CertificateIdentity
 from edl.settings import SYSTEM_CA, Credentials
 
 __all__ = ["AUTHORIZATION", "CHECK_EVERY_S", "CredentialFiles", "Material"]
@@ -49,7 +49,7 @@ class Material:
     ca: bytes | None = field(repr=False)
     pair: tuple[bytes, bytes] | None = field(repr=False)
     tokens: tuple[str, ...] = field(repr=False)
-    identity: Identity | None = None
+    identity: CertificateIdentity | None = None
 
     @property
     def authorities(self) -> frozenset[bytes]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from edl.protocol.tls import certificates, verification
-from edl.protocol.tls.certificates import Identity
+from edl.protocol.tls.certificates import CertificateIdentity
 from edl.protocol.tls.credentials import CredentialFiles, Material
 
 __all__ = ["explain_handshake", "looks_like_handshake"]
@@ -121,13 +121,15 @@ async def _names(endpoint: str, material: Material) -> str | None:
     """Which names the certificate is for, None if it cannot be found out. It is signed by a CA that is trusted."""
     context = certificates.context_for(material.ca, material.pair, serving=False)
     context.check_hostname = False
-    found: list[Identity] = []
+    found: list[CertificateIdentity] = []
     with contextlib.suppress(OSError, asyncio.TimeoutError, ValueError):
         await _shake(endpoint, context, "", found)
     return ", ".join(repr(name) for name in found[0].names[:8]) if found else None
 
 
-async def _shake(endpoint: str, context: ssl.SSLContext, name: str, found: list[Identity] | None = None) -> bool:
+async def _shake(
+    endpoint: str, context: ssl.SSLContext, name: str, found: list[CertificateIdentity] | None = None
+) -> bool:
     """Connect, and wait for the server's first byte. Returns whether it ended the connection instead.
 
     By hand, since asyncio's own TLS leaves sockets open where a handshake fails or is given up.

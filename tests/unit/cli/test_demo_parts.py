@@ -18,12 +18,12 @@ from rich.console import Console  # noqa: E402
 from edl.cli import main  # noqa: E402
 from edl.cli.demo import data, models, picture  # noqa: E402
 from edl.cli.demo.check import Delivered, Findings, check  # noqa: E402
-from edl.cli.demo.plan import Plan  # noqa: E402
-from edl.cli.demo.timeline import Event, Timeline  # noqa: E402
+from edl.cli.demo.plan import DemoPlan  # noqa: E402
+from edl.cli.demo.timeline import TeacherEvent, Timeline  # noqa: E402
 from edl.distill import ReaderStats  # noqa: E402
 from edl.distill.stats import TeacherStats  # noqa: E402
 
-PLAN = Plan(Path("unused"), seeds=2, steps=5, rows=4)
+PLAN = DemoPlan(Path("unused"), seeds=2, steps=5, rows=4)
 RIGHT = Findings(checked=40, lost=0, repeated=0, changed=0, mislabelled=0, out_of_order=0, largest_difference=0.0)
 
 Batch = list[np.ndarray]
@@ -110,7 +110,7 @@ def test_the_epoch_is_the_same_each_time_and_differs_between_seeds(digits: data.
 
 
 def test_both_students_start_equal_and_only_the_labels_make_the_difference() -> None:
-    pair = models.Pair(seed=3, steps=10, temperature=4.0)
+    pair = models.ModelPair(seed=3, steps=10, temperature=4.0)
     image = torch.rand(8, 1, 8, 8)
     assert torch.equal(pair.alone(image), pair.distilled(image))
     pair.step(image, torch.zeros(8, dtype=torch.int64), torch.randn(8, 10))
@@ -133,7 +133,11 @@ class Counting:
 def timeline() -> Timeline:
     with Timeline(Counting()) as timeline:
         time.sleep(0.7)
-        timeline.events += [Event(0.2, "kill", "a"), Event(0.21, "join", "c"), Event(0.4, "drain", "b")]
+        timeline.events += [
+            TeacherEvent(0.2, "kill", "a"),
+            TeacherEvent(0.21, "join", "c"),
+            TeacherEvent(0.4, "drain", "b"),
+        ]
     return timeline
 
 

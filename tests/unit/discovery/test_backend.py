@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.backend.latest_value import Newest
-from edl.discovery.backend.renewal import Claim, InstanceClaim, KeptLease, KeptRegistration
-from edl.discovery.backend.resource import Background, Owned
+from edl.discovery.backend.latest_value import LatestValue
+from edl.discovery.backend.renewal import Claim, InstanceClaim, RenewedLease, RenewedRegistration
+from edl.discovery.backend.resource import Resource
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError
@@ -26,7 +26,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool
 
 
 def test_a_slot_hands_out_the_newest_value_once() -> None:
-    slot: Newest[int] = Newest()
+    slot: LatestValue[int] = LatestValue()
     assert slot.take(0.01) is None
     slot.put(1)
     slot.put(2)
@@ -41,25 +41,15 @@ def test_a_slot_hands_out_the_newest_value_once() -> None:
 
 
 def test_closing_a_slot_wakes_whoever_waits() -> None:
-    slot: Newest[int] = Newest()
+    slot: LatestValue[int] = LatestValue()
     threading.Timer(0.05, slot.close).start()
     assert slot.take() is None
-
-
-def test_a_background_thread_waits_wakes_ends_and_is_joined() -> None:
-    calls = []
-    background = Background("edl-test", lambda: calls.append(1) or 3600.0)
-    assert eventually(lambda: len(calls) == 1)
-    background.wake()
-    assert eventually(lambda: len(calls) == 2)
-    background.close()
-    assert not any(thread.name == "edl-test" for thread in threading.enumerate())
 
 
 def test_parts_are_closed_with_their_owner_the_last_first() -> None:
     closed: list[str] = []
 
-    class Part(Owned):
+    class Part(Resource):
         def __init__(self, name: str) -> None:
             super().__init__()
             self.name = name
@@ -67,7 +57,7 @@ def test_parts_are_closed_with_their_owner_the_last_first() -> None:
         def _release(self) -> None:
             closed.append(self.name)
 
-    owner = Owned()
+    owner = Resource()
     parts = [owner._own(Part(name)) for name in "abc"]
     parts[1].close()
     owner.close()
@@ -101,8 +91,8 @@ def fail() -> bool:
     raise DiscoveryError("away")
 
 
-def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> KeptLease:
-    return KeptLease(claim, ttl_s, time.monotonic() if granted is None else granted)
+def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> RenewedLease:
+    return RenewedLease(claim, ttl_s, time.monotonic() if granted is None else granted)
 
 
 def test_a_lease_that_cannot_be_renewed_in_time_is_lost_although_the_store_said_nothing() -> None:
@@ -142,7 +132,7 @@ def test_a_renewal_that_took_longer_than_the_lease_does_not_save_it() -> None:
 def test_a_registration_that_lapsed_is_announced_again_and_errors_are_told() -> None:
     claim = FakeClaim()
     instance = Instance("digits", "a", "h", 1)
-    with KeptRegistration(claim, instance, 0.2) as registration:
+    with RenewedRegistration(claim, instance, 0.2) as registration:
         answers = [False, True]
         claim.answer = lambda: answers.pop(0) if answers else True
         assert eventually(lambda: len(claim.announced) == 2)
@@ -162,7 +152,7 @@ def test_a_registry_that_is_away_at_the_start_is_an_error() -> None:
     claim.answer = fail
     before = set(threading.enumerate())
     with pytest.raises(DiscoveryError):
-        KeptRegistration(claim, Instance("digits", "a", "h", 1), 1.0)
+        RenewedRegistration(claim, Instance("digits", "a", "h", 1), 1.0)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("edl-")]
 
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.discovery.balance.rules import (
-    Keys,
-    choose,
+    GroupKeys,
+    choose_teachers,
     pack_limit,
     pack_links,
-    plan,
+    plan_links,
     unpack_limit,
     unpack_links,
 )
@@ -22,7 +22,7 @@ from edl.discovery.registry import Instance
 from edl.discovery.store import Entry
 from edl.errors import SettingsError
 
-KEYS = Keys("resnet")
+KEYS = GroupKeys("resnet")
 names = st.frozensets(st.sampled_from([f"t{number}" for number in range(12)]))
 
 
@@ -41,7 +41,7 @@ def listed(**limits: int) -> list[Entry]:
 def test_a_student_has_a_teacher_whenever_one_is_ready_and_never_more_than_its_limit(
     ready: frozenset[str], limit: int, links: frozenset[str] | None, last: frozenset[str]
 ) -> None:
-    choice = choose("s", limit, teachers(ready), links, last)
+    choice = choose_teachers("s", limit, teachers(ready), links, last)
     assert choice.ids <= ready
     assert bool(choice.ids) == bool(ready)
     if len(ready) <= limit:
@@ -56,10 +56,10 @@ def test_a_student_has_a_teacher_whenever_one_is_ready_and_never_more_than_its_l
 
 def test_students_without_links_spread_and_choose_the_same_again() -> None:
     ready = teachers([f"t{number}" for number in range(10)])
-    chosen = Counter(name for n in range(200) for name in choose(f"s{n}", 2, ready, None, ()).ids)
+    chosen = Counter(name for n in range(200) for name in choose_teachers(f"s{n}", 2, ready, None, ()).ids)
     assert len(chosen) == 10
     assert max(chosen.values()) < 3 * min(chosen.values())
-    assert choose("s", 2, ready, None, ()) == choose("s", 2, ready[::-1], None, ())
+    assert choose_teachers("s", 2, ready, None, ()) == choose_teachers("s", 2, ready[::-1], None, ())
 
 
 # The leader
@@ -67,10 +67,10 @@ def test_students_without_links_spread_and_choose_the_same_again() -> None:
 
 def test_only_what_changes_is_written() -> None:
     ready = teachers(["a", "b", "c", "d"])
-    first = plan(KEYS, ready, listed(x=2, y=2), [], {})
+    first = plan_links(KEYS, ready, listed(x=2, y=2), [], {})
     assert set(first.writes) == {KEYS.links_of("x"), KEYS.links_of("y")}
     stored = [Entry(key, value, 7) for key, value in first.writes.items()]
-    again = plan(KEYS, ready, listed(x=2, y=2), stored, {})
+    again = plan_links(KEYS, ready, listed(x=2, y=2), stored, {})
     assert again.links == first.links
     assert (dict(again.writes), again.deletes, dict(again.refused)) == ({}, (), {})
 
@@ -78,11 +78,11 @@ def test_only_what_changes_is_written() -> None:
 def test_a_student_that_all_teachers_fit_needs_no_entry_and_what_it_has_is_remembered() -> None:
     few, more = teachers(["a", "b"]), teachers(["a", "b", "c", "d"])
     stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 3)]
-    fits = plan(KEYS, few, listed(x=2, y=2), stored, {})
+    fits = plan_links(KEYS, few, listed(x=2, y=2), stored, {})
     assert fits.deletes == (KEYS.links_of("x"),)
     assert not fits.writes
     assert fits.links == {"x": ("a", "b"), "y": ("a", "b")}
-    grown = plan(KEYS, more, listed(x=2, y=2), [], fits.links)
+    grown = plan_links(KEYS, more, listed(x=2, y=2), [], fits.links)
     kept = sum(len({"a", "b"} & set(linked)) for linked in grown.links.values())
     assert kept == 2, "each of the two new teachers takes one link, the others stay"
 
@@ -90,7 +90,7 @@ def test_a_student_that_all_teachers_fit_needs_no_entry_and_what_it_has_is_remem
 def test_links_of_students_that_are_gone_are_deleted_and_others_stay() -> None:
     ready = teachers(["a", "b", "c"])
     stored = [Entry(KEYS.links_of(name), pack_links([linked]), 1) for name, linked in (("x", "b"), ("gone", "a"))]
-    todo = plan(KEYS, ready, listed(x=1), stored, {})
+    todo = plan_links(KEYS, ready, listed(x=1), stored, {})
     assert todo.links == {"x": ("b",)}
     assert todo.deletes == (KEYS.links_of("gone"),)
     assert not todo.writes
@@ -98,7 +98,7 @@ def test_links_of_students_that_are_gone_are_deleted_and_others_stay() -> None:
 
 def test_links_that_are_too_large_for_the_store_are_left_to_the_student() -> None:
     ready = teachers([f"{number:0200}" for number in range(2000)])
-    todo = plan(KEYS, ready, listed(large=1500, small=3), [], {})
+    todo = plan_links(KEYS, ready, listed(large=1500, small=3), [], {})
     assert list(todo.writes) == [KEYS.links_of("small")]
     assert "1500 teachers do not fit" in todo.refused[KEYS.links_of("large")]
     for value in todo.writes.values():
@@ -107,7 +107,7 @@ def test_links_that_are_too_large_for_the_store_are_left_to_the_student() -> Non
 
 def test_without_teachers_nobody_has_links() -> None:
     stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 1)]
-    assert plan(KEYS, [], listed(x=1), stored, {}).deletes == (KEYS.links_of("x"),)
+    assert plan_links(KEYS, [], listed(x=1), stored, {}).deletes == (KEYS.links_of("x"),)
 
 
 # What is written

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.backend.latest_value import Newest
-from edl.discovery.backend.resource import Background, Owned
+from edl.discovery.backend.latest_value import LatestValue
+from edl.discovery.backend.resource import Resource
 from edl.discovery.registry import Registration, Registry
 from edl.discovery.urls import open_registry, open_store
 from edl.errors import ClosedError
@@ -22,7 +22,7 @@ from tests.interrupting import InterruptAt, deadline
 
 def test_slot_is_closed_before_any_line() -> None:
     for number in itertools.count(1):
-        slot: Newest[int] = Newest()
+        slot: LatestValue[int] = LatestValue()
         waits = threading.Timer(0.2, lambda slot=slot: interrupt.reached or slot.close())
         with deadline(10, f"closed before line {number} of a wait"):
             with InterruptAt(number, slot.close, "edl/") as interrupt:
@@ -34,9 +34,9 @@ def test_slot_is_closed_before_any_line() -> None:
             break
 
 
-class Parts(Owned):
-    def add(self) -> Owned:
-        return self._own(Owned())
+class Parts(Resource):
+    def add(self) -> Resource:
+        return self._own(Resource())
 
 
 def test_owner_is_closed_before_any_line() -> None:
@@ -120,15 +120,3 @@ def test_election_is_closed_before_any_line(tmp_path: Path) -> None:
             if not interrupt.reached:
                 assert number > 8, "nothing was interrupted"
                 break
-
-
-def test_thread_is_woken_before_any_line() -> None:
-    for number in itertools.count(1):
-        stepped = threading.Event()
-        thread = Background("edl-test", lambda stepped=stepped: stepped.set() or 3600.0)
-        with deadline(10, f"woken before line {number}"), InterruptAt(number, thread.wake, "/") as interrupt:
-            thread.wake()
-            thread.close()
-        if not interrupt.reached:
-            assert number > 5, "nothing was interrupted"
-            break

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.discovery import Instance, Snapshot
-from edl.discovery.backend.service_view import Follower, snapshot_of
+from edl.discovery.backend.service_view import ServiceView, build_snapshot
 from edl.discovery.registry import Rejected
 
 
@@ -19,27 +19,27 @@ def answer(*names: str) -> Snapshot:
 
 
 def test_answers_pass_through_while_nothing_fails() -> None:
-    follower = Follower("digits")
+    follower = ServiceView("digits")
     for names in ("", "ab", "b", ""):
         assert follower.answered(answer(*names), 1.0) == answer(*names)
         assert follower.recheck_at is None
 
 
 def test_the_last_known_stay_while_the_registry_is_away() -> None:
-    follower = Follower("digits")
+    follower = ServiceView("digits")
     follower.answered(answer("a"), 1.0)
     assert follower.failed("down") == Snapshot("digits", teachers("a"), stale="down")
     assert follower.failed("still down") == Snapshot("digits", teachers("a"), stale="still down")
 
 
 def test_nobody_is_known_before_the_first_answer_and_that_is_said() -> None:
-    follower = Follower("digits")
+    follower = ServiceView("digits")
     assert follower.failed("down") == Snapshot("digits", (), stale="down")
     assert follower.answered(answer(), 1.0) == answer()
 
 
 def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
-    follower = Follower("digits", settle_s=3.0)
+    follower = ServiceView("digits", settle_s=3.0)
     follower.answered(answer("a", "b"), 1.0)
     follower.failed("down")
     returned = follower.answered(answer(), 10.0)
@@ -52,7 +52,7 @@ def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
 
 
 def test_nothing_is_stale_as_soon_as_all_are_back_and_a_relapse_is_borne_for_a_while() -> None:
-    follower = Follower("digits", settle_s=3.0)
+    follower = ServiceView("digits", settle_s=3.0)
     follower.answered(answer("a"), 1.0)
     follower.failed("down")
     assert follower.answered(answer(), 10.0).stale
@@ -64,7 +64,7 @@ def test_nothing_is_stale_as_soon_as_all_are_back_and_a_relapse_is_borne_for_a_w
 
 
 def test_who_comes_back_with_nonsense_is_not_kept() -> None:
-    follower = Follower("digits")
+    follower = ServiceView("digits")
     follower.answered(answer("a"), 1.0)
     follower.failed("down")
     nonsense = Snapshot("digits", (), (Rejected("a", "port is missing"),))
@@ -73,12 +73,12 @@ def test_who_comes_back_with_nonsense_is_not_kept() -> None:
 
 def test_of_two_with_one_id_the_later_counts() -> None:
     old, new = Instance("digits", "a", "h", 1), Instance("digits", "a", "h", 2)
-    assert snapshot_of("digits", [old, new]).instances == (new,)
-    assert snapshot_of("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
+    assert build_snapshot("digits", [old, new]).instances == (new,)
+    assert build_snapshot("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
 
 
 def test_one_that_lapsed_is_listed_once() -> None:
-    follower = Follower("digits", settle_s=3.0)
+    follower = ServiceView("digits", settle_s=3.0)
     follower.answered(answer("a", "b"), 1.0)
     lapsed = Snapshot("digits", teachers("b"), lapsed=teachers("a"))
     assert follower.answered(lapsed, 2.0) == lapsed
@@ -91,7 +91,7 @@ def test_one_that_lapsed_is_listed_once() -> None:
 def test_only_those_that_were_ready_lapse() -> None:
     draining = Instance("digits", "c", "h", 1, state="draining")
     live, over = teachers("a"), teachers("a", "b")
-    found = snapshot_of("digits", live, (*over, draining, Rejected("d", "why")))
+    found = build_snapshot("digits", live, (*over, draining, Rejected("d", "why")))
     assert found == Snapshot("digits", teachers("a"), lapsed=teachers("b"))
 
 
@@ -100,7 +100,7 @@ events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.flo
 
 @given(events)
 def test_nobody_live_is_ever_hidden_and_the_gone_vanish_in_time(events: list[tuple[set[str] | None, float]]) -> None:
-    follower = Follower("digits", settle_s=3.0)
+    follower = ServiceView("digits", settle_s=3.0)
     now, up_since, known = 0.0, 0.0, set[str]()
     for live, passed in events:
         now += passed

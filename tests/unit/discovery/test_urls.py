@@ -11,7 +11,7 @@ import pytest
 
 import edl.discovery
 from edl.discovery import open_registry, open_store
-from edl.discovery.consul.target import Target
+from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.served.target import ServedTarget, store_credentials
 from edl.discovery.urls import servers_of
@@ -23,8 +23,8 @@ def members(url: str, **environ: str) -> EtcdTarget:
     return EtcdTarget.of(urlsplit(url), 5.0, environ)
 
 
-def target(url: str, **environ: str) -> Target:
-    return Target.of(urlsplit(url), 5.0, environ)
+def target(url: str, **environ: str) -> ConsulTarget:
+    return ConsulTarget.of(urlsplit(url), 5.0, environ)
 
 
 def test_the_public_names_are_pinned() -> None:

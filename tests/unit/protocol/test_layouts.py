@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from edl.errors import ProtocolError
 from edl.protocol import bundles, codec, kserve
-from edl.protocol.layouts import Heads, Layouts
+from edl.protocol.layouts import HeaderSet, LayoutCache
 
 ids = st.sampled_from(["", "7", "0000000a", "0000000b", "äöüß"])
 tensors = st.lists(st.binary(max_size=6), max_size=3)
@@ -63,7 +63,7 @@ def test_a_changed_byte_is_never_overlooked(at: int, value: int) -> None:
         damaged[at % len(whole)] = value
         outcomes = []
         for known in (False, True):
-            codec._layouts, codec._heads = Layouts(), Heads()
+            codec._layouts, codec._heads = LayoutCache(), HeaderSet()
             if known:
                 split(whole)
             try:
@@ -95,7 +95,7 @@ def test_an_id_alone_is_no_known_head() -> None:
     """What one client sends must not change how another one's message is read, whose tensor ends like an id."""
     ends_like_an_id = bytes(4000) + codec.id_field("AAAAAAAA")
     whole = request("0000000a", [ends_like_an_id], "model")
-    codec._heads = Heads()
+    codec._heads = HeaderSet()
     before = codec.split_streamed_request(whole)
     codec.split_streamed_request(codec.id_field("12345678"))
     assert codec.split_streamed_request(whole) == before
@@ -103,7 +103,7 @@ def test_an_id_alone_is_no_known_head() -> None:
 
 
 def test_strange_messages_do_not_fill_memory() -> None:
-    layouts, heads = Layouts(), Heads()
+    layouts, heads = LayoutCache(), HeaderSet()
     for size in range(3000):
         data = b"h" * size + b"id"
         layouts.learn(data, b"", [b"h" * size, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,30 +9,11 @@ from typing import Any
 import pytest
 
 from edl.discovery import open_registry
-from edl.discovery.backend import resource as owned
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.engine.teacher_watcher import Following
 from edl.distill.teachers import Teachers
 
 WAIT_S = 30.0
-
-
-def test_background_steps_go_on_after_a_bug(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owned, "_AFTER_ERROR_S", 0.01)
-    calls, again = [0], threading.Event()
-
-    def step() -> float:
-        calls[0] += 1
-        if calls[0] == 1:
-            raise KeyError("a bug")
-        again.set()
-        return 60.0
-
-    with caplog.at_level(logging.ERROR, "edl.discovery"):
-        background = owned.Background("edl-test", step)
-        assert again.wait(WAIT_S), "nobody renews the lease any more"
-        background.close()
-    assert [record for record in caplog.records if "not foreseen" in record.getMessage()]
 
 
 def test_teachers_are_followed_after_a_bug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

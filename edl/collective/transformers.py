@@ -1,27 +1,19 @@
 """Hugging Face's `Trainer` under `edl run`: a callback that keeps all of its state in memory and goes on exactly there.
 
-A state is saved where a step begins: what follows the step before it (logging, evaluation, the Trainer's own
-checkpoints) has been done then, and is done again if it was not. By that time the step's batches were read, so random
-numbers are put back at the same place, and not where the state is restored.
-
 The Trainer reads its position only before model and optimizer are prepared, from files. So its two methods that know of
 positions are wrapped: one says where the run begins, the other trains an epoch from there.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-from contextlib import ExitStack
 from typing import Any, Final
 
 import transformers
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
-from edl.collective.checkpoint import rng
-from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state import State
+from edl.collective.loop_position import BoundaryCheckpointer, check_order, check_samples, order_of
 from edl.errors import SettingsError
 
 __all__ = ["ElasticCallback"]
@@ -75,11 +67,8 @@ class ElasticCallback(transformers.TrainerCallback):
         if trainer.is_deepspeed_enabled:
             raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
         self._trainer = trainer
-        self._options = options
-        self._checkpointer: Checkpointer | None = None
-        self._stack = ExitStack()
-        self._rng: dict[str, Any] | None = None
-        self._stepped = False
+        self._boundary = BoundaryCheckpointer(options)
+        self._used = self._restored = False
         self._begin = (0, 0)
         self._progress = _Progress(trainer)
         self._init_training_state, trainer._init_training_state = trainer._init_training_state, self._find_beginning
@@ -87,12 +76,13 @@ class ElasticCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the newest state there is."""
-        if self._checkpointer is not None:
+        if self._used:
             raise SettingsError(
                 "an ElasticCallback serves one call of train(): make another Trainer and another script"
             )
+        self._used = True
         trainer, optimizer = self._trainer, kwargs["optimizer"]
-        self._progress.order = _order_of(kwargs["train_dataloader"])
+        self._progress.order = order_of(kwargs["train_dataloader"])
         fields = {
             "model": kwargs["model"],
             "optimizer": getattr(optimizer, "optimizer", optimizer),
@@ -102,33 +92,27 @@ class ElasticCallback(transformers.TrainerCallback):
         }
         if trainer.accelerator.scaler is not None:
             fields["scaler"] = trainer.accelerator.scaler
-        self._checkpointer = Checkpointer(State(local=["losses"], **fields), **self._options)
-        self._stack.enter_context(self._checkpointer)
-        if self._checkpointer.restore() >= 0:
-            self._rng = rng.take()
+        if self._boundary.open(State(local=["losses"], **fields)):
+            self._restored = True
             self._begin = self._progress.epoch, self._progress.updates
             control.should_training_stop = self._progress.finished
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the state after the last step, before this one; and pause there if the agent asks for it."""
-        if self._rng is not None:
-            rng.restore(self._rng)
-            self._rng = None
-        if self._stepped and self._checkpointer is not None:
-            self._stepped = False
-            self._checkpointer.save(state.global_step - 1)
+        self._restored = False
+        self._boundary.begin_step(state.global_step - 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the step."""
-        self._stepped = True
+        self._boundary.count_step()
         self._progress.updates += 1
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last state, and have it stored."""
-        if self._checkpointer is not None and not self._progress.finished:
+        if not self._progress.finished:
             self._progress.finished = True
-            self._checkpointer.save(state.global_step - 1, force=True)
-        self._stack.close()
+            self._boundary.save_end(state.global_step - 1)
+        self._boundary.close()
 
     def _find_beginning(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Keep where a checkpoint of the Trainer's own says that it begins; have it offer all epochs."""
@@ -142,7 +126,7 @@ class ElasticCallback(transformers.TrainerCallback):
         if self._progress.finished or epoch < first:
             return
         self._progress.epoch, self._progress.updates = epoch, updates if epoch == first else 0
-        if self._checkpointer is not None and self._rng is not None:
+        if self._restored:
             kwargs["resume_from_checkpoint"] = _NO_FOLDER if epoch == first and updates else None
         kwargs["epochs_trained"] = first
         kwargs["steps_trained_in_current_epoch"] = updates * self._trainer.args.gradient_accumulation_steps
@@ -184,17 +168,14 @@ class _Progress:
             SettingsError: a step trains another number of samples now, or the order of the data is another one.
         """
         trainer = self._trainer
-        if saved["samples"] != self._samples:
-            raise SettingsError(
-                f"a step trained {saved['samples']} samples, and trains {self._samples} with {trainer.args.world_size} "
-                "workers: samples would be repeated or left out. Set gradient_accumulation_steps by WORLD_SIZE so that "
-                "per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE stays the same"
-            )
-        if saved["order"] != self.order:
-            raise SettingsError(
-                f"the data was read in the order of {saved['order']}, and would go on in that of {self.order}: give "
-                "the same dataset, seed and data_seed"
-            )
+        check_samples(
+            saved["samples"],
+            self._samples,
+            trainer.args.world_size,
+            "Set gradient_accumulation_steps by WORLD_SIZE so that per_device_train_batch_size * "
+            "gradient_accumulation_steps * WORLD_SIZE stays the same",
+        )
+        check_order(saved["order"], self.order)
         self.epoch, self.updates, self.finished = saved["epoch"], saved["updates"], saved["finished"]
         for name, value in saved["trainer_state"].items():
             setattr(trainer.state, name, value)
@@ -236,23 +217,3 @@ class _Losses:
         trainer._tr_loss.copy_(saved["loss"])
         trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer._initial_global_step = saved["logged"]
         trainer.current_flos = saved["flos"]
-
-
-def _order_of(loader: Any) -> dict[str, Any]:
-    """Return what the order of the data depends on.
-
-    Raises:
-        SettingsError: the order is drawn anew in each process, so that it cannot be gone on with.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return {"sampler": "IterableDataset"}
-    batches = copy.copy(loader.batch_sampler)
-    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-    known = isinstance(sampler, SequentialSampler | DistributedSampler) or hasattr(sampler, "initial_seed")
-    if not known:
-        raise SettingsError(
-            f"{type(sampler).__name__} orders the data anew after a restart: use the Trainer's own random or "
-            "sequential order, with use_seedable_sampler"
-        )
-    seed = getattr(sampler, "initial_seed", getattr(sampler, "seed", None))
-    return {"sampler": type(sampler).__name__, "samples": len(loader.dataset), "seed": seed}

@@ -1,0 +1,206 @@
+"""Where a training loop of another library stands, and how it goes on there: what its integrations share.
+
+A state is saved where a step begins: what follows the step before it (logging, evaluation, the library's own
+checkpoints) has been done then, and is done again if it was not. Random numbers are put back at the same place, and not
+where the state is restored, since reading the data again draws some.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from edl.collective.checkpoint import rng
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state import State
+from edl.errors import SettingsError
+
+__all__ = ["BoundaryCheckpointer", "check_order", "check_samples", "order_of", "skipping"]
+
+
+class BoundaryCheckpointer:
+    """Saves a `State` where a step begins, and once more at the end."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """A checkpointer that is not open yet.
+
+        Args:
+            options: of the `Checkpointer`.
+        """
+        self._options = options
+        self._stack = ExitStack()
+        self._checkpointer: Checkpointer | None = None
+        self._rng: dict[str, Any] | None = None
+        self._stepped = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` was called, and `close` was not."""
+        return self._checkpointer is not None
+
+    def open(self, state: State) -> bool:
+        """Restore the newest state there is.
+
+        Returns:
+            Whether there was one.
+        """
+        self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
+        restored = self._checkpointer.restore() >= 0
+        self._rng = rng.take() if restored else None
+        return restored
+
+    def begin_step(self, last: int) -> None:
+        """Save the state after step `last`, if it was counted; and pause there if the agent asks for it."""
+        if self._rng is not None:
+            rng.restore(self._rng)
+            self._rng = None
+        if self._stepped and self._checkpointer is not None:
+            self._stepped = False
+            self._checkpointer.save(last)
+
+    def count_step(self) -> None:
+        """Have the next `begin_step` save."""
+        self._stepped = True
+
+    def save_end(self, last: int) -> None:
+        """Save the state at the end of training, after step `last`, and have it stored."""
+        if self._checkpointer is not None:
+            self._stepped = False
+            self._checkpointer.save(last, force=True)
+
+    def close(self) -> None:
+        """Let go of the memory, without another save."""
+        self._checkpointer = None
+        self._stack.close()
+
+
+def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
+    """See that a step trains as many samples as before.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    if saved != here:
+        raise SettingsError(
+            f"a step trained {saved} samples, and trains {here} with {workers} workers: samples would be repeated or "
+            f"left out. {remedy}"
+        )
+
+
+def check_order(saved: Any, here: Any) -> None:
+    """See that the data comes in the same order as before.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    if saved != here:
+        raise SettingsError(
+            f"the data was read in the order of {saved}, and would go on in that of {here}: give the same dataset, "
+            "sampler and seed"
+        )
+
+
+def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
+    """Return what the order of the data depends on.
+
+    Args:
+        loader: a `DataLoader`, or what a library made of one; or any iterable, which must begin with the same batches
+            whenever it is iterated over.
+        redrawn: random numbers are put back to where the epoch began, so an order may be drawn from them.
+
+    Raises:
+        SettingsError: the order is drawn anew in each process, so that it cannot be gone on with.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return {"sampler": type(getattr(loader, "dataset", loader)).__name__}
+    batches: Any = copy.copy(loader.batch_sampler)
+    sampler: Any = (
+        loader.sampler if batches is None else getattr(getattr(batches, "batch_sampler", batches), "sampler", batches)
+    )
+    if getattr(sampler, "keeps_place", False):
+        raise SettingsError(
+            f"{type(sampler).__name__} counts the samples that were trained, and this trainer does not tell it: leave "
+            "it out, the place in the data is kept"
+        )
+    if not (_is_function_of_epoch(sampler) or (redrawn and _is_drawn(sampler))):
+        raise SettingsError(
+            f"{type(sampler).__name__} orders the data anew after a restart: use the trainer's own random or "
+            "sequential order, or a sampler whose order depends on its seed and set_epoch() alone"
+        )
+    samples: Any = loader.dataset
+    seed = getattr(sampler, "initial_seed", getattr(sampler, "seed", None))
+    return {"sampler": type(sampler).__name__, "samples": len(samples), "seed": seed}
+
+
+def _is_function_of_epoch(sampler: Any) -> bool:
+    """Whether the order follows from the epoch, whatever is drawn elsewhere."""
+    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's DistributedSamplerWrapper
+    if inner is not None:
+        return _is_function_of_epoch(inner)
+    known = isinstance(sampler, SequentialSampler | DistributedSampler)
+    return known or hasattr(sampler, "initial_seed") or hasattr(sampler, "set_epoch")
+
+
+def _is_drawn(sampler: Any) -> bool:
+    """Whether the order is drawn, once an epoch, from torch's generator or the sampler's own."""
+    return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+
+
+class _Skipping:
+    """Passes an epoch's indices on without the first ones, which are drawn and left out; later epochs entirely."""
+
+    def __init__(self, inner: Any, count: int) -> None:
+        self._inner, self._count = inner, count
+        self._iterator: Iterator[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(self._inner)
+        if self._iterator is None:
+            self._iterator = iterator
+            return self
+        return iterator
+
+    def __next__(self) -> Any:
+        self.skip()
+        assert self._iterator is not None
+        return next(self._iterator)
+
+    def skip(self) -> None:
+        """Leave out what is to be left out, if that was not done yet."""
+        assert self._iterator is not None
+        while self._count:
+            self._count -= 1
+            next(self._iterator, None)
+
+
+@contextmanager
+def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
+    """Have the iterator that is made in the block begin behind the first `count` batches, which are not loaded.
+
+    At the end of the block the loader has drawn what it would have drawn by then, in the same order.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    inner = getattr(loader, name)
+    wrapper = _Skipping(inner, count)
+    vars(loader)[name] = wrapper  # a DataLoader refuses to be changed, for good reasons that end with this block
+    try:
+        yield
+        if count:
+            wrapper.skip()
+    finally:
+        vars(loader)[name] = inner

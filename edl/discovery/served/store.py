@@ -67,6 +67,10 @@ class ServedStore(Resource, Store):
 
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
+        if version is not None and version < 1:
+            check_key(key)
+            check_value(value)
+            return None  # no key has that version, and 0 means to the server that there is no key
         return self._set(key, value, {"version": version or 0}, lease)
 
     def delete(self, key: str, version: int | None = None) -> bool:

@@ -95,6 +95,28 @@ def test_compare_and_set_writes_only_over_the_version_that_was_named(store: Stor
         assert second == store.get(key)
 
 
+@pytest.mark.parametrize("version", [0, -1])
+def test_no_key_has_a_version_below_1(store: Store, folder: str, version: int) -> None:
+    """In some stores 0 means that there is no such key, which is None in ours."""
+    assert store.compare_and_set(f"{folder}absent", b"x", version) is None
+    assert store.get(f"{folder}absent") is None, "it was created"
+    with store.lease() as lease:
+        assert store.compare_and_set(f"{folder}absent", b"x", version, lease) is None
+        assert store.get(f"{folder}absent") is None, "it was created under a lease"
+    entry = store.put(f"{folder}there", b"1")
+    assert store.compare_and_set(f"{folder}there", b"x", version) is None
+    assert not store.delete(f"{folder}there", version)
+    assert not store.delete(f"{folder}absent", version)
+    assert store.get(f"{folder}there") == entry
+
+
+def test_versions_grow_over_a_deletion(store: Store, folder: str) -> None:
+    before = store.put(f"{folder}a", b"1")
+    assert store.delete(f"{folder}a")
+    after = store.put(f"{folder}a", b"1")
+    assert after.version > before.version, "whoever compares with the old version would overwrite the new value"
+
+
 def test_a_lease_takes_its_keys_with_it_and_leaves_the_others(store: Store, folder: str) -> None:
     with store.watch(folder) as watch:
         seen(watch, {})

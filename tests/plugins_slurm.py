@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -32,6 +33,8 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "scont
 
 CONF = """\
 ClusterName=test
+# Job ids, and so EDL's ports and names, are others than those of another cluster on this host.
+FirstJobId={first_job}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser={user}
@@ -111,7 +114,8 @@ class SlurmCluster:
         plugins = self._programs.parent / "package/plugins"
         self.conf.write_text(
             CONF.format(
-                folder=folder, user=os.getuid(), controller_port=controller, first_port=first, second_port=second,
+                folder=folder, user=os.getuid(), first_job=random.randrange(1, 1 << 24),
+                controller_port=controller, first_port=first, second_port=second,
                 plugins=f"PluginDir={plugins}" if plugins.exists() else "",
             )
         )  # fmt: skip

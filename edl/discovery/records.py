@@ -12,7 +12,7 @@ from edl.discovery.registry import Instance, Rejected
 from edl.errors import SettingsError
 from edl.quoting import shown
 
-__all__ = ["check_service", "check_ttl", "from_fields", "from_json", "parsed", "to_json", "validated"]
+__all__ = ["check_service", "check_ttl", "from_fields", "from_json", "is_service", "parsed", "to_json", "validated"]
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 # Consul's limits on metadata, kept everywhere so that a program that runs on one registry runs on the other.
@@ -27,13 +27,18 @@ _SERVICE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _META_KEY = re.compile(r"(?!consul-|edl-)[A-Za-z0-9_-]{1,128}")
 
 
+def is_service(name: object) -> bool:
+    """Whether `name` can name a service in every registry. Others may have put names there that cannot."""
+    return isinstance(name, str) and _SERVICE.fullmatch(name) is not None
+
+
 def check_service(service: str) -> str:
     """`service`, if it can name a service in every registry.
 
     Raises:
         SettingsError: it cannot.
     """
-    if not isinstance(service, str) or not _SERVICE.fullmatch(service):
+    if not is_service(service):
         raise SettingsError(
             f"service {service!r}: a name has 1 to 128 letters, digits, '-', '_' and '.', and starts and ends with a"
             " letter or digit (Consul's DNS knows letters, digits and '-' only)"

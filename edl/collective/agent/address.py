@@ -13,8 +13,8 @@ from edl.errors import SettingsError
 
 __all__ = ["own_address"]
 
-_ELSEWHERE: Final = "203.0.113.1"
-"""An address on no network (RFC 5737): the way there is the way to other hosts. Nothing is sent to it."""
+_ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
+"""Addresses on no network (RFC 5737, RFC 3849): the way there is the way to other hosts. Nothing is sent to them."""
 
 
 def own_address(store_url: str) -> str:
@@ -43,12 +43,25 @@ def own_address(store_url: str) -> str:
                 what = f"no way to the store's host {host}: {exc}"
                 raise SettingsError(f"{what}; --local-addr ADDRESS says where others reach this node") from exc
     if ipaddress.ip_address(address).is_loopback:
-        with contextlib.suppress(OSError):
-            address = _towards(_ELSEWHERE, 1)
+        for elsewhere in _ELSEWHERE:
+            with contextlib.suppress(OSError):
+                return _towards(elsewhere, 1)
     return address
 
 
 def _towards(host: str, port: int) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # of a datagram socket: sends nothing
-        return str(probe.getsockname()[0])
+    """This node's own address on the way to a host: one of IPv4 if there is such a way, which peers can rather use."""
+    ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in sorted(ways, key=lambda way: way[0] != socket.AF_INET):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of a datagram socket: sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as exc:
+            failure = exc
+    assert failure is not None  # a name that stands for no address is an error before
+    try:
+        raise failure
+    finally:
+        failure = None  # its traceback holds this frame

@@ -55,6 +55,8 @@ class RendezvousEndpoint:
             given, text, default = "--master-addr", f"[{addr}]:{port}" if bare else f"{addr}:{port}", port
         else:
             return None
+        if text.count(":") > 1 and not text.startswith("["):
+            raise SettingsError(f"{given} {text}: an IPv6 address goes in brackets, such as [fd00::2]:{DEFAULT_PORT}")
         try:
             host, port = parse_rendezvous_endpoint(text, default)
         except ValueError as exc:

@@ -197,7 +197,7 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     if step.hosts > 1 and step.first_host and not _names_store(parsed, options.get_default("master_addr")):
         parsed.rdzv_endpoint = f"{step.first_host}:{step.rendezvous_port}"
         if "is_host=" not in parsed.rdzv_conf:
-            parsed.rdzv_conf = ",".join(filter(None, (parsed.rdzv_conf, f"is_host={int(step.host == 0)}")))
+            parsed.rdzv_conf = ",".join(filter(None, (parsed.rdzv_conf, f"is_host={int(step.is_first_host)}")))
     return parsed
 
 

@@ -33,6 +33,7 @@ class SlurmStep:
         tasks_here: how many of them are on this host.
         hosts: how many hosts the step has.
         host: which of them this task is on, from 0 on.
+        host_name: Slurm's name of that host, as in `host_list`; empty if it is not set.
         host_list: their names in Slurm's notation, such as `gpu[003-004,7],login1`.
         cpus: how many CPUs belong to this task.
         gpus: how many GPUs of this host the step may use, 0 if Slurm gave it none.
@@ -48,6 +49,7 @@ class SlurmStep:
     tasks_here: int
     hosts: int
     host: int
+    host_name: str
     host_list: str
     cpus: int
     gpus: int
@@ -83,6 +85,7 @@ class SlurmStep:
             tasks_here=tasks_here,
             hosts=_number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1)),
             host=_number(environ, "SLURM_NODEID"),
+            host_name=environ.get("SLURMD_NODENAME", ""),
             host_list=host_list,
             cpus=max(1, _number(environ, "SLURM_CPUS_PER_TASK", cpus_shared)),
             gpus=_number(environ, "SLURM_GPUS_ON_NODE"),
@@ -104,6 +107,15 @@ class SlurmStep:
                 break
             name += letter
         return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", name)
+
+    @property
+    def is_first_host(self) -> bool:
+        """Whether this task is on `first_host`.
+
+        The list of hosts is sorted by name, and numbers need not be: in a heterogeneous step (`srun A : B`), host 0 is
+        the first of A.
+        """
+        return self.host_name == self.first_host if self.host_name else self.host == 0
 
     @property
     def rendezvous_port(self) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.job import World
+from edl.discovery.served.listening import open_listener
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
@@ -82,7 +83,7 @@ class Tethers:
         self._name = name.encode()
         self._tls = tls
         self._gone = gone
-        self._listener = socket.create_server(("", 0), backlog=128)
+        self._listener = open_listener(backlog=128)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         """Where others tie themselves to this agent."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from edl.collective.checkpoint.keeping import ReplicaFolder, stamp_of
 from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
 from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link
+from edl.discovery.served.listening import open_listener
 from edl.errors import EDLError
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ReplicaServer:
         self._tls = tls
         self._operation_s = operation_s
         self._share_of_free = share_of_free
-        self._listening = _listen()
+        self._listening = open_listener()
         self.port: int = self._listening.getsockname()[1]
         self._lock = threading.Lock()
         self._serving: socket.socket | None = None
@@ -155,10 +156,3 @@ class ReplicaServer:
 
 def _label(told: Announcement) -> Label:
     return Label(told.generation, told.step, told.world, told.rank, sharded=True)
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))

@@ -13,7 +13,7 @@ from edl.discovery.backend.resource import Resource
 from edl.discovery.backend.service_view import ServiceView, build_snapshot
 from edl.discovery.consul.client import ConsulClient, ConsulService
 from edl.discovery.consul.target import ConsulTarget
-from edl.discovery.records import RESERVED_META, check_service, check_ttl, parsed, validated
+from edl.discovery.records import RESERVED_META, check_service, check_ttl, is_service, parsed, validated
 from edl.discovery.registry import Instance, Registration, Registry, Rejected, Snapshot, Watch
 from edl.errors import DiscoveryError
 
@@ -50,7 +50,7 @@ class ConsulRegistry(Resource, Registry):
 
     def services(self) -> tuple[str, ...]:
         self._check()
-        names = sorted(set(self._client.service_names()) - _NOT_OURS)
+        names = sorted(filter(is_service, set(self._client.service_names()) - _NOT_OURS))
         snapshots = (_snapshot(name, self._client.instances(name)[1]) for name in names)
         return tuple(snapshot.service for snapshot in snapshots if snapshot.instances or snapshot.lapsed)
 

@@ -17,7 +17,7 @@ from edl.discovery.backend.resource import Resource
 from edl.discovery.backend.service_view import ServiceView, build_snapshot
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
+from edl.discovery.records import check_service, check_ttl, from_json, is_service, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
 from edl.protocol import etcd as wire
@@ -61,7 +61,7 @@ class EtcdRegistry(Resource, Registry):
     def services(self) -> tuple[str, ...]:
         self._check()
         parts = (key.decode(errors="replace").removeprefix(ROOT).split("/") for key in self._client.keys(ROOT.encode()))
-        return tuple(sorted({names[0] for names in parts if names[1:2] == ["records"]}))
+        return tuple(sorted({names[0] for names in parts if names[1:2] == ["records"] and is_service(names[0])}))
 
     def watch(self, service: str) -> Watch:
         self._check()

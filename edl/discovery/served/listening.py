@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from dataclasses import dataclass
 
 from edl.errors import DiscoveryError, SettingsError
 
-__all__ = ["ListenAddress", "PortTakenError"]
+__all__ = ["ListenAddress", "PortTakenError", "open_listener"]
 
 
 class PortTakenError(DiscoveryError):
@@ -48,3 +49,11 @@ class ListenAddress:
                 ListenAddress("0.0.0.0", self.port).check_free()
                 return
             raise SettingsError(f"the store cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
+
+
+def open_listener(backlog: int | None = None) -> socket.socket:
+    """Listen at all of this host's addresses, IPv4 and IPv6, at a port that the system chooses."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", 0), backlog=backlog)

@@ -85,6 +85,22 @@ def test_services_that_others_registered_are_seen(consul_agent: ConsulAgent, ser
         consul_agent.ask(f"/v1/agent/service/deregister/{service}-1", "PUT")
 
 
+def test_odd_names_of_others_are_left_out(consul_agent: ConsulAgent, service: str) -> None:
+    """Consul takes names that no teacher can have: whoever asks for each service in the list gets an answer."""
+    foreign = {f"{service}-slash": f"{service}/api", f"{service}-space": f"{service} api"}
+    try:
+        for number, name in foreign.items():
+            consul_agent.ask("/v1/agent/service/register", "PUT", {"Name": name, "ID": number, "Port": 8001})
+        with open_registry(consul_agent.url) as registry, registry.register(teacher(service)):
+            assert eventually(lambda: set(foreign.values()) <= set(consul_agent.ask("/v1/catalog/services")))
+            assert eventually(lambda: service in registry.services())
+            for name in registry.services():
+                registry.snapshot(name)
+    finally:
+        for number in foreign:
+            consul_agent.ask(f"/v1/agent/service/deregister/{number}", "PUT")
+
+
 def test_what_was_registered_survives_a_restart_that_keeps_its_data(consul_agent: ConsulAgent, service: str) -> None:
     with (
         open_registry(consul_agent.url) as registry,

@@ -122,6 +122,20 @@ class TestServer:
                 assert eventually(lambda: registry.snapshot(service).instances)
                 assert eventually(lambda: not registry.snapshot(service).lapsed)
 
+    def test_odd_names_of_others_are_left_out(self, etcd_server: EtcdServer, service: str) -> None:
+        """Whoever asks for each service in the list gets an answer."""
+        foreign = (f"edl/registry/{service} odd/records/claim/a", "edl/registry//records/claim/a")
+        try:
+            for key in foreign:
+                etcd_server.ctl("put", key, "{}")
+            with open_registry(etcd_server.url) as registry, registry.register(teacher(service)):
+                assert service in registry.services()
+                for name in registry.services():
+                    registry.snapshot(name)
+        finally:
+            for key in foreign:
+                etcd_server.ctl("del", key)
+
     def test_lapsed_lease_of_etcds_writes_nothing(self, etcd_server: EtcdServer, service: str) -> None:
         with open_store(etcd_server.url) as store, store.lease(60.0) as lease:
             etcd_server.ctl("lease", "revoke", f"{lease.claim.number:x}")  # type: ignore[attr-defined]

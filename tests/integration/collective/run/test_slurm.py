@@ -59,7 +59,7 @@ def submitted(slurm: SlurmCluster, tmp_path: Path) -> Iterator[BatchJob]:
     (script,) = (block.text for block in blocks(ROOT / "docs/slurm.md") if "#SBATCH" in block.text)
     (tmp_path / "train.sbatch").write_text(script)
     number = slurm.ask("sbatch", "--parsable", "--output=output", "train.sbatch", cwd=tmp_path)
-    store = f"edl://{NODES[0]}:{29400 + int(number)}"
+    store = f"edl://{NODES[0]}:{29400 + int(number) % 3000}"
     job = BatchJob(slurm, number, tmp_path, Job(tmp_path, name=f"slurm-test-{number}.0", store=store))
     try:
         wait_until(lambda: {(step.rank, step.world) for step in job.steps.steps()} >= {(0, 2), (1, 2)}, "two ranks")
@@ -70,7 +70,7 @@ def submitted(slurm: SlurmCluster, tmp_path: Path) -> Iterator[BatchJob]:
     finally:
         slurm.ask("scancel", number)
         wait_until(lambda: not job.processes(), "the tasks end")
-        wait_until(lambda: slurm.state(number) in ("CANCELLED", "COMPLETED"), "Slurm sees the end")
+        wait_until(lambda: slurm.state(number) in ("CANCELLED", "COMPLETED", "FAILED"), "Slurm sees the end")
         shutil.rmtree(job.steps.shared_memory, ignore_errors=True)
 
 

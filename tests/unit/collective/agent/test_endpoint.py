@@ -55,7 +55,7 @@ def test_a_single_node_meets_nobody() -> None:
     assert endpoint("--rdzv-endpoint", "localhost:0", max_nodes=1) is None
 
 
-@pytest.mark.parametrize("text", ["node0:0", "node0:port", "node0:99999", "no de:1", ":1"])
+@pytest.mark.parametrize("text", ["node0:0", "node0:port", "node0:99999", "no de:1", ":1", "fd00::2", "fd00::2:29400"])
 def test_an_unusable_endpoint_is_named(text: str) -> None:
     with pytest.raises(SettingsError, match="--rdzv-endpoint"):
         endpoint("--rdzv-endpoint", text)

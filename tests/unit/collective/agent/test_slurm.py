@@ -76,6 +76,16 @@ def test_first_host(hosts: str, first: str) -> None:
     assert step_of(SLURM_STEP_NODELIST=hosts).first_host == first
 
 
+def test_heterogeneous_hosts_are_not_in_order() -> None:
+    """As `srun -w gpu7 : -w gpu3` sets it: host 0 is gpu7, and the list begins with gpu3."""
+    hosts = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[3,7]"}
+    first = step_of(SLURM_NODEID="1", SLURMD_NODENAME="gpu3", **hosts)
+    second = step_of(SLURM_NODEID="0", SLURMD_NODENAME="gpu7", **hosts)
+    found = [parse_options(["train.py"], step) for step in (first, second)]
+    assert {options.rdzv_endpoint for options in found} == {"gpu3:29418"}
+    assert [options.rdzv_conf for options in found] == ["is_host=1", "is_host=0"]
+
+
 @pytest.mark.parametrize(
     ("changes", "workers"),
     [

@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import pickle
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -239,8 +240,17 @@ def test_an_endpoint_that_is_no_url_is_refused() -> None:
 
 def test_a_nodes_own_address_is_the_one_on_the_way_to_the_store(url: str) -> None:
     assert own_address(url) == "127.0.0.1"
-    with pytest.raises(SettingsError, match="no way to the store's host ::1"):
-        own_address("consul://[::1]:8500")
+    with pytest.raises(SettingsError, match=r"no way to the store's host no-such-host\.invalid"):
+        own_address("consul://no-such-host.invalid:8500")
+
+
+def test_own_address_of_ipv6() -> None:
+    """A store with an address of IPv6 only: the address on the way there is one of IPv6, too."""
+    own = [each.address for nic in psutil.net_if_addrs().values() for each in nic if each.family == socket.AF_INET6]
+    for address in own:
+        if "%" not in address and not ipaddress.ip_address(address).is_loopback:
+            assert ipaddress.ip_address(own_address(f"edl://[{address}]:29400")).version == 6
+    assert own_address("consul://[::1]:8500") == own_address("consul://127.0.0.1:8500")
 
 
 def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_hosts() -> None:

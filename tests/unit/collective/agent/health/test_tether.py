@@ -59,6 +59,15 @@ def connected(tethers: Tethers, *names: str) -> Callable[[], bool]:
     return lambda: all(name in tethers._tethers and tethers._tethers[name].proven for name in names)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_tethers_over_ipv6(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    with other_agent("six") as (process, (_, port)):
+        tethers.follow({"six": ("::1", port)})
+        wait_for(connected(tethers, "six"))
+        process.kill()
+        assert gone.get(timeout=DEADLINE_S) == "six"
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():

@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench soak tools bench-tools protocol wheel clean
+.PHONY: help demo check test lint docs bench soak tools bench-tools protocol wheel clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,8 +23,15 @@ help: ## what there is
 demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
+check: lint ## lint, types, unit tests and the conformance of stores without servers: within three minutes
+	$(BIN)/python -m tests --quick $(PYTEST_ARGS)
+
 test: $(VENV)/.dev lint tools ## set everything up, then lint and run all tests
 	$(BIN)/python -m tests $(PYTEST_ARGS)
+
+docs: $(VENV)/.dev ## build the documentation as a site into build/site, every link checked
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "The site begins at build/site/index.html"
 
 lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
 	$(BIN)/ruff check .

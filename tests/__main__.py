@@ -3,6 +3,7 @@
     python -m tests                      everything
     python -m tests -k reader -x         a part; arguments are pytest's
     python -m tests --workers 4          so many side by side
+    python -m tests --quick              unit tests, and the conformance of stores that need no server: `make check`
 
 `python -m pytest` runs them too, all one after another.
 """
@@ -17,6 +18,7 @@ import time
 
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
 INTERRUPTED = 2
+QUICK = "not serial and not consul and not etcd"
 
 
 def main() -> int:
@@ -24,11 +26,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, add_help=False)
     # Many tests wait for processes that they started, so one more than there are cores keeps these busy.
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) + 1)
+    parser.add_argument("--quick", action="store_true")
     options, arguments = parser.parse_known_args()
+    beside = ["-n", str(options.workers), "--dist", "loadfile"]
     parts = {
-        "side by side": ["-m", "not serial", "-n", str(options.workers), "--dist", "loadfile"],
+        "side by side": ["-m", "not serial", *beside],
         "one after another": ["-m", "serial"],
     }
+    if options.quick:
+        parts = {"quickly": ["-m", QUICK, *beside, "tests/unit", "tests/conformance"]}
     codes = []
     for name, selection in parts.items():
         print(f"Tests that run {name}:", flush=True)

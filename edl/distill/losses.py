@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
+"""What is made of the losses of a batch's rows, as in torch; with `none` they are returned one by one."""
+
 TeacherIs: TypeAlias = Literal["logits", "probabilities"]
+"""What the teacher's output holds."""
 
 _SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only so nearly
 

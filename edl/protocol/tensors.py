@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+"""An array of numpy's, of any shape and dtype."""
 
 BFLOAT16: Final = np.dtype("V2")
 """numpy has no bfloat16: arrays on their way to a model that wants BF16 hold two bytes each that it does not read."""

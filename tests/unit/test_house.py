@@ -69,7 +69,7 @@ def test_the_version_is_said_once_and_the_same_everywhere() -> None:
     pyproject = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r'^version = "(.+)"$', pyproject, re.MULTILINE)
     assert declared is not None
-    assert declared[1] == edl.__version__ == importlib.metadata.version("edl")
+    assert declared[1] == edl.__version__ == importlib.metadata.version("elastic-distill")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert f"## {edl.__version__}" in changelog
 
@@ -79,16 +79,16 @@ def test_the_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        metadata = email.message_from_bytes(archive.read(f"edl-{edl.__version__}.dist-info/METADATA"))
-        entry_points = archive.read(f"edl-{edl.__version__}.dist-info/entry_points.txt").decode()
+        metadata = email.message_from_bytes(archive.read(f"elastic_distill-{edl.__version__}.dist-info/METADATA"))
+        entry_points = archive.read(f"elastic_distill-{edl.__version__}.dist-info/entry_points.txt").decode()
     sources = _sources(ROOT / "edl") | _sources(ROOT / "serving/edl_serving")
     assert sources <= names, f"missing in the wheel: {sorted(sources - names)}"
-    others = {name for name in names - sources if f"edl-{edl.__version__}.dist-info/" not in name}
+    others = {name for name in names - sources if f"elastic_distill-{edl.__version__}.dist-info/" not in name}
     assert others == set()
     compiled = {f"edl/protocol/{name}.binpb" for name in ("etcd", "kserve", "store")}
     assert {"edl/py.typed", "edl_serving/py.typed"} | compiled <= names
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert f"edl-{edl.__version__}.dist-info/licenses/LICENSE" in names
+    assert f"elastic_distill-{edl.__version__}.dist-info/licenses/LICENSE" in names
     assert "edl = edl.cli:main" in entry_points
     assert metadata.get_payload().strip(), "the README is the description"
 
@@ -108,7 +108,7 @@ def test_the_constraints_cover_what_is_declared() -> None:
     block = text[text.index("\ndependencies = [") : text.index("[project.scripts]")]
     declared = {
         match[1].lower() for match in re.finditer(r'"([A-Za-z0-9-]+)(?:\[[a-z,]+\])?(?:[<>=;][^"]*)?"', block)
-    } - {"edl", "tomli"}
+    } - {"elastic-distill", "tomli"}
     assert len(declared) > 20
     assert {name.replace("_", "-") for name in declared} <= {name.replace("_", "-") for name in pinned}
 

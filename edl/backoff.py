@@ -31,7 +31,7 @@ class Backoff:
         """Failures in a row, those whose wait is over included."""
 
     def next_wait_s(self) -> float:
-        """Count a failure; return the seconds to wait before the next attempt."""
+        """Return the seconds to wait before the next attempt, now that one has failed."""
         exponent = min(self.failures, 1000)  # float ** 1100 would overflow, after months of failures
         self.failures += 1
         wait_s = min(self._last_s, self._first_s * self._factor**exponent)

@@ -11,9 +11,9 @@ import platform
 
 __all__ = ["keep_freed_memory"]
 
-# mallopt(3): parameters, and the largest threshold that glibc accepts on 64 bits (half a heap).
+# mallopt(3): numbers of its parameters.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
-_LARGEST_MMAP_THRESHOLD = 32 << 20
+_LARGEST_MMAP_THRESHOLD = 32 << 20  # half a heap of glibc's arenas, 64 MiB: a larger one is refused
 _LEAST_THRESHOLD = 128 << 10
 """glibc's own; with less, a message of ordinary size would cost system calls."""
 

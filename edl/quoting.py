@@ -14,7 +14,9 @@ __all__ = ["MOST_CHARS", "clip", "listed", "quote", "shown"]
 MOST_CHARS = 500
 """Of foreign words in one message: a teacher's reason with its model's own words fits; a page of HTML does not."""
 _MOST_VALUE = 120
+"""Characters of a value in a message: a shape, a name or a path fits."""
 _MOST_LISTED = 10
+"""Words in a message: enough to recognize what they are of."""
 
 
 def clip(text: str, limit: int) -> str:

@@ -228,7 +228,19 @@ class Credentials:
         *,
         environ: Mapping[str, str] | None = None,
     ) -> Credentials:
-        """Arguments over the environment over the default."""
+        """Take arguments over the environment over the default.
+
+        Args:
+            ca, cert, key, server_name, token_file, allow_insecure_tokens: see the attributes; None for what the
+                environment says.
+            environ: in place of this process's environment.
+
+        Returns:
+            The credentials.
+
+        Raises:
+            SettingsError: they do not go together, or `EDL_TOKEN` is set.
+        """
         if read("EDL_TOKEN", bool, environ):
             raise SettingsError(
                 "EDL_TOKEN is not read, since every child of this process would have the token in its environment: "

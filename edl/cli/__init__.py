@@ -53,10 +53,14 @@ Across machines, give every command and program the same registry:
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 
 EXIT_FAILED, EXIT_USAGE, EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TRY_AGAIN = 1, 2, 141, 130, 75
+"""As in a shell: 128 and the signal's number (SIGPIPE, SIGINT); EX_TEMPFAIL of sysexits.h; 2 as argparse has it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `edl` with the arguments `argv` (without the program's name; None: those of this process).
+    """Run `edl`.
+
+    Args:
+        argv: the arguments without the program's name; None for those of this process.
 
     Returns:
         The exit code. `argparse` may raise SystemExit instead.

@@ -38,7 +38,9 @@ examples:
       your own teachers, by service; --teachers HOST:PORT,HOST:PORT names them one by one"""
 
 _WARM_UP_S = 1.0
+"""Not counted: connections are made and windows grow meanwhile."""
 _POOL = 16
+"""Different inputs in turn: with one array alone, caches of the processor would answer."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,7 +28,9 @@ from edl.errors import SettingsError
 __all__ = ["main"]
 
 _FLUSH_S = 5.0
+"""How often labels reach the disk: what a crash costs is asked for again."""
 _LINE_EVERY_S = 5.0
+"""Between two lines of progress where the output is a file or a pipe."""
 
 _DESCRIPTION = """\
 Asks teachers for the soft labels of a whole data set and writes them to a folder. A student that reads them with

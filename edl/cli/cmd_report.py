@@ -30,8 +30,11 @@ _LETTERS = {
     State.DOWN: "x",
 }
 _NAME_WIDTH = 20
+"""Characters of a node's name: the end of a host's name tells nodes apart, and the rest is for the time line."""
 _MAX_ROWS = 20
+"""Of nodes, and of events: with both the report fits on a screen or two."""
 _WIDTH = 120
+"""Characters where the output is no terminal."""
 
 _DESCRIPTION = """\
 Draws an elastic job from its ledger, while it runs or after it ended: a row of states for each node, what happened

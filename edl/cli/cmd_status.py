@@ -26,8 +26,11 @@ from edl.settings import DiscoverySettings
 __all__ = ["main"]
 
 _EVERY_S = 1.0
+"""Between two looks of `--watch`: agents write what they do as often."""
 _MAX_GONE = 5
+"""Nodes that have left, of which a line says more; of the others it gives the number."""
 _WIDTH = 160
+"""Characters where the output is no terminal: a table's row has its events behind it."""
 
 _STYLES = {
     "train": "green",

@@ -9,6 +9,7 @@ __all__ = ["MAX_VALUE_BYTES", "check_key", "check_prefix", "check_value"]
 # Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64.
 MAX_VALUE_BYTES = 256 * 1024
 MAX_KEY_CHARS = 512
+"""Consul's own limit on a key, kept everywhere so that a program that runs on one store runs on the others."""
 
 
 def check_key(key: str) -> str:

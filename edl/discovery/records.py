@@ -15,9 +15,11 @@ from edl.quoting import shown
 __all__ = ["check_service", "check_ttl", "from_fields", "from_json", "is_service", "parsed", "to_json", "validated"]
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
-# Consul's limits on metadata, kept everywhere so that a program that runs on one registry runs on the other.
+"""Below half a second a busy machine misses renewals; Consul refuses more than a day."""
+# Consul's limits on metadata (64 names, four of them EDL's own), kept everywhere so that a program that runs on one
+# registry runs on the other.
 MAX_META, MAX_META_BYTES = 60, 512
-MAX_TAGS = 64
+MAX_TAGS = 64  # as many as names in the metadata; Consul itself has no limit
 # What 60 names and 64 tags of 512 bytes come to, each byte escaped, with room to spare.
 MAX_RECORD = 1_000_000
 RESERVED_META = frozenset({"model", "capacity", "state"})

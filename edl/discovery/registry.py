@@ -239,6 +239,9 @@ class Registry(_Closing):
         Args:
             service: the service's name.
 
+        Returns:
+            The watch, which has a thread and a connection of its own.
+
         Raises:
             SettingsError: no service can have that name.
         """

@@ -183,6 +183,9 @@ class Store(_Closing):
             ttl_s: seconds after the last renewal until the lease ends, 0.5 to 86,400. Other processes see its keys
                 gone about that long after this process died. (etcd counts whole seconds, rounded up.)
 
+        Returns:
+            The lease, which lives from now on.
+
         Raises:
             DiscoveryError: the store cannot be reached.
             SettingsError: `ttl_s` is out of range.
@@ -279,6 +282,9 @@ class Store(_Closing):
 
         Args:
             prefix: with which the keys begin.
+
+        Returns:
+            The watch, which has a thread of its own.
         """
 
     @abc.abstractmethod
@@ -291,4 +297,7 @@ class Store(_Closing):
             name: what the candidates compete for; a key may consist of it.
             value: says to others who leads.
             ttl_s: seconds after which another candidate may lead where the leader was lost; as for `lease`.
+
+        Returns:
+            The election, in which this process is a candidate from now on.
         """

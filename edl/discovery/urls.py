@@ -34,7 +34,11 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
       `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). Opening does not ask the members anything.
 
     Args:
-        timeout_s: how long one request may take before it is an error.
+        url: where the registry is.
+        timeout_s: how many seconds a request may take before it is an error.
+
+    Returns:
+        The registry, which the caller closes.
 
     Raises:
         SettingsError: the URL cannot be used, or the file is not one of EDL's.
@@ -72,9 +76,13 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
     - `edl://host:port`: what an agent of `edl run --rdzv-endpoint host:port` serves. Opening does not ask it anything.
 
     Args:
-        timeout_s: how long one request may take before it is an error.
+        url: where the store is.
+        timeout_s: how many seconds a request may take before it is an error.
         credentials: what is shown to such an agent, and whom to believe: mutual TLS if CA, certificate and key are
             there, and tokens. None for what the environment names (`EDL_TLS_CA`, ...).
+
+    Returns:
+        The store, which the caller closes.
     """
     scheme, parts = _split(url, timeout_s)
     if scheme == "sqlite":

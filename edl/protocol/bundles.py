@@ -19,6 +19,7 @@ __all__ = ["MOST_REQUEST_NBYTES", "is_bundle", "join_requests", "join_responses"
 MOST_REQUEST_NBYTES = 64 << 10
 """Of a bundle of requests. More of them in one message than a client has any use for would hold the server up."""
 _MOST_RESPONSE_NBYTES = 4 << 20
+"""Of a bundle of answers: a server gathers up to 1 MiB; what is much larger is no bundle of an honest one."""
 
 _PARAMETERS = {names.BUNDLE: kserve.InferParameter(bool_param=True)}
 _REQUEST = kserve.ModelInferRequest(parameters=_PARAMETERS).SerializeToString()

@@ -45,12 +45,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 StreamedResponse: TypeAlias = tuple[bytes, list[memoryview], str, str]
 """What `split_streamed_response` gives."""
 
-_ID = 3  # of requests and responses alike
-_RAW_INPUT = 7
-_RAW_OUTPUT = 6
-_STREAMED_ERROR = 1
-_STREAMED_RESPONSE = 2
-_LENGTH_DELIMITED = 2
+_ID = 3  # field of ModelInferRequest and of ModelInferResponse
+_RAW_INPUT = 7  # field of ModelInferRequest
+_RAW_OUTPUT = 6  # field of ModelInferResponse
+_STREAMED_ERROR = 1  # field of ModelStreamInferResponse
+_STREAMED_RESPONSE = 2  # field of ModelStreamInferResponse
+_LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
 _ID_HEAD = bytes([_ID << 3 | _LENGTH_DELIMITED, 8])
 _ID_NBYTES = len(_ID_HEAD) + 8  # of an id as students of EDL number their requests (`edl.distill.transport.stream`)
 _SMALL = 2048  # bytes of a request without tensors; what is larger is not worth a copy to see whether it is known

@@ -20,7 +20,7 @@ __all__ = ["Outline", "check_contents", "outline"]
 
 _INPUTS = 5  # of ModelInferRequest
 _CONTENTS = 5  # of InferInputTensor
-_LENGTH_DELIMITED = 2
+_LENGTH_DELIMITED = 2  # protobuf's wire type of bytes, text and messages
 _MAX_FIELDS = 10_000  # as `codec` has it: an honest header has some for each tensor; each costs a microsecond here
 _FIXED = {"FP32": 4, "FP64": 8}
 """Bytes of an element where protobuf does not write whole numbers."""

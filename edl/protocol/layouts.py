@@ -19,6 +19,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _MOST_KEPT = 1024
 """A peer whose messages are never alike must not fill the memory: with `_MOST_NBYTES`, two megabytes are the most."""
 _MOST_NBYTES = 2048
+"""Of a header that is kept: honest ones have some hundred bytes, and comparing a larger one costs what parsing does."""
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,14 @@ class Model:
     ) -> None:
         if not 0 <= straggle <= 1 or min(delay_s, row_s, straggle_factor) < 0:
             raise ValueError(f"straggle={straggle} must be in [0, 1], and times not below 0")
-        self.inputs, self.outputs, self.version = list(inputs), list(outputs), str(version)
+        self.inputs = list(inputs)
+        self.outputs = list(outputs)
+        self.version = str(version)
         self._function = function
-        self._delay_s, self._row_s = delay_s, row_s
-        self._straggle, self._straggle_factor = straggle, straggle_factor
+        self._delay_s = delay_s
+        self._row_s = row_s
+        self._straggle = straggle
+        self._straggle_factor = straggle_factor
         self._random = random.Random(seed)
 
     @property

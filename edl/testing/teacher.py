@@ -24,7 +24,9 @@ from edl.errors import ClosedError, EDLError
 __all__ = ["LocalTeacher"]
 
 _POLL_S = 0.01
+"""Between two looks for a file or a state of the process: a start takes a second or more."""
 _STOP_S = 10.0
+"""How long the kernel may take to stop a process: milliseconds, unless it waits for a disk."""
 
 
 class LocalTeacher:
@@ -136,7 +138,10 @@ class LocalTeacher:
         return self.returncode is None
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Wait until it serves and is registered.
+        """Wait until the teacher serves and is registered.
+
+        Args:
+            timeout_s: how many seconds that may take; None for the constructor's `timeout_s`.
 
         Raises:
             EDLError: it ended, or `timeout_s` passed.
@@ -185,6 +190,9 @@ class LocalTeacher:
 
     def wait(self, timeout_s: float = 60.0) -> int:
         """Wait until the process has ended.
+
+        Args:
+            timeout_s: how many seconds that may take.
 
         Returns:
             Its exit code, negative for a signal.

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import edl
+from tests import house
+from tests.unit.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("EDL_")}
@@ -124,3 +126,64 @@ def test_no_registry_or_machine_is_named() -> None:
             text = path.read_text(errors="replace")
             assert "--index-url" not in text, path
             assert not re.search(r"/(root|home/\w+|work)/", text), f"{path} names a folder of one machine"
+
+
+# What follows is counted by `python -m tests.house`; CONTRIBUTING.md has the table. A package joins `TIDY` when it has
+# what is wanted, and none leaves it.
+
+TIDY = (
+    *("edl.background", "edl.backoff", "edl.errors", "edl.memory", "edl.notifier", "edl.quoting", "edl.settings"),
+    *("edl.cli", "edl.discovery", "edl.protocol", "edl.testing"),
+)
+CONTRACTS = {
+    "edl.background": ["BackgroundLoop", "start_call"],
+    "edl.backoff": ["Backoff"],
+    "edl.discovery.balance": ["balance"],
+    "edl.discovery.registry": ["Registration", "Registry", "Watch"],
+    "edl.discovery.store": ["Election", "Lease", "Store", "StoreWatch"],
+}
+"""Beside `PUBLIC`, what others implement or build on."""
+REPEATED = {
+    *("Announcement", "Answer", "Checkpointer", "Entry", "Failure", "Folder", "Found", "Job", "Kind", "Labels", "Link"),
+    *("Model", "Output", "Part", "Place", "Plan", "Region", "Report", "Rows", "State", "TensorSpec", "Verdict"),
+    "Writer",
+}
+"""Class names that have more than one meaning still. Names leave this list, and none is added to it."""
+CROWDED = {"edl/collective/agent", "edl/collective/checkpoint", "edl/collective/update", "tests/integration/distill"}
+"""Folders with more modules than a reader finds his way in. They leave this list, and none is added to it."""
+
+
+def test_a_class_name_means_one_thing() -> None:
+    repeated = house.repeated_classes()
+    new = {name: places for name, places in repeated.items() if name not in REPEATED}
+    assert not new, f"these classes need names of their own: {new}"
+
+
+def test_folders_have_room() -> None:
+    crowded = house.crowded_folders()
+    assert crowded.keys() <= CROWDED, f"more than {house.MOST_MODULES} modules, so make folders: {crowded}"
+
+
+@pytest.mark.parametrize("package", TIDY)
+def test_variables_name_what_they_hold(package: str) -> None:
+    assert not house.vague_names(package)
+
+
+@pytest.mark.parametrize("package", TIDY)
+def test_attributes_are_assigned_one_by_one(package: str) -> None:
+    assert not house.joint_assignments(package)
+
+
+@pytest.mark.parametrize("package", TIDY)
+def test_numeric_constants_have_reasons(package: str) -> None:
+    bare, _ = house.bare_constants(package)
+    assert not bare, "say why that value, and what breaks with another"
+
+
+@pytest.mark.parametrize("module", sorted(name for name in (PUBLIC | CONTRACTS) if name.startswith(TIDY)))
+def test_exported_callables_are_documented(module: str) -> None:
+    found = house.exported({module: (PUBLIC | CONTRACTS)[module]})
+    silent = {call.where: call.silent for call in found if call.silent}
+    mute = {call.where: call.mute for call in found if call.mute}
+    assert not silent, f"parameters without an entry under Args: {silent}"
+    assert not mute, f"docstrings that leave out what is returned or raised: {mute}"

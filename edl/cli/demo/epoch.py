@@ -76,8 +76,12 @@ class _Troubles:
 
     def __init__(self, plan: DemoPlan, reader: DistillReader, fleet: Fleet, timeline: Timeline, screen: Screen) -> None:
         self._reader = reader
-        self._plan, self._fleet, self._timeline, self._screen = plan, fleet, timeline, screen
-        self._killed, self._newcomer = "teacher-1", f"teacher-{plan.teachers + 1}"
+        self._plan = plan
+        self._fleet = fleet
+        self._timeline = timeline
+        self._screen = screen
+        self._killed = "teacher-1"
+        self._newcomer = f"teacher-{plan.teachers + 1}"
         self._drained = "teacher-2"
         self._done: set[str] = set()
 

@@ -13,7 +13,9 @@ __all__ = ["SERVICE", "Fleet"]
 SERVICE = "digits"
 
 _START_S = 120.0
+"""How long a teacher may take to be ready: it imports torch beside others that do, on few cores."""
 _STOP_S = 10.0
+"""How long a teacher may take to drain: a batch takes it some ten milliseconds."""
 
 
 class Fleet:
@@ -27,8 +29,10 @@ class Fleet:
     """
 
     def __init__(self, folder: Path, checkpoint: Path, discovery: str, pause_ms: float) -> None:
-        self._folder, self._checkpoint = folder, checkpoint
-        self._discovery, self._pause_ms = discovery, pause_ms
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._discovery = discovery
+        self._pause_ms = pause_ms
         self._teachers: dict[str, LocalTeacher] = {}
 
     def start(self, name: str) -> None:

@@ -102,7 +102,8 @@ class ModelPair:
 
     def __init__(self, seed: int, steps: int, temperature: float) -> None:
         torch.manual_seed(seed)
-        self.alone, self.distilled = student(), student()
+        self.alone = student()
+        self.distilled = student()
         self.distilled.load_state_dict(self.alone.state_dict())
         self._temperature = temperature
         self._learners = [_Learner(model, steps) for model in (self.alone, self.distilled)]

@@ -88,7 +88,8 @@ class Bar(abc.ABC):
 
 class _Live(Bar):
     def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress, self._task = progress, task
+        self._progress = progress
+        self._task = task
 
     def update(self, done: int, text: str) -> None:
         self._progress.update(self._task, completed=done, description=text)
@@ -96,7 +97,8 @@ class _Live(Bar):
 
 class _Lines(Bar):
     def __init__(self, screen: Screen, total: int) -> None:
-        self._screen, self._total = screen, total
+        self._screen = screen
+        self._total = total
         self._next = time.monotonic() + _PLAIN_S
 
     def update(self, done: int, text: str) -> None:

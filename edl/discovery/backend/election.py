@@ -16,6 +16,7 @@ __all__ = ["StoreElection", "election_key"]
 log = logging.getLogger("edl.discovery")
 
 RETRY_S = 0.2
+"""Wait after a failed attempt to lead: a job without a leader stands still, and an attempt is three small requests."""
 
 
 def election_key(name: str) -> str:

@@ -48,9 +48,11 @@ class _Flow:
     def __init__(
         self, wants: Sequence[int], low: Sequence[int], high: Sequence[int], previous: Sequence[Sequence[int]]
     ) -> None:
-        self.students, self.teachers = len(wants), len(low)
+        self.students = len(wants)
+        self.teachers = len(low)
         self.spare_node = self.students + self.teachers
-        self.low, self.high = list(low), list(high)
+        self.low = list(low)
+        self.high = list(high)
         self.previous = [dict.fromkeys(sorted(before)) for before in previous]
         self.links: list[set[int]] = [set() for _ in wants]
         self.holders: list[set[int]] = [set() for _ in low]

@@ -21,8 +21,9 @@ log = logging.getLogger("edl.discovery")
 STEP_S = 0.1
 """How often to look whether anything changed: glances into memory, nothing is asked of the store."""
 RETRY_S = 1.0
+"""Wait after the store did not answer: students choose for themselves meanwhile, so nothing is urgent."""
 REMEMBERED = 1000
-"""How many students that left a leader remembers the teachers of."""
+"""How many students that left a leader remembers the teachers of: some 100 kB, and more than restart at one time."""
 
 
 class GroupMember(Resource):
@@ -32,7 +33,9 @@ class GroupMember(Resource):
         super().__init__()
         self._store = store
         self._keys = GroupKeys(service)
-        self._student, self._limit, self._ttl_s = student, limit, ttl_s
+        self._student = student
+        self._limit = limit
+        self._ttl_s = ttl_s
         self._error = ""
         self._over = ""
         self._links: StoreWatch | None = None
@@ -118,7 +121,10 @@ class _Leader:
     """Follows teachers and students, and keeps everybody's links in the store in balance."""
 
     def __init__(self, registry: Registry, store: Store, keys: GroupKeys, ttl_s: float) -> None:
-        self._registry, self._store, self._keys, self._ttl_s = registry, store, keys, ttl_s
+        self._registry = registry
+        self._store = store
+        self._keys = keys
+        self._ttl_s = ttl_s
         self._teachers: Watch | None = None
         self._students: StoreWatch | None = None
         self.rest()

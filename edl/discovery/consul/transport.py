@@ -165,7 +165,8 @@ class _Punctual(io.RawIOBase):
     """Reads from a socket until a deadline. A socket's own timeout begins anew with each byte that drips in."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
+        self._sock = sock
+        self._deadline = deadline
         self._raw = sock.makefile("rb", buffering=0)
 
     def makefile(self, *_: Any) -> io.BufferedReader:

@@ -24,6 +24,7 @@ __all__ = ["EtcdStore"]
 
 ROOT = "edl/store/"
 _NO_LEASE = 0
+"""etcd's own number for a key that belongs to no lease."""
 
 
 class EtcdStore(Resource, Store):
@@ -130,7 +131,8 @@ class _LeaseClaim(Claim):
     def open(self, ttl_s: float) -> float:
         """Have the lease granted; returns a monotonic time before that."""
         asked = time.monotonic()
-        self.number, self._ttl_s = self.client.grant(ttl_s), ttl_s
+        self.number = self.client.grant(ttl_s)
+        self._ttl_s = ttl_s
         return asked
 
     def renew(self) -> bool:

@@ -13,6 +13,7 @@ from edl.settings import SYSTEM_CA, Credentials, boolean, read
 __all__ = ["EtcdSession", "EtcdTarget"]
 
 PORT = 2379
+"""The port that IANA gave to etcd's clients."""
 
 
 @dataclass(eq=False)

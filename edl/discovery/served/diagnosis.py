@@ -10,9 +10,11 @@ from typing import Final, NamedTuple
 __all__ = ["Diagnosis", "diagnose"]
 
 _TIMEOUT_S: Final = 2.0
+"""To connect, and then to be answered: a host within reach takes milliseconds, and the user waits for the words."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client of HTTP/2, and so of gRPC, says first, with a frame of settings (RFC 9113, 3.4)."""
 _SETTINGS: Final = 4
+"""The type of the frame that a server of HTTP/2 sends first (RFC 9113, 6.5)."""
 
 
 class Diagnosis(NamedTuple):

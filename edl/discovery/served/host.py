@@ -29,9 +29,11 @@ KEPT: Final = "keep/"
 _LOOK_S: Final = 0.1
 """How soon another process of this host serves where one died. A look is one call of `flock`."""
 _PORT_AGAIN_S: Final = 1.0
+"""Between two attempts to listen where another program has the port, or its last connections linger."""
 _END_S: Final = 2.0
 """How long others may take to end as well, before one of them is to serve, or a line says that this process stays."""
 _HAND_OVER_S: Final = 10.0
+"""How long another process may take to begin to serve: it looks every 0.1 s, and opens a file in memory."""
 
 
 class StoreHost(Resource):
@@ -89,7 +91,8 @@ class StoreHost(Resource):
             patience_s: how long to wait for whoever kept something.
         """
         self._background.close()
-        began, said = time.monotonic(), False
+        began = time.monotonic()
+        is_announced = False
         while True:
             server = self._server
             if server is None:
@@ -106,8 +109,8 @@ class StoreHost(Resource):
                 return
             if needed and time.monotonic() > began + _END_S and self._hand_over(server):
                 return
-            if not said and time.monotonic() > began + 1.5 * _END_S:
-                said = True
+            if not is_announced and time.monotonic() > began + 1.5 * _END_S:
+                is_announced = True
                 others = "other nodes" if needed else "nodes that could not store the job's last state"
                 say(f"this node serves the store until {others} have ended; a signal ends it now, and their job")
             time.sleep(_LOOK_S)

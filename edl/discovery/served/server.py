@@ -29,7 +29,9 @@ __all__ = ["StoreServer"]
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
+"""How long it may take to listen: milliseconds, and seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
+"""What calls under way get to end. Watches do not end by themselves, and clients ask again elsewhere."""
 _RETURN_S: Final = 3.0
 """How long clients of the server before, which is no more, may take to connect: three times their longest pause."""
 _FILE_S: Final = 1.0
@@ -128,7 +130,8 @@ class StoreServer(Resource):
             self._started.set()
 
     async def _serve(self) -> None:
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
         if self._closed:  # before there was anything to stop
             return
         checks = [_TokenInterceptor(self._files)] if self._files is not None and self._files.settings.token_file else []

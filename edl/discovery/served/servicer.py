@@ -42,8 +42,9 @@ PAUSE_S: Final = 0.3
 renewals that came meanwhile have not been read, so the leases do not count the pause. Below the fourth of a lease of
 1.5 s, after which a client renews."""
 _CHUNK_NBYTES: Final = 1 << 20
+"""Of a message: gRPC refuses more than 4 MiB unless told otherwise, and an entry may exceed the chunk by 256 KiB."""
 _CHUNK_ENTRIES: Final = 1000
-"""Of one message: gRPC refuses more than 4 MB unless told otherwise."""
+"""Of a message: what small entries cost beside their bytes holds the server up for milliseconds at most."""
 
 Context = Any
 

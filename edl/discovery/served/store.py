@@ -21,7 +21,7 @@ from edl.protocol import store as messages
 
 __all__ = ["ServedStore"]
 
-_FIRST_RETRY_S: Final = 0.2
+_FIRST_RETRY_S: Final = 0.2  # after the first failure: about as long as another process takes to notice and serve
 _LAST_RETRY_S: Final = 1.0
 """Another process of the server's host takes over within a fraction of a second: it is found a second later at most."""
 

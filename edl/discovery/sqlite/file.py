@@ -35,6 +35,7 @@ log = logging.getLogger("edl.discovery")
 
 APPLICATION_ID = 0x45444C31  # "EDL1", in the file's header
 FORMAT = 1
+"""Of the tables below; a file with another one is refused rather than misread."""
 
 # `revision` counts changes of entries and instances, not renewals: a watcher that finds it unchanged reads no further.
 # Leases have random ids: in a file that replaced another, an old id must not be somebody else's.

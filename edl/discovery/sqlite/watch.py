@@ -18,6 +18,7 @@ __all__ = ["POLL_S", "SqliteWatch"]
 POLL_S = 0.1
 """Every process's delay in seeing a change is at most this; a look costs microseconds."""
 RETRY_S = 0.5
+"""Wait after a failed look: what fails is a full disk or a file that others removed, and each attempt opens it anew."""
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -176,7 +176,8 @@ def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> Cer
         SettingsError: it has expired, is not valid yet, or is for something else.
     """
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
     _load(server, chain, key)
     if not serving:
         _load(client, chain, key)
@@ -206,7 +207,8 @@ def identity_of(found: dict[str, Any]) -> CertificateIdentity:
 def without_identity() -> ssl.SSLContext:
     """For a look at a server that is not believed: no data may be sent over such a connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     return context
 
 

@@ -128,7 +128,9 @@ class CredentialFiles:
                 # follows must not find that nobody looks any more.
                 self._complain(f"{type(exc).__name__}: {exc}", exc)
                 return self._material
-            self._fingerprint, self._complaint, self._material = fingerprint, "", material
+            self._fingerprint = fingerprint
+            self._complaint = ""
+            self._material = material
             until = f", valid until {material.identity.not_after}" if material.identity is not None else ""
             logger.info("credentials were replaced, and are in use from now on%s", until)
             return material
@@ -157,28 +159,33 @@ class CredentialFiles:
         return f"TLS certificate {self.settings.cert!r}"
 
     def _read(self, version: int) -> Material:
-        told = self.settings
+        settings = self.settings
         pair = identity = None
-        if told.cert and told.key:
-            pair = certificates.read_pair(told.cert, told.key)
+        if settings.cert and settings.key:
+            pair = certificates.read_pair(settings.cert, settings.key)
             identity = certificates.check_identity(*pair, self._certificate, serving=self.serving)
-        ca = certificates.read_ca(told.ca) if told.ca else None
-        tokens = certificates.read_tokens(told.token_file, serving=self.serving) if told.token_file else ()
+        ca = certificates.read_ca(settings.ca) if settings.ca else None
+        tokens = certificates.read_tokens(settings.token_file, serving=self.serving) if settings.token_file else ()
         return Material(version, ca, pair, tokens, identity)
 
     def _look(self) -> _Fingerprint:
         """What tells that a file is another one; a `rename` onto it, or the link that Kubernetes moves, counts."""
-        told = self.settings
-        return tuple(_stat(path) for path in (told.ca, told.cert, told.key, told.token_file) if path)
+        settings = self.settings
+        paths = (settings.ca, settings.cert, settings.key, settings.token_file)
+        return tuple(_stat(path) for path in paths if path)
 
 
 def _absolute(credentials: Credentials) -> Credentials:
     def absolute(path: str | None) -> str | None:
         return str(Path(path).expanduser().absolute()) if path and path != SYSTEM_CA else path
 
-    told = credentials
-    ca, cert, key, token_file = map(absolute, (told.ca, told.cert, told.key, told.token_file))
-    return replace(told, ca=ca, cert=cert, key=key, token_file=token_file)
+    return replace(
+        credentials,
+        ca=absolute(credentials.ca),
+        cert=absolute(credentials.cert),
+        key=absolute(credentials.key),
+        token_file=absolute(credentials.token_file),
+    )
 
 
 def _stat(path: str) -> Sequence[int] | None:

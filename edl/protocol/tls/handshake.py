@@ -162,8 +162,10 @@ class _Connection:
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext, name: str
     ) -> None:
-        self._reader, self._writer = reader, writer
-        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._reader = reader
+        self._writer = writer
+        self._in = ssl.MemoryBIO()
+        self._out = ssl.MemoryBIO()
         self.tls = context.wrap_bio(self._in, self._out, server_hostname=name or None)
 
     async def run(self, step: Callable[[ssl.SSLObject], T]) -> T:

@@ -14,6 +14,7 @@ WRONG_NAME: Final = (62, 64)
 _UNTRUSTED: Final = (2, 7, 18, 19, 20, 21)
 """No issuer is found, or one of the same name with another key; self-signed; no trusted CA at the end of the chain."""
 _SELF_SIGNED: Final = (18, 19)
+"""Of those: the certificate itself, or the last of its chain."""
 
 
 def explain(what: str, exc: ssl.SSLCertVerificationError, ca: str, expected: str, names: str | None = None) -> str:

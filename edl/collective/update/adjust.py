@@ -11,7 +11,7 @@ With a scale of S = batch / base batch, each policy says by what the rate of the
 | a function of S | what it returns | anything else |
 
 LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, on top of the
-linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020, section 4) takes the
+linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) takes the
 square root rule, with a warm-up that lasts as many more epochs as the batch is larger.
 
 Nothing here touches the optimizer's state: moments are of gradients, whose mean does not depend on the batch.
@@ -49,8 +49,8 @@ class Linear:
 class SquareRoot:
     """The rate grows as the square root of the batch, so that the noise of a step stays the same.
 
-    For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022
-    (section 5, the square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for each decay β, and
+    For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS
+    2022 (its square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for each decay β, and
     epsilon divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, the rate alone.
 
     Attributes:
@@ -77,7 +77,7 @@ Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | 
 def decay_for(decay: float, scale: float) -> float:
     """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any more.
 
-    Malladi et al. 2022, section 5: 1 - S(1 - β), so that the average reaches back over as many samples as before.
+    Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
     """
     return 1 - scale * (1 - decay)
 
@@ -85,7 +85,7 @@ def decay_for(decay: float, scale: float) -> float:
 def epsilon_for(epsilon: float, scale: float) -> float:
     """Return what is added to the root of the second moment at `scale` times the batch.
 
-    Malladi et al. 2022, section 5: ε/√S, as that root shrinks where it is mostly noise.
+    Malladi et al. 2022: ε/√S, as that root shrinks where it is mostly noise.
     """
     return epsilon / math.sqrt(scale)
 

@@ -208,10 +208,15 @@ def _warm(options: argparse.Namespace) -> Warm:
         raise SettingsError(f"there is no program {target!r} on the PATH")
     if options.no_python:
         return Warm("program", target, arguments)
+    if not options.module and not Path(target).is_file() and not Path(target, "__main__.py").is_file():
+        raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
+    interpreter = read("PYTHON_EXEC", str)  # torchrun's variable
+    if interpreter is not None and interpreter != sys.executable:
+        if shutil.which(interpreter) is None:
+            raise SettingsError(f"PYTHON_EXEC={interpreter!r}: there is no such program")
+        return Warm("program", interpreter, ("-u", *(["-m"] if options.module else []), target, *arguments))
     if options.module:
         return Warm("module", target, arguments, prewarm, options.framework, preload)
-    if not Path(target).is_file() and not Path(target, "__main__.py").is_file():
-        raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
     return Warm("script", target, arguments, prewarm, options.framework, preload)
 
 

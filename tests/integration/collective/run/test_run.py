@@ -127,6 +127,25 @@ def test_modules_and_programs(job: Job, tmp_path: Path) -> None:
     assert "program 0 of 1: --x y" in said
 
 
+def test_other_interpreter(job: Job, tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nprintf "given %s\\n" "$*"\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    (tmp_path / "show.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv)\n")
+    job.environ["PYTHON_EXEC"] = str(interpreter)
+    code, said = job.run(command=["show.py", "--x"])
+    assert code == 0, said
+    assert "given -u show.py --x" in said
+    assert "rank 0 ['show.py', '--x']" in said
+    job.name += "-module"
+    code, said = job.run("-m", command=["show", "--y"])
+    assert (code, "given -u -m show --y" in said) == (0, True), said
+    job.name += "-absent"
+    job.environ["PYTHON_EXEC"] = str(tmp_path / "absent")
+    code, said = job.run(command=["show.py"])
+    assert (code, "there is no such program" in said) == (2, True), said
+
+
 CHILDREN = '''
 """Imports a module with a thread, one that knows its rank, and one that is not there; has children of its own."""
 import os, subprocess

@@ -9,7 +9,8 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Evalua
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `update`: what a step trains, and the update that it makes;
 - `inprocess`: `stay`; `ledger`: where the time went; `paddle`: the same for PaddlePaddle;
-- `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `loop_position`: what they share.
+- `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `accelerate`: for loops
+  with Accelerate; `loop_position`: what these share.
 
 Torch is imported by the parts that need it. What does not belong here: soft labels and teachers (`edl.distill`), and
 anything that knows of a cluster (`edl.master`).

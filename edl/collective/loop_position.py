@@ -168,6 +168,9 @@ class _Skipping:
     def __len__(self) -> int:
         return len(self._inner)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # such as `set_epoch`, and samplers within
+
     def __iter__(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._inner)
         if self._iterator is None:

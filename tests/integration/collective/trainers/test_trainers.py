@@ -28,3 +28,8 @@ def test_transformers_killed_in_a_step(tmp_path: Path) -> None:
 def test_lightning_killed_in_a_step(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
     compare("train_lightning.py", tmp_path, 13)  # the fifth batch of eight in an epoch
+
+
+def test_accelerate_killed_in_a_step(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    compare("train_accelerate.py", tmp_path, 7)  # the third step of four in an epoch

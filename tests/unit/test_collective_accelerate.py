@@ -1,0 +1,118 @@
+"""A loop of Accelerate without a process group: restarts in one process, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+from edl.collective.accelerate import ElasticLoop  # noqa: E402
+from edl.collective.checkpoint.slots import SlotPair  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
+
+ROWS = torch.linspace(-1, 1, 4 * 26).reshape(26, 4)
+
+
+class Seen:
+    """What the loop has seen: registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": list(self.sums)}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.sums = list(saved["sums"])
+
+
+def train(folder: Path, until: int = -1, size: int = 2, steps: int = 2, stream: bool = False, **seedable: Any) -> Any:
+    """Train three epochs, or until it breaks off. Returns the model, what it has seen, and from which epoch on."""
+    folder.mkdir(exist_ok=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    torch.manual_seed(0)
+    config = accelerate.DataLoaderConfiguration(**seedable)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps, dataloader_config=config)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    data = Stream() if stream else torch.utils.data.TensorDataset(ROWS)
+    loader = torch.utils.data.DataLoader(data, batch_size=size, shuffle=None if stream else True)
+    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    seen, epochs = Seen(), []
+    accelerator.register_for_checkpointing(seen)
+    loop = ElasticLoop(accelerator, interval_steps=1, slots=SlotPair(folder / "slots"))
+    for epoch in loop.epochs(3):
+        epochs.append(epoch)
+        for (rows,) in loop.batches(loader):
+            seen.sums.append(rows.sum().item())
+            with accelerator.accumulate(model):
+                accelerator.backward((model(rows).squeeze(-1) - rows.sum(1)).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if len(seen.sums) == until:
+                raise LookupError("broken off")
+        seen.sums.append(torch.rand(1).item())  # an evaluation that draws
+    return model, seen.sums, epochs
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+    def __iter__(self) -> Any:
+        return iter([(row,) for row in ROWS])
+
+
+# Thirteen batches and an evaluation in each epoch. At 15 the last state saved is that of the first epoch's last batch.
+@pytest.mark.parametrize(("until", "begin", "stream"), [(15, 0, False), (20, 1, False), (20, 1, True)])
+def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, stream: bool) -> None:
+    model, seen, _ = train(tmp_path / "whole", stream=stream)
+    with pytest.raises(LookupError):
+        train(tmp_path / "broken", until, stream=stream)
+    again, other, epochs = train(tmp_path / "broken", stream=stream)
+    assert epochs[0] == begin
+    assert other == seen, "the same batches in the same order, and each once"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    finished, last, epochs = train(tmp_path / "broken")
+    assert not epochs, "a finished loop is not repeated"
+    assert last[:-1] == seen[:-1]
+    assert torch.equal(finished[0].weight, model[0].weight)
+
+
+def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:
+    seedable = {"use_seedable_sampler": True}
+    with pytest.raises(LookupError):
+        train(tmp_path, 20, **seedable)
+    with pytest.raises(SettingsError, match="trained 4 samples, and trains 6 with 1 workers"):
+        train(tmp_path, size=3, **seedable)
+    with pytest.raises(SettingsError, match=r"in the order of .*SeedableRandomSampler.*'RandomSampler'"):
+        train(tmp_path)
+    _, seen, epochs = train(tmp_path, size=1, steps=4, **seedable)
+    assert epochs == [1, 2]
+    assert len(seen) == 18 + (26 - 8) + 1 + 26 + 1, "two steps of the second epoch were trained in pairs"
+
+
+def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    loop = ElasticLoop(accelerator, slots=SlotPair(tmp_path / "slots"))
+    with pytest.raises(SettingsError, match="one loader in each epoch"):
+        next(loop.batches([1, 2]))
+    for _ in loop.epochs(1):
+        assert list(loop.batches([1, 2])) == [1, 2]
+        with pytest.raises(SettingsError, match="one loader in each epoch"):
+            next(loop.batches([1, 2]))
+    with pytest.raises(SettingsError, match="one loop over epochs"):
+        next(loop.epochs(1))
+    accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
+    with pytest.raises(SettingsError, match="DEEPSPEED keeps parameters"):
+        ElasticLoop(accelerator)
+    accelerator.state.distributed_type = accelerate.DistributedType.FSDP
+    with pytest.raises(SettingsError, match="fsdp_version=2"):
+        ElasticLoop(accelerator)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -19,10 +19,10 @@ from rich.text import Text
 from edl.cli._credentials import add_credentials, credentials_of
 from edl.distill.cache import SoftLabelCache
 from edl.distill.datasets import open_data
-from edl.distill.labelling import Plan, Progress, Report, label
+from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, label
 from edl.distill.options import Options
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 
 __all__ = ["main"]
@@ -51,9 +51,9 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Run `edl label`."""
     options = _parser().parse_args(argv)
-    plan = Plan(
+    plan = LabelPlan(
         teachers=_teachers(options),
-        ask=Ask(
+        output_spec=OutputSpec(
             outputs=tuple(_names(options.outputs)),
             top_k=options.top_k,
             temperature=options.temperature,
@@ -137,7 +137,7 @@ def _at_least_one(name: str, value: int) -> int:
 
 
 @contextlib.contextmanager
-def _shown(whom: str) -> Iterator[Callable[[Progress], None]]:
+def _shown(whom: str) -> Iterator[Callable[[LabelProgress], None]]:
     """Shows progress on standard error: a bar in a terminal, else a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -147,7 +147,7 @@ def _shown(whom: str) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, TextColumn("{task.fields[teachers]}"), console=console) as bar:
         task = bar.add_task(whom, total=None, teachers="waiting for teachers")
 
-        def show(progress: Progress) -> None:
+        def show(progress: LabelProgress) -> None:
             done = progress.known + progress.labelled
             bar.update(task, completed=done, total=progress.total, teachers=_live(progress), rate=progress.rows_per_s)
 
@@ -163,7 +163,7 @@ class _Lines:
     def __init__(self) -> None:
         self._next = time.monotonic()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: LabelProgress) -> None:
         now = time.monotonic()
         if now < self._next:
             return
@@ -177,11 +177,11 @@ class _Lines:
         print(", ".join(parts), file=sys.stderr, flush=True)
 
 
-def _live(progress: Progress) -> str:
+def _live(progress: LabelProgress) -> str:
     return f"{progress.teachers_live} teacher{'s' if progress.teachers_live != 1 else ''}"
 
 
-def _tell(report: Report, folder: str, nbytes: int) -> None:
+def _tell(report: LabelReport, folder: str, nbytes: int) -> None:
     progress, key = report.progress, report.key
     version = f" version {key.version}" if key.version else ""
     print(

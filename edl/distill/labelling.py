@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
-from edl.distill.datasets.kinds import Data, SampleId
+from edl.distill.datasets.kinds import LabelDataset, SampleId
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import Caching
-from edl.distill.pipeline.session import Labeller
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.teachers import Teachers
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["Plan", "Progress", "Report", "label"]
+__all__ = ["LabelPlan", "LabelProgress", "LabelReport", "label"]
 
 _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
@@ -28,7 +28,7 @@ _PASSES = 3
 
 
 @dataclass(frozen=True)
-class Plan:
+class LabelPlan:
     """What to ask, of whom.
 
     Attributes:
@@ -37,14 +37,14 @@ class Plan:
     """
 
     teachers: Teachers
-    ask: Ask
+    output_spec: OutputSpec
     dataset: str = ""
     batch_rows: int = 32
     options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)
-class Progress:
+class LabelProgress:
     """How far it is.
 
     Attributes:
@@ -68,19 +68,19 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Report:
+class LabelReport:
     """What came of it. `key` is what the labels are kept under."""
 
     key: CacheKey
-    progress: Progress
+    progress: LabelProgress
 
 
 def label(
-    data: Data,
-    plan: Plan,
+    data: LabelDataset,
+    plan: LabelPlan,
     cache: SoftLabelCache,
-    progress: Callable[[Progress], None] = lambda _: None,
-) -> Report:
+    progress: Callable[[LabelProgress], None] = lambda _: None,
+) -> LabelReport:
     """Ask for the labels of all rows that have none yet, and keep them in `cache`.
 
     May be killed at any moment and called again: at most the rows of the last `flush_interval_s` of the cache are asked
@@ -93,7 +93,7 @@ def label(
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
         TemporaryError: some labels could not be kept.
     """
-    labeller = Labeller([plan.teachers], plan.ask, plan.options, Caching(cache, plan.dataset))
+    labeller = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
     try:
         view = labeller.view(cache, tuple(data.inputs))
         view.verify()
@@ -107,14 +107,19 @@ def label(
                 "the teachers serve different versions of the model; run the same command again"
             )
         cache.flush()
-        return Report(view.key, run.progress())
+        return LabelReport(view.key, run.progress())
     finally:
         labeller.close()
 
 
 class _Run:
     def __init__(
-        self, data: Data, plan: Plan, labeller: Labeller, view: CacheView, tell: Callable[[Progress], None]
+        self,
+        data: LabelDataset,
+        plan: LabelPlan,
+        labeller: LabelSession,
+        view: CacheView,
+        tell: Callable[[LabelProgress], None],
     ) -> None:
         self._data, self._plan, self._labeller, self._view, self._tell = data, plan, labeller, view, tell
         self._started = time.monotonic()
@@ -142,8 +147,8 @@ class _Run:
         self._tell(self.progress())
         return self.lost
 
-    def progress(self) -> Progress:
-        return Progress(
+    def progress(self) -> LabelProgress:
+        return LabelProgress(
             self._data.rows,
             self._known,
             self._labelled,

@@ -11,21 +11,29 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from edl.distill.compress import TopK
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import Caching
-from edl.distill.pipeline.combine import Combine, Combiner, in_order, rows_of
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
-from edl.distill.pipeline.session import Labeller
+from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Getter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
 from edl.settings import is_count
 
-__all__ = ["DistillLoader", "Inputs", "TeachersLike", "at", "getters_of", "groups_of", "names_of"]
+__all__ = [
+    "DistillLoader",
+    "Inputs",
+    "TeachersLike",
+    "field_getter",
+    "input_getters",
+    "resolve_teachers",
+    "output_names",
+]
 
 logger = logging.getLogger("edl.distill")
 
@@ -47,12 +55,12 @@ class DistillLoader(Generic[B], abc.ABC):
         teachers: list[Teachers],
         *,
         getters: Mapping[str, Getter],
-        ask: Ask,
+        output_spec: OutputSpec,
         batch_rows: int | None,
         combine: Combine,
         device: Any,
         options: Options,
-        caching: Caching | None = None,
+        caching: CacheConfig | None = None,
         ids: Getter | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
@@ -64,12 +72,12 @@ class DistillLoader(Generic[B], abc.ABC):
             raise SettingsError(f"batch_rows={batch_rows!r}: must be a whole number of at least 1, or None")
         self.loader = loader
         self._getters, self._batch_rows, self._device = getters, batch_rows, device
-        self._outputs = ask.outputs
+        self._outputs = output_spec.outputs
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
         if (caching is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
-        self._labeller = Labeller(teachers, ask, options, caching)
+        self._labeller = LabelSession(teachers, output_spec, options, caching)
         weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
 
     def __len__(self) -> int:
@@ -106,9 +114,11 @@ class DistillLoader(Generic[B], abc.ABC):
     def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
         try:
             for item in epoch:
-                combined = self._combiner([rows_of(item, service) for service in range(self._labeller.services)])
+                combined = self._combiner([item_outputs(item, service) for service in range(self._labeller.services)])
                 epoch.taken(item)
-                labels = [self._tensors(value) for outputs in combined for value in in_order(outputs, self._outputs)]
+                labels = [
+                    self._tensors(value) for outputs in combined for value in values_by_name(outputs, self._outputs)
+                ]
                 yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
         finally:
             epoch.close()
@@ -146,7 +156,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return self.move(value, self._device)
 
 
-def groups_of(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
+def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
     """The services that `teachers` names, by whichever of the ways of naming them."""
     if teachers is None:
         return teachers_from_env(optional=optional)
@@ -164,7 +174,7 @@ def groups_of(teachers: TeachersLike, discovery: str | None = None, *, optional:
     return [Teachers.parse(names)]
 
 
-def names_of(outputs: str | Sequence[str]) -> tuple[str, ...]:
+def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:
     """One output, or several, by name."""
     if isinstance(outputs, str):
         return (outputs,)
@@ -173,15 +183,15 @@ def names_of(outputs: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(outputs)
 
 
-def getters_of(inputs: Inputs) -> dict[str, Getter]:
+def input_getters(inputs: Inputs) -> dict[str, Getter]:
     """How to find each named input in a batch; see `distill`."""
     if isinstance(inputs, str):
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):
-        return {name: key if callable(key) else at(key) for name, key in inputs.items()}
+        return {name: key if callable(key) else field_getter(key) for name, key in inputs.items()}
     found: dict[str, Getter] = {}
     if isinstance(inputs, Sequence):
-        found = {name: at(index) for index, name in enumerate(inputs) if isinstance(name, str) and name}
+        found = {name: field_getter(index) for index, name in enumerate(inputs) if isinstance(name, str) and name}
     if not found:
         raise SettingsError(
             f'inputs={inputs!r}: name at least one input of the teachers, as in "image", '
@@ -190,5 +200,5 @@ def getters_of(inputs: Inputs) -> dict[str, Getter]:
     return found
 
 
-def at(key: str | int) -> Getter:
+def field_getter(key: str | int) -> Getter:
     return lambda batch: batch[key]

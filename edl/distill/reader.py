@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import TeachersLike, groups_of
+from edl.distill.loader import TeachersLike, resolve_teachers
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import Caching
-from edl.distill.pipeline.combine import Combine, Combiner, in_order, rows_of
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
-from edl.distill.pipeline.session import Labeller
+from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError, SourceError
 from edl.settings import is_count
 
@@ -51,7 +51,7 @@ class DistillReader:
             or a list of `Teachers` for an ensemble.
         combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k, temperature, dtype, version: what is asked for; see `edl.distill.transport.request.Ask`.
+        top_k, temperature, dtype, version: what is asked for; see `edl.distill.transport.request.OutputSpec`.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
         id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
@@ -85,19 +85,21 @@ class DistillReader:
         if isinstance(predicts, str) or not isinstance(predicts, Sequence):
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         self._ins = tuple(ins)
-        self._ask = Ask(tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype, version=version)
+        self._output_spec = OutputSpec(
+            tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype, version=version
+        )
         self._options = options or Options()
         self._combine = combine
         if (cache is None) != (id_field is None):
             raise SettingsError("cache and id_field go together: the cache finds soft labels by the samples' ids")
-        self._caching = Caching(cache, dataset) if cache is not None else None
+        self._caching = CacheConfig(cache, dataset) if cache is not None else None
         self._id_field = id_field
-        self._teachers: list[Teachers] = [] if teachers is None else groups_of(teachers)
+        self._teachers: list[Teachers] = [] if teachers is None else resolve_teachers(teachers)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: Literal["sample", "sample_list", "batch"] | None = None
         self._source: Callable[[], Iterable[Any]] | None = None
-        self._labeller: Labeller | None = None
+        self._labeller: LabelSession | None = None
         self._closed = False
 
     # Configuration
@@ -171,16 +173,16 @@ class DistillReader:
         """Print what is set."""
         config = {
             "ins": list(self._ins),
-            "predicts": list(self._ask.outputs),
+            "predicts": list(self._output_spec.outputs),
             "source": self._kind or "not set",
             "teacher_batch_size": self._batch_size or "the source's",
             "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
             "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
             "require_max_teacher": self._max_teachers or "no limit",
             "combine": self._combine,
-            "top_k": self._ask.top_k,
-            "dtype": self._ask.dtype,
-            "version": self._ask.version or "any",
+            "top_k": self._output_spec.top_k,
+            "dtype": self._output_spec.dtype,
+            "version": self._output_spec.version or "any",
             "cache": (self._caching.cache.path or "in memory") if self._caching else None,
             "options": self._options,
         }
@@ -222,12 +224,12 @@ class DistillReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> Labeller:
+    def _start(self) -> LabelSession:
         if self._labeller is None:
             groups = self._teachers or teachers_from_env(optional=self._caching is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            labeller = self._labeller = Labeller(groups, self._ask, self._options, self._caching)
+            labeller = self._labeller = LabelSession(groups, self._output_spec, self._options, self._caching)
             if self._closed:  # by a signal handler, before there was a labeller to close
                 labeller.close()
             weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
@@ -241,9 +243,9 @@ class DistillReader:
                     epoch.taken(item)
                     yield shape(item, [])
                     continue
-                combined = combiner([rows_of(item, service) for service in range(services)])
+                combined = combiner([item_outputs(item, service) for service in range(services)])
                 epoch.taken(item)
-                predictions = [in_order(outputs, self._ask.outputs) for outputs in combined]
+                predictions = [values_by_name(outputs, self._output_spec.outputs) for outputs in combined]
                 yield shape(item, list(itertools.chain.from_iterable(predictions)))
         finally:
             epoch.close()

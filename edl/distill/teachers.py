@@ -11,7 +11,7 @@ from edl.distill.transport.schema import check_version
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = ["Teachers", "fixed_instance", "identities", "teachers_from_env"]
+__all__ = ["Teachers", "fixed_instance", "service_identities", "teachers_from_env"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -73,7 +73,7 @@ class Teachers:
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
-def identities(groups: Sequence[Teachers]) -> list[str]:
+def service_identities(groups: Sequence[Teachers]) -> list[str]:
     """Whose labels those of each group are, in a cache: the service, or all fixed endpoints in one order.
 
     A registry's URL plays no part, since it has several names, but where an ensemble has a service of one name twice.

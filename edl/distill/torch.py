@@ -8,11 +8,19 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from edl.distill.cache import SoftLabelCache
-from edl.distill.loader import DistillLoader, Inputs, TeachersLike, at, getters_of, groups_of, names_of
+from edl.distill.loader import (
+    DistillLoader,
+    Inputs,
+    TeachersLike,
+    field_getter,
+    input_getters,
+    output_names,
+    resolve_teachers,
+)
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import Caching
+from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.combine import Combine
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.protocol.tensors import Array
 
 __all__ = ["TorchLoader", "distill"]
@@ -67,10 +75,10 @@ def distill(
     """
     return TorchLoader(
         loader,
-        groups_of(teachers, discovery, optional=cache is not None),
-        getters=getters_of(inputs),
-        ask=Ask(
-            names_of(outputs),
+        resolve_teachers(teachers, discovery, optional=cache is not None),
+        getters=input_getters(inputs),
+        output_spec=OutputSpec(
+            output_names(outputs),
             top_k=top_k,
             temperature=temperature,
             dtype=dtype,
@@ -80,8 +88,8 @@ def distill(
         combine=combine,
         device=torch.device(device) if device is not None else None,
         options=options or Options(),
-        caching=Caching(cache, dataset) if cache is not None else None,
-        ids=ids if ids is None or callable(ids) else at(ids),
+        caching=CacheConfig(cache, dataset) if cache is not None else None,
+        ids=ids if ids is None or callable(ids) else field_getter(ids),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.grpc_status import RequestFailed
 from edl.quoting import listed, quote, shown
 
@@ -36,7 +36,7 @@ def test_megabytes_become_a_line() -> None:
 
 
 def test_a_failure_carries_no_raw_words() -> None:
-    failure = Failure(FailureKind.ERROR, NASTY * 1000)
+    failure = RequestFailure(FailureKind.ERROR, NASTY * 1000)
     assert failure.message.isprintable()
     assert len(failure.message) < 1100
     failed = RequestFailed(FailureKind.ERROR, NASTY)

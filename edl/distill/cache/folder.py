@@ -29,7 +29,7 @@ from edl.distill.cache.key import CacheKey
 from edl.distill.cache.segment import read_small
 from edl.errors import SettingsError
 
-__all__ = ["KEY_FILE", "SUFFIX", "Folder"]
+__all__ = ["KEY_FILE", "SUFFIX", "SegmentFolder"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -44,7 +44,7 @@ _LATEST_NS = 5 * 10**18
 """The year 2128. A name with a later time is not followed: behind the last one of 20 digits there would be none."""
 
 
-class Folder:
+class SegmentFolder:
     """Writes segments and evicts them. `write` is for one thread at a time.
 
     Args:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from edl.distill.cache.folder import Folder
+from edl.distill.cache.folder import SegmentFolder
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.memory import SampleId
 from edl.distill.cache.namespace import Namespace
-from edl.distill.cache.segment import BadSegmentError, Handles
+from edl.distill.cache.segment import BadSegmentError, FileHandles
 from edl.distill.cache.view import Ids, as_ids
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
@@ -83,8 +83,8 @@ def load_labels(path: str | os.PathLike[str], key: CacheKey | None = None) -> La
     root = Path(path)
     if not root.is_dir():
         raise SettingsError(f"{str(path)!r} is no folder: name the one that `edl label --output` wrote to")
-    key = key if key is not None else _only(Folder(root, None).keys(), root)
-    handles = Handles()
+    key = key if key is not None else _only(SegmentFolder(root, None).keys(), root)
+    handles = FileHandles()
     namespace = Namespace(root, key, handles)
     namespace.scan(force=True)
     if not len(namespace):

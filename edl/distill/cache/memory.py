@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["MemoryTier", "Rows", "SampleId"]
+__all__ = ["MemoryTier", "NamespaceRows", "SampleId"]
 
 SampleId: TypeAlias = int | str
 
@@ -26,7 +26,7 @@ IDLE_AFTER_CALLS = 1024
 
 
 @dataclass(eq=False)
-class Rows:
+class NamespaceRows:
     """One namespace's records, the least recently used first."""
 
     records: OrderedDict[SampleId, bytes] = field(default_factory=OrderedDict)
@@ -43,18 +43,18 @@ class MemoryTier:
         self.evicted = 0
         self._calls = 0
         self._turned_away = 0
-        self._all: list[Rows] = []
+        self._all: list[NamespaceRows] = []
 
-    def rows(self) -> Rows:
+    def rows(self) -> NamespaceRows:
         """Room for a new namespace."""
-        rows = Rows(used_at=self._calls)
+        rows = NamespaceRows(used_at=self._calls)
         self._all.append(rows)
         return rows
 
     def __len__(self) -> int:
         return sum(len(rows.records) for rows in self._all)
 
-    def get(self, rows: Rows, ids: Sequence[SampleId]) -> list[bytes | None]:
+    def get(self, rows: NamespaceRows, ids: Sequence[SampleId]) -> list[bytes | None]:
         """The records of `ids`, None where there is none; those found become the most recently used."""
         self._use(rows)
         records = rows.records
@@ -68,13 +68,13 @@ class MemoryTier:
                 records.move_to_end(sample)
         return found
 
-    def put(self, rows: Rows, ids: Iterable[SampleId], records: Iterable[bytes]) -> None:
+    def put(self, rows: NamespaceRows, ids: Iterable[SampleId], records: Iterable[bytes]) -> None:
         """Keep what there is room for, and what takes the place of an older record of the same id."""
         self._use(rows)
         for sample, record in zip(ids, records, strict=True):
             self._put_one(rows, sample, record)
 
-    def discard(self, rows: Rows, sample: SampleId) -> None:
+    def discard(self, rows: NamespaceRows, sample: SampleId) -> None:
         """Forget a row if it is there."""
         record = rows.records.pop(sample, None)
         if record is not None:
@@ -89,11 +89,11 @@ class MemoryTier:
             rows.nbytes = 0
         self.nbytes = 0
 
-    def _use(self, rows: Rows) -> None:
+    def _use(self, rows: NamespaceRows) -> None:
         self._calls += 1
         rows.used_at = self._calls
 
-    def _put_one(self, rows: Rows, sample: SampleId, record: bytes) -> None:
+    def _put_one(self, rows: NamespaceRows, sample: SampleId, record: bytes) -> None:
         known = sample in rows.records
         self.discard(rows, sample)
         size = _size(sample, record)
@@ -103,7 +103,7 @@ class MemoryTier:
         rows.nbytes += size
         self.nbytes += size
 
-    def _make_room(self, rows: Rows, size: int, *, sure: bool) -> bool:
+    def _make_room(self, rows: NamespaceRows, size: int, *, sure: bool) -> bool:
         if self.nbytes + size <= self.limit_bytes:
             return True
         if size > self.limit_bytes:
@@ -121,7 +121,7 @@ class MemoryTier:
             self._evict_from(rows if rows.records else max(self._all, key=lambda other: other.nbytes))
         return True
 
-    def _evict_from(self, rows: Rows) -> None:
+    def _evict_from(self, rows: NamespaceRows) -> None:
         self.discard(rows, next(iter(rows.records)))
         self.evicted += 1
 

@@ -15,9 +15,9 @@ from edl.distill.cache.folder import KEY_FILE, SUFFIX
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import RowLayout
 from edl.distill.cache.memory import SampleId
-from edl.distill.cache.segment import BadSegmentError, Handles, Segment
+from edl.distill.cache.segment import BadSegmentError, FileHandles, Segment
 
-__all__ = ["Namespace", "Place"]
+__all__ = ["Namespace", "RowRange"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -29,7 +29,7 @@ _CLOCK_GRAIN_S = 2.0
 """File systems stamp folders this coarsely: a folder that changed so recently may have changed again unnoticed."""
 
 
-class Place(NamedTuple):
+class RowRange(NamedTuple):
     """`rows` rows that lie behind one another in a file, from row `start` on."""
 
     number: int
@@ -46,7 +46,7 @@ class Namespace:
         pending: records that are not in a file yet.
     """
 
-    def __init__(self, root: Path, key: CacheKey, handles: Handles) -> None:
+    def __init__(self, root: Path, key: CacheKey, handles: FileHandles) -> None:
         self.key, self.path = key, root / key.folder
         self.layout: RowLayout | None = None
         self.pending: dict[SampleId, bytes] = {}
@@ -78,10 +78,10 @@ class Namespace:
 
     # Looking up
 
-    def places(self, ids: Sequence[SampleId]) -> list[Place | None]:
+    def places(self, ids: Sequence[SampleId]) -> list[RowRange | None]:
         """Where rows are: places in the order of `ids`, each for as many ids as it has rows, None for one id."""
         codes = [self._index.get(sample, -1) for sample in ids]
-        found: list[Place | None] = []
+        found: list[RowRange | None] = []
         at = 0
         while at < len(codes):
             code = codes[at]
@@ -93,22 +93,22 @@ class Namespace:
             while end < len(codes) and codes[end] == codes[end - 1] + 1:
                 end += 1
             number = code >> _ROW_BITS
-            found.append(Place(number, self._segments[number], code & _ROW_MASK, end - at))
+            found.append(RowRange(number, self._segments[number], code & _ROW_MASK, end - at))
             at = end
         return found
 
-    def is_newest(self, place: Place, row: int, sample: SampleId) -> bool:
+    def is_newest(self, place: RowRange, row: int, sample: SampleId) -> bool:
         """Whether row `row` of the place still is what counts for this id."""
         return sample not in self.pending and self._index.get(sample) == place.number << _ROW_BITS | place.start + row
 
-    def read(self, place: Place) -> list[bytes | None] | BadSegmentError:
+    def read(self, place: RowRange) -> list[bytes | None] | BadSegmentError:
         """The records there, None for damaged ones, or why the file cannot be read any more. Needs no lock."""
         try:
             return place.segment.read(self._handles, place.start, place.rows)
         except BadSegmentError as exc:
             return exc
 
-    def lost(self, place: Place, why: BadSegmentError) -> None:
+    def lost(self, place: RowRange, why: BadSegmentError) -> None:
         """Forget a file that could not be read, unless that may pass: then its rows are there when it has."""
         if why.may_pass:
             self._say_unreadable(place.segment.path, str(why))
@@ -116,7 +116,7 @@ class Namespace:
             self._forget(place.number)
             self._leave_out(place.segment.path, why)
 
-    def damaged(self, place: Place, row: int, sample: SampleId) -> None:
+    def damaged(self, place: RowRange, row: int, sample: SampleId) -> None:
         """Forget a row whose bytes are not those that were written. Said once for each file."""
         self.damaged_rows += 1
         if self.is_newest(place, row, sample):
@@ -133,7 +133,7 @@ class Namespace:
         """Read every row, and forget those that are damaged and files that cannot be read any more."""
         for number, segment in list(self._segments.items()):
             for start in range(0, len(segment.ids), _VERIFIED_AT_ONCE):
-                place = Place(number, segment, start, min(_VERIFIED_AT_ONCE, len(segment.ids) - start))
+                place = RowRange(number, segment, start, min(_VERIFIED_AT_ONCE, len(segment.ids) - start))
                 records = self.read(place)
                 if isinstance(records, BadSegmentError):
                     self.lost(place, records)

@@ -34,7 +34,7 @@ from edl.distill.cache.layout import ID_PREFIX, Column, RowLayout
 from edl.distill.cache.memory import SampleId
 from edl.protocol.tensors import Array
 
-__all__ = ["BadSegmentError", "Handles", "Segment", "encode", "read_small"]
+__all__ = ["BadSegmentError", "FileHandles", "Segment", "encode", "read_small"]
 
 _FORMAT, _UNCHECKED = "edl-soft-labels/2", "edl-soft-labels/1"
 _MOST_AXES = 32  # numpy's arrays have no more
@@ -134,7 +134,7 @@ def read_small(path: Path, most: int) -> bytes:
         os.close(fd)
 
 
-class Handle:
+class FileHandle:
     """An open file that closes when nobody holds it any more, be it in the middle of another thread's read."""
 
     __slots__ = ("fd",)
@@ -148,20 +148,20 @@ class Handle:
             os.close(self.fd)
 
 
-class Handles:
+class FileHandles:
     """A bounded number of open files, the least recently used closed first."""
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
-        self._open: OrderedDict[Path, Handle] = OrderedDict()
+        self._open: OrderedDict[Path, FileHandle] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, path: Path) -> Handle:
+    def get(self, path: Path) -> FileHandle:
         """The open file; hold it while using its descriptor."""
         with self._lock:
             handle = self._open.get(path)
             if handle is None:
-                handle = self._open[path] = Handle(path)
+                handle = self._open[path] = FileHandle(path)
                 if len(self._open) > self._most:
                     self._open.popitem(last=False)
             else:
@@ -197,7 +197,7 @@ class Segment:
     checked: bytearray
 
     @classmethod
-    def open(cls, path: Path, namespace: str, handles: Handles) -> Segment:
+    def open(cls, path: Path, namespace: str, handles: FileHandles) -> Segment:
         """Read the header and the ids.
 
         Raises:
@@ -245,7 +245,7 @@ class Segment:
         except MemoryError as exc:
             raise BadSegmentError("its header and ids do not fit into memory", may_pass=True) from exc
 
-    def read(self, handles: Handles, start: int, count: int) -> list[bytes | None]:
+    def read(self, handles: FileHandles, start: int, count: int) -> list[bytes | None]:
         """The records of `count` rows from row `start` on, None for those that are damaged.
 
         Raises:
@@ -258,7 +258,7 @@ class Segment:
         self.checked[start : start + count] = is_right
         return [record if right else None for record, right in zip(records, is_right, strict=True)]
 
-    def _records(self, handles: Handles, start: int, count: int) -> list[bytes]:
+    def _records(self, handles: FileHandles, start: int, count: int) -> list[bytes]:
         widths = [column.nbytes for column in self.layout.columns]
         try:
             handle = handles.get(self.path)
@@ -326,7 +326,7 @@ def _check_layout(layout: RowLayout) -> None:
     layout.restore(layout.unpack(bytes(layout.row_nbytes), 1))
 
 
-def _header(handle: Handle, size: int) -> tuple[dict[str, Any], int]:
+def _header(handle: FileHandle, size: int) -> tuple[dict[str, Any], int]:
     if size < 8:
         raise BadSegmentError(f"it is torn: {size} bytes")
     (length,) = struct.unpack("<Q", _read(handle, 0, 8))
@@ -357,7 +357,7 @@ def _ids_in(arrays: Mapping[str, Array]) -> list[SampleId]:
     return [text[begin:end].decode() for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _read(handle: Handle, offset: int, count: int) -> bytes:
+def _read(handle: FileHandle, offset: int, count: int) -> bytes:
     data = os.pread(handle.fd, count, offset)
     if len(data) != count:
         raise BadSegmentError(f"it is torn: bytes {offset} to {offset + count} are missing")

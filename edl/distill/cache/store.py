@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from edl.distill.cache.folder import Folder
+from edl.distill.cache.folder import SegmentFolder
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.memory import MemoryTier
-from edl.distill.cache.segment import Handles
+from edl.distill.cache.segment import FileHandles
 from edl.distill.cache.view import CacheView
-from edl.distill.cache.writer import Writer
+from edl.distill.cache.writer import SegmentWriter
 from edl.errors import ClosedError, SettingsError, TemporaryError
 
 __all__ = ["CacheStats", "SoftLabelCache"]
@@ -101,12 +101,12 @@ class SoftLabelCache:
         self.lock = threading.Condition()
         self._memory = MemoryTier(memory_bytes)
         self._views: dict[CacheKey, CacheView] = {}
-        self._folder = Folder(Path(path), disk_bytes) if path is not None else None
-        self._handles = Handles()
-        self._writer: Writer | None = None
+        self._folder = SegmentFolder(Path(path), disk_bytes) if path is not None else None
+        self._handles = FileHandles()
+        self._writer: SegmentWriter | None = None
         if self._folder is not None:
             segment_bytes = min(_SEGMENT_BYTES, disk_bytes // 8) if disk_bytes is not None else _SEGMENT_BYTES
-            self._writer = Writer(self._folder, self.lock, segment_bytes, flush_interval_s)
+            self._writer = SegmentWriter(self._folder, self.lock, segment_bytes, flush_interval_s)
             weakref.finalize(self, self._writer.let_go).atexit = False  # the writer sees to that
 
     @property

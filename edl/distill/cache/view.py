@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from edl.distill.cache.folder import Folder
+from edl.distill.cache.folder import SegmentFolder
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import Outputs, RowLayout, flatten
 from edl.distill.cache.memory import MemoryTier, SampleId
-from edl.distill.cache.namespace import Namespace, Place
-from edl.distill.cache.segment import BadSegmentError, Handles
-from edl.distill.cache.writer import Writer
+from edl.distill.cache.namespace import Namespace, RowRange
+from edl.distill.cache.segment import BadSegmentError, FileHandles
+from edl.distill.cache.writer import SegmentWriter
 from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
@@ -85,9 +85,9 @@ class CacheView:
         cache: SoftLabelCache,
         key: CacheKey,
         memory: MemoryTier,
-        folder: Folder | None,
-        handles: Handles,
-        writer: Writer | None,
+        folder: SegmentFolder | None,
+        handles: FileHandles,
+        writer: SegmentWriter | None,
     ) -> None:
         self.key = key
         self.hits = self.misses = 0
@@ -194,7 +194,7 @@ class CacheView:
     # Looking up
 
     def _records(self, samples: list[SampleId]) -> list[bytes | None]:
-        places: list[tuple[list[int], Place]] = []
+        places: list[tuple[list[int], RowRange]] = []
         with self._lock:
             records = self._memory.get(self._rows, samples)
             if self.disk is not None and None in records:
@@ -212,7 +212,7 @@ class CacheView:
     @staticmethod
     def _on_disk(
         disk: Namespace, samples: list[SampleId], records: list[bytes | None]
-    ) -> list[tuple[list[int], Place]]:
+    ) -> list[tuple[list[int], RowRange]]:
         """Fill in rows that wait to be written; for the others, which rows to read where."""
         for row, record in enumerate(records):
             if record is None:
@@ -234,7 +234,7 @@ class CacheView:
         samples: list[SampleId],
         records: list[bytes | None],
         rows: list[int],
-        place: Place,
+        place: RowRange,
         read: list[bytes | None] | BadSegmentError,
     ) -> None:
         """Rows came from disk: into the answer, and into memory unless newer ones were put meanwhile."""

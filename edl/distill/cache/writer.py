@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from edl.distill.cache.folder import Folder
+from edl.distill.cache.folder import SegmentFolder
 from edl.distill.cache.memory import ROW_OVERHEAD, SampleId
 from edl.distill.cache.namespace import Namespace
 from edl.distill.cache.segment import encode
 
-__all__ = ["Writer"]
+__all__ = ["SegmentWriter"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -35,7 +35,7 @@ class _Batch:
     nbytes: int = 0
 
 
-class Writer:
+class SegmentWriter:
     """Holds no reference to the cache, so that a cache which nobody uses any more can go.
 
     Args:
@@ -44,7 +44,7 @@ class Writer:
         interval_s: or the first of them so long ago. What came since the last file is lost when the process is killed.
     """
 
-    def __init__(self, folder: Folder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
+    def __init__(self, folder: SegmentFolder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
         self._folder, self._lock = folder, lock
         self._segment_bytes, self._interval_s = segment_bytes, interval_s
         self._gathering: dict[tuple[int, type], _Batch] = {}
@@ -226,7 +226,7 @@ class Writer:
         batch.namespace.written(batch.ids, batch.records)
 
 
-_RUNNING: set[Writer] = set()
+_RUNNING: set[SegmentWriter] = set()
 """Those whose threads are to write what they have when the program ends."""
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from edl.distill.datasets.factories import open_samples
 from edl.distill.datasets.files import open_arrays
-from edl.distill.datasets.kinds import Data
+from edl.distill.datasets.kinds import LabelDataset
 from edl.errors import SettingsError
 
-__all__ = ["Data", "open_data"]
+__all__ = ["LabelDataset", "open_data"]
 
 
-def open_data(name: str, inputs: Sequence[str], ids: str | None = None, workers: int = 0) -> Data:
+def open_data(name: str, inputs: Sequence[str], ids: str | None = None, workers: int = 0) -> LabelDataset:
     """The data set called `name`.
 
     Args:

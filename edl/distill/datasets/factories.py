@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edl.distill.datasets.kinds import Data, IterableData, SequenceData
+from edl.distill.datasets.kinds import IterableData, LabelDataset, SequenceData
 from edl.errors import SettingsError
 
 __all__ = ["EXPECTED", "open_samples"]
@@ -72,7 +72,7 @@ def _import(name: str, module: str) -> ModuleType:
     return loaded
 
 
-def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int) -> Data:
+def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int) -> LabelDataset:
     """The data set that the function `name` returns. Arguments: see `open_data`; `wanted` is name to key.
 
     Raises:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from edl.distill.datasets.kinds import ArrayData, Data
+from edl.distill.datasets.kinds import ArrayData, LabelDataset
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
 __all__ = ["open_arrays"]
 
 
-def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Data:
+def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> LabelDataset:
     try:
         if path.suffix == ".npy":
             if len(wanted) > 1:

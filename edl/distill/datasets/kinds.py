@@ -10,20 +10,20 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from edl.distill.source.arrays import as_array
-from edl.distill.source.row_buffer import Rows
+from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["ArrayData", "Data", "IterableData", "Known", "SampleId", "SequenceData"]
+__all__ = ["ArrayData", "LabelDataset", "IterableData", "KnownFilter", "SampleId", "SequenceData"]
 
 SampleId: TypeAlias = int | str
-Known: TypeAlias = Callable[[Sequence[SampleId]], Array]
+KnownFilter: TypeAlias = Callable[[Sequence[SampleId]], Array]
 """Which of these ids need no label, bool [ids]."""
 
 _BLOCK = 65536
 
 
-class Data(abc.ABC):
+class LabelDataset(abc.ABC):
     """A data set.
 
     Attributes:
@@ -35,11 +35,11 @@ class Data(abc.ABC):
     rows: int | None = None
 
     @abc.abstractmethod
-    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         """Ids and inputs [rows, ...] of all samples that are not known, in order, up to `rows` at a time."""
 
 
-class _Indexed(Data):
+class _Indexed(LabelDataset):
     """Any row can be loaded by itself, and its id is known before."""
 
     def __init__(self, rows: int, ids: Array | None) -> None:
@@ -54,7 +54,7 @@ class _Indexed(Data):
         ids: list[SampleId] = (index if self._ids is None else self._ids[index]).tolist()
         return ids
 
-    def unknown(self, known: Known) -> Array:
+    def unknown(self, known: KnownFilter) -> Array:
         """Indices of the rows that are not known, rising."""
         assert self.rows is not None
         found = []
@@ -77,7 +77,7 @@ class ArrayData(_Indexed):
         self.inputs = tuple(arrays)
         self._arrays = dict(arrays)
 
-    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         index = self.unknown(known)
         for start in range(0, len(index), rows):
             part = index[start : start + rows]
@@ -98,7 +98,7 @@ class SequenceData(_Indexed):
         self.inputs = tuple(fields)
         self._samples, self._stack, self._workers = samples, _Stack(fields), workers
 
-    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         index = self.unknown(known)
         parts = [index[start : start + rows] for start in range(0, len(index), rows)]
         if self._workers:
@@ -135,7 +135,7 @@ class _Taken:
         return self._stack.take(at, self._samples[at])
 
 
-class IterableData(Data):
+class IterableData(LabelDataset):
     """Samples one after the other.
 
     Args:
@@ -153,7 +153,7 @@ class IterableData(Data):
         self.inputs = tuple(fields)
         self._make, self._stack, self._id_field = make, _Stack(fields), id_field
 
-    def batches(self, rows: int, known: Known) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         waiting: list[tuple[SampleId, dict[str, Array]]] = []
         seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids
         samples = (self._take(at, sample, seen) for at, sample in enumerate(self._make()))
@@ -212,7 +212,7 @@ class _Stack:
         return sample_id, taken
 
     def __call__(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Array]:
-        stacked = {name: Rows(name, len(entries), "bring all samples to one shape") for name in self._fields}
+        stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self._fields}
         for sample_id, fields in entries:
             for name, array in fields.items():
                 stacked[name].append(array, f"sample {sample_id!r}")

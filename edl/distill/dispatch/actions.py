@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from edl.quoting import shown
 
-__all__ = ["Action", "Answer", "Failure", "FailureKind", "GiveUp", "Send"]
+__all__ = ["Action", "Deliver", "RequestFailure", "FailureKind", "GiveUp", "Send"]
 
 
 class FailureKind(enum.Enum):
@@ -23,7 +23,7 @@ class FailureKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class RequestFailure:
     """One failed request. `retry_after_s` is the teacher's own hint, 0 without one.
 
     Whatever the teacher wrote, `message` is one line of printable text, and not long.
@@ -53,15 +53,15 @@ class GiveUp:
     """Action: fail task `task`; `failures` are (teacher, failure) in order."""
 
     task: int
-    failures: tuple[tuple[str, Failure], ...]
+    failures: tuple[tuple[str, RequestFailure], ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class Deliver:
     """Action: the attempt's answer is the one to deliver for `task`."""
 
     task: int
     teacher: str
 
 
-Action: TypeAlias = Send | GiveUp | Answer
+Action: TypeAlias = Send | GiveUp | Deliver

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.policy import Policy
 from edl.distill.dispatch.teacher_state import TeacherState
 from edl.distill.dispatch.window import Window
@@ -48,7 +48,7 @@ class _Task:
     rows: int = 0
     nbytes: int = 0
     attempts: set[int] = field(default_factory=set)
-    failures: list[tuple[str, Failure]] = field(default_factory=list)
+    failures: list[tuple[str, RequestFailure]] = field(default_factory=list)
     lost: int = 0
     first_failed_at: float = 0.0
     again_at: float = 0.0
@@ -153,7 +153,7 @@ class Dispatcher:
             state.closed_until, state.why = now + self.policy.aside_s, why
 
     def answered(self, attempt: int, now: float) -> list[Action]:
-        """A good answer came. There is an `Answer` among the actions if it is the first for its task."""
+        """A good answer came. There is an `Deliver` among the actions if it is the first for its task."""
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -170,10 +170,10 @@ class Dispatcher:
             for name, failure in task.failures:
                 if failure.kind is FailureKind.REJECTED:
                     self.set_aside(name, failure.kind, f"refused what {ended.teacher} accepted: {failure.message}", now)
-            actions.append(Answer(ended.task, ended.teacher))
+            actions.append(Deliver(ended.task, ended.teacher))
         return actions + self._assign(now)
 
-    def failed(self, attempt: int, failure: Failure, now: float) -> list[Action]:
+    def failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
         """An attempt failed: send its task elsewhere, or give it up, and treat its teacher accordingly."""
         ended = self._end(attempt)
         if ended is None:
@@ -298,7 +298,7 @@ class Dispatcher:
                 self._tasks[ended.task].attempts.discard(attempt)
         return ended
 
-    def _blame(self, state: TeacherState, teacher: str, failure: Failure, now: float) -> None:
+    def _blame(self, state: TeacherState, teacher: str, failure: RequestFailure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
             state.window.overloaded()
             self.left_alone[failure.kind] += now >= state.closed_until

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Outage", "Outlook"]
+__all__ = ["Outage", "OutageStatus"]
 
 _REMIND_S = 10.0
 _SILENT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Outlook:
+class OutageStatus:
     """What follows for the work that is open.
 
     Attributes:
@@ -59,16 +59,16 @@ class Outage:
         """There is no work any more."""
         self._nobody_since = None
 
-    def look(self, now: float, live: int) -> Outlook:
+    def look(self, now: float, live: int) -> OutageStatus:
         """What follows for open work, with so many live teachers."""
         stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
         if live:
             self._nobody_since = None
             silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_s)
             if self._told or now < silent_at:
-                return Outlook(now >= stuck_at, stuck_at if self._told else min(silent_at, stuck_at))
+                return OutageStatus(now >= stuck_at, stuck_at if self._told else min(silent_at, stuck_at))
             self._told = True
-            return Outlook(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
+            return OutageStatus(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
         self._lost = True
         say = ""
         if self._nobody_since is None:
@@ -76,8 +76,8 @@ class Outage:
             say = f": waiting up to {self._timeout_s:g} s"
         given_up_at = min(self._nobody_since + self._timeout_s, stuck_at)
         if now >= given_up_at:
-            return Outlook(True, given_up_at, say)
+            return OutageStatus(True, given_up_at, say)
         if now >= self._reminded_at + _REMIND_S:
             self._reminded_at = now
             say = f" since {now - self._nobody_since:.0f} s"
-        return Outlook(False, min(given_up_at, self._reminded_at + _REMIND_S), say)
+        return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), say)

@@ -12,23 +12,23 @@ import numpy as np
 from edl.discovery.registry import Instance
 from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK
-from edl.distill.dispatch.actions import Failure, FailureKind
-from edl.distill.transport.schema import Ask, ModelSpec, Outputs
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.quoting import listed
 
-__all__ = ["Agreement", "Inputs"]
+__all__ = ["TeacherCompatibility", "InputTensors"]
 
 logger = logging.getLogger("edl.distill")
 
-Inputs: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
+InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
 """Of a request: name, datatype, shape with rows."""
 
 _MOST_REMEMBERED = 1024
 
 
-class Agreement:
+class TeacherCompatibility:
     """Of the teachers of one service.
 
     Which dimensions of a row are fixed is what the first teacher's metadata says. Those that it leaves open, such as
@@ -46,8 +46,10 @@ class Agreement:
         settling: `follow` comes next, and says what there is to say about versions.
     """
 
-    def __init__(self, service: str, ask: Ask, mixed_versions: Literal["warn", "refuse"] = "warn") -> None:
-        self._service, self._ask = service, ask
+    def __init__(
+        self, service: str, output_spec: OutputSpec, mixed_versions: Literal["warn", "refuse"] = "warn"
+    ) -> None:
+        self._service, self._output_spec = service, output_spec
         self._refuses = mixed_versions == "refuse"
         self._kinds: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
@@ -55,14 +57,14 @@ class Agreement:
         self._agreed: set[str] = set()  # teachers still there whose answers were like that
         self._firm = False  # whether there was one in this epoch
         self.spec: ModelSpec | None = None
-        self.settling = False
+        self.selecting_version = False
         self._clamped = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed: frozenset[str] = frozenset()
         self._said: set[str] = set()  # versions beside that of `spec` that the user knows of
 
-    def unsuitable(self, instance: Instance, spec: ModelSpec) -> str:
+    def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
         """Why a teacher with this model cannot be used, empty if it can."""
-        missing = [name for name in self._ask.outputs if spec.outputs and name not in spec.outputs]
+        missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
         known = self.spec
@@ -75,14 +77,14 @@ class Agreement:
             differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
             if differing or len(spec.inputs) != len(known.inputs):
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
-        for name in self._ask.outputs:
+        for name in self._output_spec.outputs:
             have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
             if have is not None and want is not None and not _go_together(have.shape, want.shape):
                 return (
                     f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
                     f"the teachers before it {list(want.shape)}"
                 )
-        if known is not None and known.version != spec.version and not self.settling:
+        if known is not None and known.version != spec.version and not self.selecting_version:
             if self.refuses(spec.version):
                 return self._other_version(spec.version)
             self._said.add(spec.version)
@@ -96,13 +98,13 @@ class Agreement:
             )
         return ""
 
-    def check_version(self, teacher: str, version: str) -> Failure | None:
+    def check_version(self, teacher: str, version: str) -> RequestFailure | None:
         """Why an answer is not used, by the version of the model that it is of; of a mixture the user is warned."""
         known = self.spec
         if known is None or version == known.version:
             return None
         if self.refuses(version):
-            return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._other_version(version)}")
+            return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._other_version(version)}")
         if version not in self._said:
             self._said.add(version)
             logger.warning(
@@ -175,14 +177,14 @@ class Agreement:
         """A teacher is gone, or its connection: what comes under its name may be another one."""
         self._agreed.discard(teacher)
 
-    def misfit(self, teacher: str, inputs: Inputs, outputs: Outputs) -> Failure | None:
+    def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
         """Why an answer to a request with these inputs does not go together with those before it."""
         why = self._differing(inputs, outputs)
         if why and not self._firm and self._agreed <= {teacher}:
             self._forget()  # none of those that gave such answers is left to give more of them
             why = self._differing(inputs, outputs)
         if why:
-            return Failure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
+            return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
         self._agreed.add(teacher)
         self._firm = True
         return None
@@ -192,10 +194,10 @@ class Agreement:
         self._row_shapes.clear()
         self._agreed.clear()
 
-    def _differing(self, inputs: Inputs, outputs: Outputs) -> str:
+    def _differing(self, inputs: InputTensors, outputs: Outputs) -> str:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
-            if self._ask.dtype == "float16":
+            if self._output_spec.dtype == "float16":
                 self._look_for_clamped(name, array)
             shape = tuple(array.shape[1:])
             kind = (array.dtype, len(shape))
@@ -225,7 +227,7 @@ class Agreement:
             SettingsError: outputs have variable dimensions, and the inputs have other shapes than those before.
         """
         known = self.spec
-        if known is None or not any(self._varies(name) for name in self._ask.outputs):
+        if known is None or not any(self._varies(name) for name in self._output_spec.outputs):
             return
         for name, array in fields.items():
             if known.inputs and name not in known.inputs:
@@ -233,7 +235,7 @@ class Agreement:
             shape = tuple(array.shape[1:])
             before = self._kept_shapes.setdefault(name, shape)
             if before != shape:
-                varying = next(name for name in self._ask.outputs if self._varies(name))
+                varying = next(name for name in self._output_spec.outputs if self._varies(name))
                 raise SettingsError(
                     f"input {name!r} has rows of shape {list(shape)}, before it {list(before)}, and output {varying!r} "
                     f"{list(known.outputs[varying].shape)} (-1 is any size) may follow it: kept soft labels would "
@@ -244,9 +246,9 @@ class Agreement:
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None:
             return False
-        return -1 in (spec.shape if self._ask.top_k is None else spec.shape[:-1])
+        return -1 in (spec.shape if self._output_spec.top_k is None else spec.shape[:-1])
 
-    def _wanted(self, name: str, inputs: Inputs, shape: tuple[int, ...], *, compressed: bool) -> tuple[int, ...]:
+    def _wanted(self, name: str, inputs: InputTensors, shape: tuple[int, ...], *, compressed: bool) -> tuple[int, ...]:
         """Row shape of an output; -1 is any size."""
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None:
@@ -254,9 +256,9 @@ class Agreement:
             if len(self._row_shapes) >= _MOST_REMEMBERED:
                 self._row_shapes.clear()
             return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
-        if compressed and self._ask.top_k is not None and spec.shape:
+        if compressed and self._output_spec.top_k is not None and spec.shape:
             classes = spec.shape[-1]
-            return (*spec.shape[:-1], min(self._ask.top_k, classes) if classes > 0 else -1)
+            return (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
         return spec.shape
 
 

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edl.discovery.registry import Instance
-from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.client import RequestFailed, TeacherClient
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import Ask, ModelSpec, Reply
-from edl.distill.transport.shm_registration import Names
+from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
+from edl.distill.transport.shm_registration import RegionNames
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
 from edl.quoting import shown
 
-__all__ = ["Link"]
+__all__ = ["TeacherConnection"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -37,7 +37,7 @@ _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
 
 
-class Link:
+class TeacherConnection:
     """Keeps one instance connected, on the event loop.
 
     Args:
@@ -55,29 +55,31 @@ class Link:
     def __init__(
         self,
         instance: Instance,
-        ask: Ask,
+        output_spec: OutputSpec,
         *,
         shared_memory: bool,
         files: CredentialFiles | None = None,
         limits: MessageLimits = MESSAGE_LIMITS,
         accept: Callable[[Instance, ModelSpec], str],
-        up: Callable[[Link], None],
-        down: Callable[[Link], None],
-        not_up: Callable[[Link], None],
+        up: Callable[[TeacherConnection], None],
+        down: Callable[[TeacherConnection], None],
+        not_up: Callable[[TeacherConnection], None],
     ) -> None:
         self.instance = instance
         self.state = "connecting"
         self.why = ""
         self.lapsed = False
         self._version = instance.meta.get("version", "")
-        self._ask = ask if ask.model or not instance.model else replace(ask, model=instance.model)
+        self._output_spec = (
+            output_spec if output_spec.model or not instance.model else replace(output_spec, model=instance.model)
+        )
         self.changed_spec: ModelSpec | None = None
         """What `look_again` found the model to be by now, if that is something else; it may take a while to connect."""
         self._shared_memory = shared_memory
         self._files, self._limits = files, limits
         self._accept, self._up, self._down, self._not_up = accept, up, down, not_up
         self._client: TeacherClient | None = None
-        self._names: Names = {}
+        self._names: RegionNames = {}
         self._using: dict[TeacherClient, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._broken = asyncio.Event()
@@ -100,7 +102,7 @@ class Link:
         return self._client.spec if self._client is not None else None
 
     def start(
-        self, payload: Payload, timeout_s: float, done: Callable[[Reply | Failure | None], None]
+        self, payload: Payload, timeout_s: float, done: Callable[[Reply | RequestFailure | None], None]
     ) -> Callable[[], None] | None:
         """See `TeacherClient.start`."""
         client = self._client
@@ -115,7 +117,7 @@ class Link:
         if client is None:
             raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
         self._using[client] = self._using.get(client, 0) + 1
-        failure: Failure | None = None
+        failure: RequestFailure | None = None
         try:
             return await client.infer(payload, timeout_s)
         except RequestFailed as exc:
@@ -127,13 +129,13 @@ class Link:
     def _done(
         self,
         client: TeacherClient,
-        done: Callable[[Reply | Failure | None], None],
-        result: Reply | Failure | None,
+        done: Callable[[Reply | RequestFailure | None], None],
+        result: Reply | RequestFailure | None,
     ) -> None:
-        self._ended(client, result if isinstance(result, Failure) else None)
+        self._ended(client, result if isinstance(result, RequestFailure) else None)
         done(result)
 
-    def _ended(self, client: TeacherClient, failure: Failure | None) -> None:
+    def _ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
         """One request less on a connection, which may have been lost, or left for another one before."""
         if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
             self.why = failure.message
@@ -215,7 +217,7 @@ class Link:
             version = self._files.current(now=True).version if self._files is not None else 0
             client = TeacherClient(
                 self.instance.endpoint,
-                self._ask,
+                self._output_spec,
                 shared_memory=self._shared_memory,
                 region_names=self._names,
                 files=self._files,

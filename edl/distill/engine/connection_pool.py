@@ -16,10 +16,10 @@ from typing import Any
 
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.engine.connection import Link
+from edl.distill.engine.connection import TeacherConnection
 from edl.quoting import listed
 
-__all__ = ["Links"]
+__all__ = ["ConnectionPool"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -29,7 +29,7 @@ _MOST_NAMES = 3  # in a line of the log
 _MOST_TEACHERS = 20  # in an error, each with what is wrong with it
 
 
-class Links:
+class ConnectionPool:
     """Of one service, on the event loop. The dispatcher is told who drains, who is lost and who is gone.
 
     Args:
@@ -46,8 +46,8 @@ class Links:
         self,
         service: str,
         dispatcher: Dispatcher,
-        connect: Callable[[Instance], Link],
-        dropped: Callable[[Link], None],
+        connect: Callable[[Instance], TeacherConnection],
+        dropped: Callable[[TeacherConnection], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._service, self._dispatcher = service, dispatcher
@@ -56,7 +56,7 @@ class Links:
         self._forgotten: set[str] = set()  # lapsed, and not even listed any more
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
-        self.by_name: dict[str, Link] = {}
+        self.by_name: dict[str, TeacherConnection] = {}
 
     @property
     def stale(self) -> str:
@@ -95,12 +95,12 @@ class Links:
             self._join(name, instance)
         self._lapse(lapsed)
 
-    def is_wanted(self, link: Link) -> bool:
+    def is_wanted(self, link: TeacherConnection) -> bool:
         """Whether this is still the link to its teacher, and the teacher stays."""
         name = link.instance.id
         return name not in self._leaving and self.by_name.get(name) is link
 
-    def lost(self, link: Link) -> None:
+    def lost(self, link: TeacherConnection) -> None:
         """A link is down; it connects again by itself."""
         level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
         logger.log(level, "teacher %s of %s is lost: %s", link.instance.id, self._service, link.why)
@@ -196,7 +196,7 @@ class Links:
         if link is not None:
             self._dropped(link)
 
-    def _state(self, link: Link) -> tuple[str, str]:
+    def _state(self, link: TeacherConnection) -> tuple[str, str]:
         state = self._dispatcher.teachers.get(link.instance.id)
         if link.instance.id in self._leaving:
             return "draining", ""

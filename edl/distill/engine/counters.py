@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.stats import ReaderStats, TeacherStats
 
-__all__ = ["Tally"]
+__all__ = ["EngineCounters"]
 
 _MOST_GONE = 100
 """Teachers that left and are remembered by name: enough to read what became of them, where pods come and go."""
@@ -33,7 +33,7 @@ class _Teachers:
 
 
 @dataclass
-class Tally:
+class EngineCounters:
     """Rows, by what became of them. Written on the loop only, read from any thread.
 
     Without a lock, which a signal handler that asks for `stats` could find taken by the very thread that it interrupts:

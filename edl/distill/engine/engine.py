@@ -15,21 +15,21 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal
 
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.outage import Outage
 from edl.distill.dispatch.policy import Policy
-from edl.distill.engine.compatibility import Agreement
-from edl.distill.engine.connection import Link
-from edl.distill.engine.connection_pool import Links
-from edl.distill.engine.counters import Tally
-from edl.distill.engine.event_loop import LoopThread
-from edl.distill.engine.job import Job, error_of
-from edl.distill.engine.job_queue import MOST_GATHERED, Inbox
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.engine.connection import TeacherConnection
+from edl.distill.engine.connection_pool import ConnectionPool
+from edl.distill.engine.counters import EngineCounters
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.engine.job import LabelJob, give_up_error
+from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
-from edl.distill.transport.schema import Ask, ModelSpec, Outputs, Reply
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError
 from edl.notifier import Notifier
@@ -51,16 +51,16 @@ class Engine:
         name: for messages: the service, or the fixed endpoints.
         teacher_timeout_s: how long work may wait while no teacher is live.
         files: certificates and tokens, None for neither.
-        mixed_versions: see `Agreement`.
+        mixed_versions: see `TeacherCompatibility`.
         limits: of messages.
     """
 
     def __init__(
         self,
         name: str,
-        ask: Ask,
+        output_spec: OutputSpec,
         *,
-        thread: LoopThread,
+        thread: EventLoopThread,
         arena: Arena | None,
         policy: Policy,
         teacher_timeout_s: float,
@@ -69,28 +69,28 @@ class Engine:
         limits: MessageLimits = MESSAGE_LIMITS,
     ) -> None:
         self.name = name
-        self.ask = ask
+        self.output_spec = output_spec
         self._thread, self._arena = thread, arena
         self._timeout_s = teacher_timeout_s
         self._files, self._limits = files, limits
         self._dispatcher = Dispatcher(policy)
-        self._agreement = Agreement(name, ask, mixed_versions)
-        self._links = Links(name, self._dispatcher, self._connect, self._dropped, self._spawn)
-        self._jobs: dict[int, Job] = {}
+        self._agreement = TeacherCompatibility(name, output_spec, mixed_versions)
+        self._links = ConnectionPool(name, self._dispatcher, self._connect, self._dropped, self._spawn)
+        self._jobs: dict[int, LabelJob] = {}
         self._spec_known = Notifier()
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
-        self._inbox = Inbox(thread, self, self._submit)
+        self._inbox = JobQueue(thread, self, self._submit)
         self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
-        self._tally = Tally()
+        self._tally = EngineCounters()
         self._closed = False
         self.room = 0
         """Requests that all live teachers together want in flight, as of some milliseconds ago."""
         self.gathers = 0
         """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
-        self.taken_up = 0
+        self.dispatched = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
         self.max_rows = self.max_nbytes = 0
         """What every teacher takes in one request, as of when the last one came or left; 0 if none has a limit."""
@@ -102,7 +102,7 @@ class Engine:
         """Whether a teacher on this host reads shared memory."""
         return any(link.shares_memory for link in list(self._links.by_name.values()))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: LabelJob) -> None:
         """Ask for a job's labels. Jobs are numbered in the order of delivery."""
         self._inbox.put(job)
 
@@ -122,7 +122,7 @@ class Engine:
         return self._agreement.spec
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """See `Agreement.check_cacheable`; from one thread at a time."""
+        """See `TeacherCompatibility.check_cacheable`; from one thread at a time."""
         self._agreement.check_cacheable(fields)
 
     def follow_version(self) -> None:
@@ -173,7 +173,7 @@ class Engine:
         """Nothing is delivered yet that the answers to come must be like."""
         self._agreement.begin_epoch()
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: LabelJob) -> None:
         if self._closed:
             job.done(NoTeacherError("the reader is closed"), "")
             return
@@ -197,7 +197,7 @@ class Engine:
             if job is not None:
                 job.finished = True
                 if not job.sent:
-                    self.taken_up += 1
+                    self.dispatched += 1
                 for attempt in self._dispatcher.drop(number):
                     if attempt in self._attempts:
                         self._attempts[attempt]()
@@ -224,21 +224,21 @@ class Engine:
 
     # Teachers
 
-    def _connect(self, instance: Instance) -> Link:
+    def _connect(self, instance: Instance) -> TeacherConnection:
         self._tally.begin(instance.id, instance.endpoint)
-        return Link(
+        return TeacherConnection(
             instance,
-            self.ask,
+            self.output_spec,
             shared_memory=self._arena is not None,
             files=self._files,
             limits=self._limits,
-            accept=self._agreement.unsuitable,
+            accept=self._agreement.incompatibility,
             up=self._teacher_up,
             down=self._teacher_down,
             not_up=self._teacher_not_up,
         )
 
-    def _dropped(self, link: Link) -> None:
+    def _dropped(self, link: TeacherConnection) -> None:
         self._tally.end(link.instance.id)
         self._agreement.left(link.instance.id)
         if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
@@ -246,7 +246,7 @@ class Engine:
         self._spawn(link.close())
         self._set_timer()
 
-    def _teacher_up(self, link: Link) -> None:
+    def _teacher_up(self, link: TeacherConnection) -> None:
         if not self._links.is_wanted(link):
             return
         logger.info("teacher %s of %s is ready", link.instance.id, self.name)
@@ -260,18 +260,18 @@ class Engine:
         self._apply(actions)
         self._inbox.take_in()
 
-    def _teacher_not_up(self, link: Link) -> None:
+    def _teacher_not_up(self, link: TeacherConnection) -> None:
         if self._links.by_name.get(link.instance.id) is link:
             self._apply(self._dispatcher.teacher_not_coming(link.instance.id, self._now()))
 
-    def _teacher_down(self, link: Link) -> None:
+    def _teacher_down(self, link: TeacherConnection) -> None:
         self._agreement.left(link.instance.id)
         self._links.lost(link)
         self._set_timer()
 
     async def _follow_version(self) -> None:
         links = self._links
-        self._agreement.settling = True
+        self._agreement.selecting_version = True
         try:
             looks = [self._spawn(link.look_again()) for link in links.by_name.values() if links.is_wanted(link)]
             if looks:
@@ -279,7 +279,7 @@ class Engine:
                 for look in late:
                     look.cancel()
         finally:
-            self._agreement.settling = False
+            self._agreement.selecting_version = False
         wanted = [link.spec or link.changed_spec for link in links.by_name.values() if links.is_wanted(link)]
         self._agreement.follow([spec for spec in wanted if spec is not None])
         for link in list(links.by_name.values()):
@@ -296,7 +296,7 @@ class Engine:
                 job = self._jobs[action.task]
                 if not job.sent:
                     job.sent = True
-                    self.taken_up += 1
+                    self.dispatched += 1
                     job.started()
                 job.running += 1
                 if action.extra:
@@ -304,10 +304,10 @@ class Engine:
                 self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
                 job = self._jobs.pop(action.task)
-                self._finish(job, error_of(action), "")
+                self._finish(job, give_up_error(action), "")
         self._set_timer()
 
-    def _start(self, send: Send, job: Job) -> Callable[[], object]:
+    def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
         """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
         link = self._links.by_name.get(send.teacher)
         if link is not None and link.spec is not None:
@@ -319,13 +319,13 @@ class Engine:
         task.add_done_callback(lambda _: self._never_began(send, job))
         return task.cancel
 
-    def _never_began(self, send: Send, job: Job) -> None:
+    def _never_began(self, send: Send, job: LabelJob) -> None:
         """A task that is cancelled before its first step does nothing at all, not even end what it stands for."""
         if send.attempt in self._attempts and not self._closed:
             self._ended(send, job, None)
 
-    async def _attempt(self, send: Send, job: Job, link: Link | None) -> None:
-        result: Reply | Failure | None = None
+    async def _attempt(self, send: Send, job: LabelJob, link: TeacherConnection | None) -> None:
+        result: Reply | RequestFailure | None = None
         try:
             if link is None or link.spec is None:
                 raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
@@ -336,15 +336,15 @@ class Engine:
             if self._closed or not self._dispatcher.knows(send.attempt):
                 raise  # nobody wants it any more
             # gRPC cancels what is under way on a connection that is closed.
-            result = Failure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
+            result = RequestFailure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
         except Exception as exc:
             # Whatever it was, the request has ended, and its task must go elsewhere.
             logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
-            result = Failure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
+            result = RequestFailure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
         finally:
             self._ended(send, job, result)
 
-    def _ended(self, send: Send, job: Job, result: Reply | Failure | None) -> None:
+    def _ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
         """A request has ended: with a reply, a failure, or None where it was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send.attempt, None)
@@ -352,9 +352,9 @@ class Engine:
             if isinstance(result, Reply):
                 agreement = self._agreement
                 failure = agreement.check_version(send.teacher, result.version)
-                failure = failure or agreement.misfit(send.teacher, job.payload.inputs, result.outputs)
+                failure = failure or agreement.check_output(send.teacher, job.payload.inputs, result.outputs)
                 result = failure or result
-            if isinstance(result, Failure):
+            if isinstance(result, RequestFailure):
                 actions = self._failed(send, job, result)
             elif result is not None:
                 actions = self._answered(send, job, result)
@@ -365,7 +365,7 @@ class Engine:
         self._links.end_if_idle(send.teacher)
         self._inbox.look()
 
-    def _failed(self, send: Send, job: Job, failure: Failure) -> list[Action]:
+    def _failed(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
         self._tally.of(send.teacher).failures += 1
         resent = self._dispatcher.resent
         actions = self._dispatcher.failed(send.attempt, failure, self._now())
@@ -376,11 +376,11 @@ class Engine:
             logger.warning("teacher %s of %s, %s: %s", send.teacher, self.name, failure.kind.value, failure.message)
         return actions
 
-    def _answered(self, send: Send, job: Job, reply: Reply) -> list[Action]:
+    def _answered(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
         counts = self._tally.of(send.teacher)
         counts.requests += 1
         actions = self._dispatcher.answered(send.attempt, self._now())
-        if any(isinstance(action, Answer) for action in actions) and not self._closed:
+        if any(isinstance(action, Deliver) for action in actions) and not self._closed:
             self._outage.progress(self._now())
             counts.rows += job.payload.rows
             self._tally.received += job.payload.rows
@@ -388,14 +388,14 @@ class Engine:
             self._finish(job, reply.outputs, reply.version)
         return actions
 
-    def _finish(self, job: Job, result: Outputs | EDLError, version: str) -> None:
+    def _finish(self, job: LabelJob, result: Outputs | EDLError, version: str) -> None:
         job.finished = True
         if not job.sent:
-            self.taken_up += 1
+            self.dispatched += 1
         job.done(result, version)
         self._release(job)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: LabelJob) -> None:
         """Give the job's memory back once no request reads it."""
         if job.finished and not job.running:
             slot, job.payload.slot = job.payload.slot, None

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from edl.errors import ClosedError
 
-__all__ = ["LoopThread"]
+__all__ = ["EventLoopThread"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -37,12 +37,12 @@ _REMEDY = (
 )
 
 
-class LoopThread:
+class EventLoopThread:
     """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
 
     # No lock: a signal handler may close a reader in the middle of any of these functions. What several threads do at a
     # time comes down to single steps of a deque; a lock is only ever tried, to find out who comes first.
-    _loops: deque[LoopThread] = deque()  # the first that has not ended, of this process, is the one that is shared
+    _loops: deque[EventLoopThread] = deque()  # the first that has not ended, of this process, is the one that is shared
     used = False
     """Whether one was ever taken for gRPC, in this process or in one that it was forked from."""
     inherited = False
@@ -57,7 +57,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
 
     @classmethod
-    def acquire(cls, *, for_grpc: bool = True) -> LoopThread:
+    def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
         """The process's loop, started if need be.
 
         Raises:
@@ -80,12 +80,12 @@ class LoopThread:
             return shared
 
     @classmethod
-    def _find(cls) -> LoopThread | None:
+    def _find(cls) -> EventLoopThread | None:
         pid = os.getpid()
         return next((loop for loop in cls._loops.copy() if loop._pid == pid and not loop._ended), None)
 
     @classmethod
-    def _make(cls) -> LoopThread:
+    def _make(cls) -> EventLoopThread:
         made = cls()
         cls._loops.append(made)
         found = cls._find() or made
@@ -166,7 +166,7 @@ class LoopThread:
             self.loop.close()
 
 
-class _Garbage:
+class _GarbageGuard:
     """Keeps a forked child from collecting the parent's garbage.
 
     A gRPC channel that waits for the parent's collector would be taken apart by the child's, which then waits for ever
@@ -183,7 +183,7 @@ class _Garbage:
     def before(cls) -> None:
         with cls.lock:
             cls.forks += 1
-            if LoopThread.used and gc.isenabled():
+            if EventLoopThread.used and gc.isenabled():
                 cls.turned_off = True
                 gc.disable()
 
@@ -199,13 +199,15 @@ class _Garbage:
     def after_in_child(cls) -> None:
         cls.lock = threading.RLock()  # another thread of the parent may hold the one inherited
         turned_off, cls.turned_off, cls.forks = cls.turned_off, False, 0
-        if LoopThread.used:
-            LoopThread.inherited = True
+        if EventLoopThread.used:
+            EventLoopThread.inherited = True
             gc.freeze()
         if turned_off:
             gc.enable()
 
 
 os.register_at_fork(
-    before=_Garbage.before, after_in_parent=_Garbage.after_in_parent, after_in_child=_Garbage.after_in_child
+    before=_GarbageGuard.before,
+    after_in_parent=_GarbageGuard.after_in_parent,
+    after_in_child=_GarbageGuard.after_in_child,
 )

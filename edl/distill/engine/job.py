@@ -10,11 +10,11 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import Outputs
 from edl.errors import BadOutputError, EDLError, PermanentError, RejectedError
 
-__all__ = ["Job", "error_of"]
+__all__ = ["LabelJob", "give_up_error"]
 
 
 @dataclass(eq=False)
-class Job:
+class LabelJob:
     """One request's worth of rows.
 
     Attributes:
@@ -31,7 +31,7 @@ class Job:
     finished: bool = False
 
 
-def error_of(action: GiveUp) -> PermanentError:
+def give_up_error(action: GiveUp) -> PermanentError:
     """What the training loop is told of a task that was given up."""
     words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
     kinds = {failure.kind for _, failure in action.failures}

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from edl.distill.engine.event_loop import LoopThread
-from edl.distill.engine.job import Job
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.engine.job import LabelJob
 
-__all__ = ["Demand", "Inbox"]
+__all__ = ["TeacherDemand", "JobQueue"]
 
 MOST_GATHERED = 8
 """Jobs that are enough to be sent together, however many there is room for."""
@@ -25,8 +25,11 @@ _PATIENCE_S = 0.001
 _LONGEST_GAP_S = 4 * _PATIENCE_S  # that counts as such, so that one hiccup is soon forgotten
 
 
-class Demand(Protocol):
-    """What an inbox asks about the teachers. Read in any thread; changed on the loop, before a call of `Inbox.look`."""
+class TeacherDemand(Protocol):
+    """What a job queue asks about the teachers.
+
+    Read in any thread; changed on the event loop, before a call of `JobQueue.look`.
+    """
 
     @property
     def full(self) -> bool:
@@ -41,22 +44,22 @@ class Demand(Protocol):
         """So many jobs are worth waiting for, to be sent together; 0 where none is."""
 
 
-class Inbox:
+class JobQueue:
     """Jobs that the loop has not taken yet.
 
     Args:
         take: called with each job, on the loop.
     """
 
-    def __init__(self, thread: LoopThread, demand: Demand, take: Callable[[Job], None]) -> None:
+    def __init__(self, thread: EventLoopThread, demand: TeacherDemand, take: Callable[[LabelJob], None]) -> None:
         self._thread, self._demand, self._take = thread, demand, take
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[LabelJob] = deque()
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
         self._put_at = 0.0
         self._gap_s = _LONGEST_GAP_S
 
-    def put(self, job: Job) -> None:
+    def put(self, job: LabelJob) -> None:
         """Hand a job over, from the feeding thread."""
         now = time.monotonic()
         self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4

@@ -16,12 +16,12 @@ from edl.errors import DiscoveryError
 from edl.notifier import ReentrantEvent
 from edl.settings import DiscoverySettings
 
-__all__ = ["Following"]
+__all__ = ["TeacherWatcher"]
 
 logger = logging.getLogger("edl.distill")
 
 
-class Following:
+class TeacherWatcher:
     """Tells `changed` of every snapshot, from a thread of its own, until closed."""
 
     def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:

@@ -7,34 +7,34 @@ import math
 import numpy as np
 
 from edl.distill.compress import TopK
-from edl.distill.source.sizes import weight_of
-from edl.distill.transport.schema import Ask, ModelSpec, Outputs, TensorSpec
+from edl.distill.source.sizes import arrays_nbytes
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, TensorMetadata
 from edl.errors import ProtocolError
 from edl.protocol import tensors
 
-__all__ = ["AnswerWeight", "weight_of_answer"]
+__all__ = ["AnswerSizeEstimator", "outputs_nbytes"]
 
 _FORGET = 0.05
 """Share by which an estimate falls with each answer that is smaller: one row in twenty that is large keeps it up."""
 
 
-def weight_of_answer(outputs: Outputs) -> int:
+def outputs_nbytes(outputs: Outputs) -> int:
     """Bytes that the outputs of one answer hold."""
-    return sum(output.nbytes if isinstance(output, TopK) else weight_of([output]) for output in outputs.values())
+    return sum(output.nbytes if isinstance(output, TopK) else arrays_nbytes([output]) for output in outputs.values())
 
 
-class AnswerWeight:
+class AnswerSizeEstimator:
     """Estimates what a service's answers weigh: by those that came, before the first of them by the model's spec."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, output_spec: OutputSpec) -> None:
+        self._output_spec = output_spec
         self._row_nbytes: float | None = None
 
     def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
         """Bytes of an answer to so many rows; None while nobody can tell."""
         if self._row_nbytes is not None:
             return math.ceil(rows * self._row_nbytes)
-        outputs = [spec.outputs.get(name) if spec is not None else None for name in self._ask.outputs]
+        outputs = [spec.outputs.get(name) if spec is not None else None for name in self._output_spec.outputs]
         row_nbytes = [self._specified(output) for output in outputs]
         known = [nbytes for nbytes in row_nbytes if nbytes is not None]
         return rows * sum(known) if len(known) == len(row_nbytes) else None
@@ -45,7 +45,7 @@ class AnswerWeight:
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
 
-    def _specified(self, spec: TensorSpec | None) -> int | None:
+    def _specified(self, spec: TensorMetadata | None) -> int | None:
         """Bytes of a row of an output, where its metadata says it all."""
         if spec is None or -1 in spec.shape or spec.datatype == "BYTES":
             return None
@@ -53,9 +53,9 @@ class AnswerWeight:
             dtype = tensors.dtype_of(spec.datatype)
         except ProtocolError:
             return None
-        if dtype.kind == "f" and self._ask.dtype is not None:
-            dtype = np.dtype(self._ask.dtype)
-        if self._ask.top_k is None or not spec.shape:
+        if dtype.kind == "f" and self._output_spec.dtype is not None:
+            dtype = np.dtype(self._output_spec.dtype)
+        if self._output_spec.top_k is None or not spec.shape:
             return math.prod(spec.shape) * dtype.itemsize
-        k = min(self._ask.top_k, spec.shape[-1])
+        k = min(self._output_spec.top_k, spec.shape[-1])
         return math.prod(spec.shape[:-1]) * (k * (4 + dtype.itemsize) + 4)  # int32 ids, values, float32 tail

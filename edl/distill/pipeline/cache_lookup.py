@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.distill.cache import CacheKey, CacheView, Found, SoftLabelCache
-from edl.distill.transport.schema import Ask, ModelSpec, Outputs
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import NoTeacherError, SettingsError
 
-__all__ = ["Caching", "Labels", "Missing", "look_up_offline", "offline_view", "open_view"]
+__all__ = ["CacheConfig", "CacheKeyTemplate", "CacheMiss", "look_up_offline", "offline_view", "open_view"]
 
 
 logger = logging.getLogger("edl.distill")
 
 
 @dataclass(frozen=True)
-class Caching:
+class CacheConfig:
     """Which cache, and what its ids mean.
 
     Attributes:
@@ -30,7 +30,7 @@ class Caching:
 
 
 @dataclass(frozen=True)
-class Labels:
+class CacheKeyTemplate:
     """Which labels one service's answers are, but for the model's version.
 
     Attributes:
@@ -38,7 +38,7 @@ class Labels:
         inputs: names of all that may be sent.
     """
 
-    ask: Ask
+    output_spec: OutputSpec
     dataset: str
     service: str
     inputs: tuple[str, ...] = ()
@@ -48,10 +48,10 @@ class Labels:
         return CacheKey(
             model=spec.name,
             version=version,
-            outputs=self.ask.outputs,
-            top_k=self.ask.top_k,
-            temperature=self.ask.temperature,
-            dtype=self.ask.dtype,
+            outputs=self.output_spec.outputs,
+            top_k=self.output_spec.top_k,
+            temperature=self.output_spec.temperature,
+            dtype=self.output_spec.dtype,
             dataset=self.dataset,
             service=self.service,
             inputs=() if spec.inputs else self.inputs,
@@ -79,7 +79,7 @@ def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> Cac
     return cache.view(key)
 
 
-def offline_view(caching: Caching, ask: Ask) -> CacheView:
+def offline_view(caching: CacheConfig, output_spec: OutputSpec) -> CacheView:
     """The only rows in the cache that fit what is asked, for a student without teachers.
 
     Where nothing is said of the dtype, any fits; but those that teachers would be asked for in the same words go first.
@@ -90,23 +90,24 @@ def offline_view(caching: Caching, ask: Ask) -> CacheView:
     fitting = [
         key
         for key in caching.cache.keys()  # noqa: SIM118 - not a mapping
-        if set(ask.outputs) == set(key.outputs)
-        and (not ask.model or key.model == ask.model)
-        and (not ask.version or key.version == ask.version)
-        and (key.top_k, key.dataset) == (ask.top_k, caching.dataset)
-        and (ask.top_k is None or key.temperature == ask.temperature)
-        and ask.dtype in (None, key.dtype)
+        if set(output_spec.outputs) == set(key.outputs)
+        and (not output_spec.model or key.model == output_spec.model)
+        and (not output_spec.version or key.version == output_spec.version)
+        and (key.top_k, key.dataset) == (output_spec.top_k, caching.dataset)
+        and (output_spec.top_k is None or key.temperature == output_spec.temperature)
+        and output_spec.dtype in (None, key.dtype)
         and caching.cache.store_dtype in (None, key.dtype)
     ]
-    dtype = caching.cache.store_dtype or ask.dtype
-    same_words = [key for key in fitting if (key.outputs, key.dtype) == (ask.outputs, dtype)]
+    dtype = caching.cache.store_dtype or output_spec.dtype
+    same_words = [key for key in fitting if (key.outputs, key.dtype) == (output_spec.outputs, dtype)]
     for found in (fitting, same_words):
         if len(found) == 1:
             return caching.cache.view(found[0])
     there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
     wanted = (
-        f"outputs {list(ask.outputs)}, top_k={ask.top_k}, temperature={ask.temperature:g}, "
-        f"dtype={dtype}, dataset={caching.dataset!r}" + (f", version={ask.version!r}" if ask.version else "")
+        f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, temperature={output_spec.temperature:g}, "
+        f"dtype={dtype}, dataset={caching.dataset!r}"
+        + (f", version={output_spec.version!r}" if output_spec.version else "")
     )
     raise SettingsError(
         f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "
@@ -128,7 +129,7 @@ def look_up_offline(view: CacheView, ids: Sequence[Any]) -> Outputs:
 
 
 @dataclass(frozen=True)
-class Missing:
+class CacheMiss:
     """Rows of a chunk that the cache does not have, to be completed with their answer.
 
     Attributes:
@@ -139,7 +140,7 @@ class Missing:
     view: CacheView
     ids: Sequence[Any]
     cache: SoftLabelCache
-    labels: Labels
+    labels: CacheKeyTemplate
     spec: ModelSpec
 
     def key(self, version: str) -> CacheKey:

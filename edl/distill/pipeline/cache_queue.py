@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
-from edl.distill.pipeline.answer_size import weight_of_answer
+from edl.distill.pipeline.answer_size import outputs_nbytes
 from edl.distill.transport.schema import Outputs
 from edl.errors import EDLError
 from edl.notifier import Notifier
 
-__all__ = ["Keeper"]
+__all__ = ["CacheQueue"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -45,7 +45,7 @@ class _Entry:
     of: tuple[SoftLabelCache, CacheKey] | None
 
 
-class Keeper:
+class CacheQueue:
     """A thread that puts answers into the cache, and the queue before it.
 
     Args:
@@ -77,7 +77,7 @@ class Keeper:
             of: the cache and the key of the view to keep them in, if it is not `view`: labels of another version of the
                 model than was looked up. Those that are there are left alone: they would be written in each epoch.
         """
-        entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + weight_of_answer(outputs), of)
+        entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         if self._ended or self._closing:
             self._not_taken_rows += len(ids)
             return

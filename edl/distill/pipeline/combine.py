@@ -13,12 +13,12 @@ from edl.distill.transport.schema import Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["Combine", "Combiner", "rows_of"]
+__all__ = ["Combine", "Combiner", "item_outputs"]
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]
 
 
-def rows_of(item: Item, service: int) -> Outputs:
+def item_outputs(item: Item, service: int) -> Outputs:
     """The item's outputs from one service: writable arrays [rows, ...] of its own, or `TopK`."""
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
@@ -92,6 +92,6 @@ def _softmax(logits: Array) -> Array:
     return result
 
 
-def in_order(outputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+def values_by_name(outputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
     """Values in the order in which the user named them."""
     return [outputs[name] for name in names]

@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-from edl.distill.pipeline.open_chunks import Buffered
+from edl.distill.pipeline.open_chunks import OpenChunks
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter
-from edl.distill.source.reuse import InUse
+from edl.distill.source.reuse import ReuseDetector
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
 
@@ -35,7 +35,7 @@ _SHORTEST_LOOK_S = 0.001
 """Between two looks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
 
 
-class Labels(Protocol):
+class LabelService(Protocol):
     """What an epoch needs of the labeller; see `Labeller`."""
 
     memory_bytes: int
@@ -69,7 +69,7 @@ class Epoch:
     error that was raised in the training loop, whose traceback leads to the reader.
     """
 
-    def __init__(self, labeller: Labels, source: Iterator[Any], cutter: Cutter) -> None:
+    def __init__(self, labeller: LabelService, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller = labeller
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
@@ -79,9 +79,9 @@ class Epoch:
         self._unsent: Chunk | None = None
         self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
         self._items: deque[Item] = deque()
-        self._in_use = InUse()
+        self._in_use = ReuseDetector()
         self._open: set[Chunk] = set()
-        self._buffered = Buffered()
+        self._buffered = OpenChunks()
         self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._fed = False

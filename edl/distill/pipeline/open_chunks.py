@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from edl.distill.source.chunk import Chunk
 
-__all__ = ["Buffered"]
+__all__ = ["OpenChunks"]
 
 
-class Buffered:
+class OpenChunks:
     """Counts open chunks. Each number has one thread that writes it, so that none needs a lock."""
 
     def __init__(self) -> None:

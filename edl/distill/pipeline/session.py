@@ -1,6 +1,6 @@
 """Soft labels for chunks of rows, from one service or several: engines, shared memory and the cache behind one front.
 
-A `Labeller` belongs to one reader and lives across its epochs. It is started by the first and ended by `close`.
+A `LabelSession` belongs to one reader and lives across its epochs. It is started by the first and ended by `close`.
 """
 
 from __future__ import annotations
@@ -19,23 +19,30 @@ from typing import Any
 from edl.discovery.registry import Snapshot
 from edl.distill.cache import CacheView, SoftLabelCache
 from edl.distill.engine.engine import Engine
-from edl.distill.engine.event_loop import LoopThread
-from edl.distill.engine.job import Job
-from edl.distill.engine.teacher_watcher import Following
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.engine.job import LabelJob
+from edl.distill.engine.teacher_watcher import TeacherWatcher
 from edl.distill.options import Options
-from edl.distill.pipeline.answer_size import AnswerWeight, weight_of_answer
-from edl.distill.pipeline.cache_lookup import Caching, Labels, Missing, look_up_offline, offline_view, open_view
-from edl.distill.pipeline.cache_queue import Keeper
+from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
+from edl.distill.pipeline.cache_lookup import (
+    CacheConfig,
+    CacheKeyTemplate,
+    CacheMiss,
+    look_up_offline,
+    offline_view,
+    open_view,
+)
+from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats, merged
-from edl.distill.teachers import Teachers, identities
+from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.conversion import select_inputs
 from edl.distill.transport.message_limits import MessageLimits, rows_that_fit
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import Ask, ModelSpec, Outputs
+from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.distill.transport.shm import Arena
 from edl.distill.transport.tracing import current_traceparent
 from edl.errors import ClosedError, EDLError, SettingsError, TemporaryError
@@ -44,7 +51,7 @@ from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.settings import Credentials
 
-__all__ = ["Labeller"]
+__all__ = ["LabelSession"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -55,19 +62,21 @@ a scheduler gives a process to end."""
 _SAY_AFTER_S = 5.0
 
 
-class Labeller:
+class LabelSession:
     """See the module. `submit` is for the feeding thread, the rest for any."""
 
-    def __init__(self, teachers: list[Teachers], ask: Ask, options: Options, caching: Caching | None = None) -> None:
+    def __init__(
+        self, teachers: list[Teachers], output_spec: OutputSpec, options: Options, caching: CacheConfig | None = None
+    ) -> None:
         self.teachers = teachers
         credentials = Credentials.of() if options.credentials is None else options.credentials
         self._files = (
             CredentialFiles.of(credentials) if teachers else None
         )  # what is wrong with them shows here and now
-        self._thread = LoopThread.acquire(for_grpc=bool(teachers))
+        self._thread = EventLoopThread.acquire(for_grpc=bool(teachers))
         self._caching = caching
         self._offline: CacheView | None = None
-        self._keeper: Keeper | None = None
+        self._keeper: CacheQueue | None = None
         self._arena: Arena | None = None
         self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
         self._options = options
@@ -80,34 +89,40 @@ class Labeller:
         self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
-        self._labels: list[Labels] = []
+        self._labels: list[CacheKeyTemplate] = []
         self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
         self._said_unknown = False
-        self._following: list[Following] = []
-        self._weights: list[AnswerWeight] = []
+        self._following: list[TeacherWatcher] = []
+        self._weights: list[AnswerSizeEstimator] = []
         self._epoch: Epoch | None = None
         self._begins = False
         self._traceparent = ""
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
             if caching is not None:
-                self._offline = offline_view(caching, ask) if not teachers else None
-                self._keeper = Keeper(options.cache_queue_bytes)
+                self._offline = offline_view(caching, output_spec) if not teachers else None
+                self._keeper = CacheQueue(options.cache_queue_bytes)
             if options.shared_memory:
                 self._arena = Arena(2 * options.memory_bytes)
-            for group, identity in zip(teachers, identities(teachers), strict=True):
+            for group, identity in zip(teachers, service_identities(teachers), strict=True):
                 self._add(
-                    group, identity, replace(ask, model=group.model or ask.model, version=group.version or ask.version)
+                    group,
+                    identity,
+                    replace(
+                        output_spec,
+                        model=group.model or output_spec.model,
+                        version=group.version or output_spec.version,
+                    ),
                 )
         except BaseException:
             self.close()
             raise
         _OPEN.add(self)
 
-    def _add(self, group: Teachers, identity: str, ask: Ask) -> None:
+    def _add(self, group: Teachers, identity: str, output_spec: OutputSpec) -> None:
         engine = Engine(
             group.described,
-            ask,
+            output_spec,
             thread=self._thread,
             arena=self._arena,
             policy=self._options.policy,
@@ -117,13 +132,13 @@ class Labeller:
             limits=MessageLimits(self._options.max_answer_bytes, self._options.max_request_bytes),
         )
         self._engines.append(engine)
-        self._labels.append(Labels(ask, self._caching.dataset if self._caching else "", identity))
-        self._weights.append(AnswerWeight(ask))
+        self._labels.append(CacheKeyTemplate(output_spec, self._caching.dataset if self._caching else "", identity))
+        self._weights.append(AnswerSizeEstimator(output_spec))
 
         def changed(snapshot: Snapshot) -> None:
             self._thread.call(engine.set_teachers, snapshot)
 
-        self._following.append(Following(group, changed))
+        self._following.append(TeacherWatcher(group, changed))
 
     @property
     def services(self) -> int:
@@ -142,7 +157,7 @@ class Labeller:
         Where chunks gather to be sent together, it is enough when the next ones are there by then.
         """
         pairs = zip(self._submitted, self._engines, strict=True)
-        waiting = max((submitted - engine.taken_up for submitted, engine in pairs), default=0)
+        waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
         together = max((engine.gathers for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
 
@@ -189,8 +204,8 @@ class Labeller:
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
-            answer = _Answer(chunk, index, changed, missing, self._keeper, self._weights[index])
-            engine.submit(Job(number, payload, answer, changed))
+            answer = _AnswerHandler(chunk, index, changed, missing, self._keeper, self._weights[index])
+            engine.submit(LabelJob(number, payload, answer, changed))
         changed()
 
     def _take_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
@@ -211,7 +226,7 @@ class Labeller:
         ]
         return min(fitting, default=0)
 
-    def _look_up(self, chunk: Chunk, index: int, spec: ModelSpec) -> Missing | None:
+    def _look_up(self, chunk: Chunk, index: int, spec: ModelSpec) -> CacheMiss | None:
         if self._caching is None or chunk.ids is None:
             return None
         if not spec.version:
@@ -230,7 +245,7 @@ class Labeller:
         found = view.get(chunk.ids)
         self._cached += int(found.mask.sum())
         ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
-        return Missing(found, view, ids, cache, labels, spec)
+        return CacheMiss(found, view, ids, cache, labels, spec)
 
     def _say_unknown(self, index: int, rows: int) -> None:
         if self._keeper is not None:
@@ -435,7 +450,7 @@ class Labeller:
         return None
 
 
-_OPEN: set[Labeller] = set()
+_OPEN: set[LabelSession] = set()
 """Those that are to be closed when the program ends."""
 
 
@@ -447,15 +462,15 @@ def _close_open() -> None:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _AnswerHandler:
     """Puts a job's outputs into its chunk, on the loop, and has them kept."""
 
     chunk: Chunk
     service: int
     changed: Callable[..., None]
-    missing: Missing | None
-    keeper: Keeper | None
-    weight: AnswerWeight
+    missing: CacheMiss | None
+    keeper: CacheQueue | None
+    weight: AnswerSizeEstimator
 
     def __call__(self, result: Outputs | EDLError, version: str) -> None:
         surplus_nbytes = 0
@@ -489,9 +504,9 @@ class _Answer:
             self.keeper.leave_out(len(missing.ids))
 
 
-def _weigh(chunk: Chunk, service: int, outputs: Outputs, weight: AnswerWeight | None) -> int:
+def _weigh(chunk: Chunk, service: int, outputs: Outputs, weight: AnswerSizeEstimator | None) -> int:
     """Note what an answer weighs, before it is there to be taken; by how many bytes that is more than was estimated."""
-    nbytes = weight_of_answer(outputs)
+    nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[service]
     chunk.answers_nbytes[service] = nbytes
     if weight is not None:

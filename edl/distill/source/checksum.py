@@ -13,7 +13,7 @@ import numpy as np
 
 from edl.protocol.tensors import Array
 
-__all__ = ["SMALL_NBYTES", "Checksum", "TimeShare"]
+__all__ = ["SMALL_NBYTES", "Checksum", "TimeBudget"]
 
 SMALL_NBYTES = 32 << 10
 """So much is copied in a microsecond or two, less than any sum would take."""
@@ -35,7 +35,7 @@ _PLACES_SERVE = 16
 _random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
 
 
-class TimeShare:
+class TimeBudget:
     """Says whether there is time to look at whole arrays, a share of all the time since it was made, and where to look
     otherwise. `places` is for one thread at a time.
 
@@ -90,7 +90,7 @@ class Checksum:
     columns: bytes = b""
 
     @classmethod
-    def of(cls, array: Array, time_share: TimeShare) -> Checksum:
+    def of(cls, array: Array, time_share: TimeBudget) -> Checksum:
         """Look at an array of numbers."""
         data = _memory(array)
         if data.nbytes <= SMALL_NBYTES:
@@ -106,7 +106,7 @@ class Checksum:
             time_share.spend(time.perf_counter() - begin)
         return cls(data.nbytes, _rest(data), places, _taken(words, places), columns)
 
-    def fits(self, array: Array, time_share: TimeShare) -> bool:
+    def fits(self, array: Array, time_share: TimeBudget) -> bool:
         """Whether an array has the same bytes, as far as they were looked at."""
         data = _memory(array)
         if data.nbytes != self.nbytes:

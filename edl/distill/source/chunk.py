@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edl.distill.source.fingerprint import Unchanged
-from edl.distill.source.sizes import weight_of
+from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.sizes import arrays_nbytes
 from edl.distill.transport.schema import Outputs
 from edl.protocol.tensors import Array
 
@@ -68,7 +68,7 @@ class Chunk:
         """Set what to send; rows are counted."""
         self.fields, self.ids = fields, ids
         self.rows = self.left = next(iter(fields.values())).shape[0]
-        self.nbytes = weight_of(fields.values())
+        self.nbytes = arrays_nbytes(fields.values())
         return self
 
 
@@ -78,7 +78,7 @@ class Item:
 
     value: Any
     parts: list[tuple[Chunk, int, int]]
-    unchanged: tuple[Unchanged, ...] = ()
+    unchanged: tuple[ItemFingerprint, ...] = ()
 
     @property
     def rows(self) -> int:

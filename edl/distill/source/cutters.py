@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from edl.distill.source.arrays import as_array
-from edl.distill.source.checksum import TimeShare
+from edl.distill.source.checksum import TimeBudget
 from edl.distill.source.chunk import Chunk, Item
-from edl.distill.source.fingerprint import Unchanged
-from edl.distill.source.row_buffer import Rows
+from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
@@ -56,7 +56,7 @@ class Cutter(abc.ABC):
     ) -> None:
         self.getters, self.services, self.ids = getters, services, ids
         self.seen = self.max_rows = 0
-        self.time_share = TimeShare(_CHECKING_SHARE)
+        self.time_share = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
     @property
@@ -104,7 +104,7 @@ class BatchCutter(Cutter):
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        unchanged = Unchanged(f"batch {self.seen}", value, found, self.time_share)
+        unchanged = ItemFingerprint(f"batch {self.seen}", value, found, self.time_share)
         fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
         if unchanged.conversions_matter:
             unchanged.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
@@ -136,13 +136,13 @@ class _RowGatherer(Cutter):
     ) -> None:
         super().__init__(getters, chunk_rows, services, ids)
         self._open = Chunk(services)
-        self._rows: dict[str, Rows] = {}
+        self._rows: dict[str, RowBuffer] = {}
         self._ids: list[Any] = []
         self._full = 0
 
-    def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, Unchanged]:
+    def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
         found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
-        unchanged = Unchanged(f"sample {self.seen}", sample, found, self.time_share)
+        unchanged = ItemFingerprint(f"sample {self.seen}", sample, found, self.time_share)
         arrays = {name: as_array(part, f"sample {self.seen}, input {name!r}") for name, part in found.items()}
         if unchanged.conversions_matter:
             unchanged.add_sent(found, arrays, functools.partial(as_array, what=f"sample {self.seen}"))
@@ -150,7 +150,7 @@ class _RowGatherer(Cutter):
             self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
         for name, array in arrays.items():
             if name not in self._rows:
-                self._rows[name] = Rows(name, self._full, _OTHER_SHAPE)
+                self._rows[name] = RowBuffer(name, self._full, _OTHER_SHAPE)
             self._rows[name].append(array, f"sample {self.seen}")
         if self.ids is not None:
             self._ids.append(self._get_ids(self.ids, sample, "sample"))
@@ -195,7 +195,7 @@ class SampleListCutter(_RowGatherer):
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
-        unchanged: list[Unchanged] = []
+        unchanged: list[ItemFingerprint] = []
         if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
             raise SourceError(
                 f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"

@@ -21,24 +21,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl.distill.source.checksum import SMALL_NBYTES, Checksum, TimeShare
-from edl.distill.source.sizes import OBJECT_NBYTES, weight_of_object
+from edl.distill.source.checksum import SMALL_NBYTES, Checksum, TimeBudget
+from edl.distill.source.sizes import OBJECT_NBYTES, object_nbytes
 from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["Place", "Unchanged", "is_tensor"]
+__all__ = ["MemoryLocation", "ItemFingerprint", "is_tensor"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
 _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _NUMBERS = frozenset({int, float, bool, type(None)})
 _DEPTH = 4  # a batch, its parts, their parts, and the samples or rows in these
 
-Path: TypeAlias = tuple[Any, ...]
-Place: TypeAlias = tuple[str, int]
+KeyPath: TypeAlias = tuple[Any, ...]
+MemoryLocation: TypeAlias = tuple[str, int]
 """Where something lies: the address of an array's first element, or the identity of a list or dictionary."""
 
 
-class Part:
+class FingerprintPart:
     """One part of an item, and what it was like.
 
     Attributes:
@@ -49,7 +49,7 @@ class Part:
     __slots__ = ("_holder", "_same", "path")
     costly = False
 
-    def __init__(self, path: Path, holder: Any, same: Callable[[], bool]) -> None:
+    def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
         self.path, self._holder, self._same = path, holder, same
 
     def same(self) -> bool:
@@ -57,34 +57,34 @@ class Part:
         return self._same()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MemoryLocation:
         """Where it lies; parts of items that are both alive lie in one place if they share it."""
         return "object", id(self._holder)
 
 
-class SmallArray(Part):
+class SmallArrayPart(FingerprintPart):
     """An array of which a copy costs nothing; in a class of its own, since most samples have some."""
 
     __slots__ = ("_content",)
 
-    def __init__(self, path: Path, array: Array) -> None:
+    def __init__(self, path: KeyPath, array: Array) -> None:
         self.path, self._holder, self._content = path, array, array.tobytes()
 
     def same(self) -> bool:
         return bool(self._holder.tobytes() == self._content)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> MemoryLocation:
         return "memory", self._holder.__array_interface__["data"][0]
 
 
-class LargeArray(SmallArray):
+class LargeArrayPart(SmallArrayPart):
     """An array of which a checksum is kept."""
 
     __slots__ = ("_checksum", "_time")
     costly = True
 
-    def __init__(self, path: Path, array: Array, time_share: TimeShare) -> None:
+    def __init__(self, path: KeyPath, array: Array, time_share: TimeBudget) -> None:
         self.path, self._holder, self._time = path, array, time_share
         self._checksum = Checksum.of(array, time_share)
 
@@ -92,14 +92,14 @@ class LargeArray(SmallArray):
         return self._checksum.fits(self._holder, self._time)
 
 
-class Converted(Part):
+class ConvertedPart(FingerprintPart):
     """An input that holds objects of unknown types: what was sent for it is kept, or a checksum of that."""
 
     __slots__ = ("_before", "_convert", "_time")
     costly = True
 
     def __init__(
-        self, path: Path, holder: Any, sent: Array, convert: Callable[[Any], Array], time_share: TimeShare
+        self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_share: TimeBudget
     ) -> None:
         self.path, self._holder, self._convert, self._time = path, holder, convert, time_share
         self._before = self._content(sent)
@@ -122,7 +122,7 @@ class Converted(Part):
         return array.shape, array.dtype, content
 
 
-class Unchanged:
+class ItemFingerprint:
     """What one item was like.
 
     Args:
@@ -136,10 +136,10 @@ class Unchanged:
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
 
-    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_share: TimeShare) -> None:
+    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_share: TimeBudget) -> None:
         self._what = what
         self._time = time_share
-        self._parts: list[Part] = []
+        self._parts: list[FingerprintPart] = []
         self.conversions_matter = False
         self.rest_nbytes = 0
         self._inputs = frozenset(map(id, inputs.values()))
@@ -167,10 +167,10 @@ class Unchanged:
         for name, found in inputs.items():
             looked_at = isinstance(found, np.ndarray) or (is_tensor(found) and _shared_memory(found) is not None)
             if not looked_at and not isinstance(found, _PLAIN):
-                self._parts.append(Converted((name,), found, sent[name], convert, self._time))
+                self._parts.append(ConvertedPart((name,), found, sent[name], convert, self._time))
 
     @property
-    def places(self) -> set[Place]:
+    def places(self) -> set[MemoryLocation]:
         """Where lies what is looked at."""
         return {part.place for part in self._parts}
 
@@ -180,7 +180,7 @@ class Unchanged:
             if not part.same():
                 raise self._error(part)
 
-    def check_places(self, places: Callable[[], Container[Place]]) -> None:
+    def check_places(self, places: Callable[[], Container[MemoryLocation]]) -> None:
         """`check` of what lies in certain places."""
         for part in self._parts:
             if part.costly:
@@ -189,7 +189,7 @@ class Unchanged:
             elif not part.same() and part.place in places():
                 raise self._error(part)
 
-    def _error(self, part: Part) -> SourceError:
+    def _error(self, part: FingerprintPart) -> SourceError:
         where = f" ({''.join(f'[{key!r}]' for key in part.path)})" if part.path else ""
         return SourceError(
             f"{self._what} changed while its soft labels were on their way, or while it was in use{where}: yield a new "
@@ -197,7 +197,7 @@ class Unchanged:
             "of the training loop"
         )
 
-    def _add(self, value: Any, path: Path, seen: set[int]) -> None:
+    def _add(self, value: Any, path: KeyPath, seen: set[int]) -> None:
         kind = type(value)
         if kind in _EXACTLY_PLAIN or id(value) in seen:
             return
@@ -209,7 +209,7 @@ class Unchanged:
         else:
             self._look(value, kind, path, seen)
 
-    def _look(self, value: Any, kind: type[Any], path: Path, seen: set[int]) -> None:
+    def _look(self, value: Any, kind: type[Any], path: KeyPath, seen: set[int]) -> None:
         if kind is tuple:
             self._add_each(enumerate(value), path, seen)
         elif isinstance(value, np.ndarray):
@@ -236,9 +236,9 @@ class Unchanged:
             self._add_tensor(value, path)
         else:
             self.conversions_matter = True
-            self.rest_nbytes += weight_of_object(value)
+            self.rest_nbytes += object_nbytes(value)
 
-    def _add_each(self, parts: Iterable[tuple[Any, Any]], path: Path, seen: set[int]) -> None:
+    def _add_each(self, parts: Iterable[tuple[Any, Any]], path: KeyPath, seen: set[int]) -> None:
         for key, part in parts:
             kind = type(part)
             if kind in _NUMBERS:
@@ -252,42 +252,42 @@ class Unchanged:
                     return
                 self._add(part, (*path, key), seen)
 
-    def _add_array(self, array: Array, path: Path) -> None:
+    def _add_array(self, array: Array, path: KeyPath) -> None:
         self.rest_nbytes += array.nbytes
         if array.dtype.hasobject:
-            self.rest_nbytes += sum(map(weight_of_object, array.flat))
+            self.rest_nbytes += sum(map(object_nbytes, array.flat))
             self._add_elements(array, lambda: list(array.flat), path)
         elif array.nbytes <= SMALL_NBYTES:
-            self._parts.append(SmallArray(path, array))
+            self._parts.append(SmallArrayPart(path, array))
         else:
-            self._parts.append(LargeArray(path, array, self._time))
+            self._parts.append(LargeArrayPart(path, array, self._time))
 
-    def _add_tensor(self, tensor: Any, path: Path) -> None:
+    def _add_tensor(self, tensor: Any, path: KeyPath) -> None:
         memory = _shared_memory(tensor)
         if memory is not None:
             begin = tensor.data_ptr()  # which becomes another one where the source gives it other memory
-            self._parts.append(Part(path, tensor, lambda: tensor.data_ptr() == begin))
+            self._parts.append(FingerprintPart(path, tensor, lambda: tensor.data_ptr() == begin))
             self._add_array(memory, path)
             return
-        self.rest_nbytes += weight_of_object(tensor)
+        self.rest_nbytes += object_nbytes(tensor)
         version = _version(tensor)
         if version is not None:
-            self._parts.append(Part(path, tensor, lambda: _version(tensor) == version))
+            self._parts.append(FingerprintPart(path, tensor, lambda: _version(tensor) == version))
         else:
             self.conversions_matter = True
 
-    def _add_buffer(self, buffer: bytearray | memoryview | array.array[Any] | mmap.mmap, path: Path) -> None:
+    def _add_buffer(self, buffer: bytearray | memoryview | array.array[Any] | mmap.mmap, path: KeyPath) -> None:
         self.rest_nbytes += memoryview(buffer).nbytes
         before = Checksum.of(np.asarray(memoryview(buffer)), self._time) if len(buffer) else None
 
         def same() -> bool:  # an array that was kept would not let the source resize its buffer
             return before.fits(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
 
-        self._parts.append(Part(path, buffer, same))
+        self._parts.append(FingerprintPart(path, buffer, same))
 
-    def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: Path) -> None:
+    def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: KeyPath) -> None:
         before = elements()
-        self._parts.append(Part(path, holder, lambda: _same_objects(before, elements())))
+        self._parts.append(FingerprintPart(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attribute(self, item: Any, found: Any) -> None:
         """Of an object of the user's, that the attribute which is an input still is."""
@@ -295,7 +295,7 @@ class Unchanged:
         if isinstance(attributes, dict):
             for key, value in attributes.items():
                 if value is found:
-                    self._parts.append(Part((key,), item, functools.partial(_holds, attributes, key, value)))
+                    self._parts.append(FingerprintPart((key,), item, functools.partial(_holds, attributes, key, value)))
 
 
 def _holds(attributes: dict[str, Any], key: str, value: Any) -> bool:

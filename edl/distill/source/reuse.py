@@ -6,20 +6,20 @@ import collections
 from collections.abc import Sequence
 from typing import Protocol
 
-from edl.distill.source.fingerprint import Place, Unchanged
+from edl.distill.source.fingerprint import ItemFingerprint, MemoryLocation
 from edl.errors import SourceError
 
-__all__ = ["InUse"]
+__all__ = ["ReuseDetector"]
 
 
-class Checked(Protocol):
+class FingerprintedItem(Protocol):
     """An item that was looked at."""
 
     @property
-    def unchanged(self) -> Sequence[Unchanged]: ...
+    def unchanged(self) -> Sequence[ItemFingerprint]: ...
 
 
-class InUse:
+class ReuseDetector:
     """What the training loop works with, and a source at work may still change.
 
     A source that fills one buffer again and again does so while the training loop works with the item before, if the
@@ -31,8 +31,8 @@ class InUse:
     """
 
     def __init__(self) -> None:
-        self._current: Checked | None = None
-        self._released: collections.deque[Checked] = collections.deque()  # while the source was at work
+        self._current: FingerprintedItem | None = None
+        self._released: collections.deque[FingerprintedItem] = collections.deque()  # while the source was at work
         self._at_work = False
         self._error: SourceError | None = None
 
@@ -41,16 +41,16 @@ class InUse:
         self._released.clear()
         self._at_work = True
 
-    def drawn(self, item: Checked) -> None:
+    def drawn(self, item: FingerprintedItem) -> None:
         """The source has yielded this."""
         current = self._current  # before those released: `release` puts it there before it lets go of it
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False
         if not earlier:
             return
-        found: list[set[Place]] = []
+        found: list[set[MemoryLocation]] = []
 
-        def places() -> set[Place]:
+        def places() -> set[MemoryLocation]:
             if not found:  # most of the time nobody asks
                 found.append({place for unchanged in item.unchanged for place in unchanged.places})
             return found[0]
@@ -73,7 +73,7 @@ class InUse:
         if error is not None:
             raise error
 
-    def hand(self, item: Checked) -> None:
+    def hand(self, item: FingerprintedItem) -> None:
         """The training loop gets this next. Raises `SourceError` if it has changed since it was sent."""
         self._current = item
         for unchanged in item.unchanged:

@@ -7,14 +7,14 @@ import numpy as np
 from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["Rows"]
+__all__ = ["RowBuffer"]
 
 _FIRST_ROWS = 256
 """Room at first: all of a usual request's. Room for millions that the user allows need not be there, nor be used."""
 _EXACT_FLOAT64 = 2**53  # beyond it, float64 does not have every whole number
 
 
-class Rows:
+class RowBuffer:
     """Rows of one input, each copied when it comes: the source may fill its buffer again for the next one.
 
     Args:

@@ -8,18 +8,18 @@ from typing import Any
 
 from edl.protocol.tensors import Array
 
-__all__ = ["OBJECT_NBYTES", "weight_of", "weight_of_object"]
+__all__ = ["OBJECT_NBYTES", "arrays_nbytes", "object_nbytes"]
 
 OBJECT_NBYTES = 33
 """What CPython's bytes object takes besides its bytes; without it, many short strings would weigh next to nothing."""
 
 
-def weight_of(arrays: Iterable[Array]) -> int:
+def arrays_nbytes(arrays: Iterable[Array]) -> int:
     """Bytes that arrays hold; those of strings with their strings."""
     return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
 
 
-def weight_of_object(value: Any) -> int:
+def object_nbytes(value: Any) -> int:
     """Bytes that one object of any type holds, or its attributes, as far as they say; pictures as Pillow has them."""
     nbytes = _own_nbytes(value)
     if nbytes is None:

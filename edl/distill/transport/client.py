@@ -1,6 +1,6 @@
 """One teacher's connection: KServe v2 over gRPC, shared memory on the same host.
 
-Whatever goes wrong leaves here as `RequestFailed` with a `Failure` that the dispatcher understands.
+Whatever goes wrong leaves here as `RequestFailed` with a `RequestFailure` that the dispatcher understands.
 What does not belong here: retries, or any choice between teachers.
 """
 
@@ -19,20 +19,20 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from edl.distill.compress import TopK, to_float16, top_k
-from edl.distill.dispatch.actions import Failure, FailureKind
-from edl.distill.transport.grpc_status import NOT_LET_IN, RequestFailed, failure_of
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.transport.grpc_status import ACCESS_DENIED, RequestFailed, failure_from_status
 from edl.distill.transport.message_limits import (
     FIRST_ANSWER_NBYTES,
     HEADER_NBYTES,
     MESSAGE_LIMITS,
     MessageLimits,
-    answer_nbytes,
     channel_options,
+    max_answer_nbytes,
 )
 from edl.distill.transport.request import Payload, request_header
-from edl.distill.transport.schema import Ask, ModelSpec, Reply, TensorSpec, datatype_asked
-from edl.distill.transport.shm_registration import Names, Registrations, is_about_memory
-from edl.distill.transport.stream import Answer, InferStream, explained
+from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata, kserve_datatype
+from edl.distill.transport.shm_registration import RegionNames, ShmRegistrations, is_about_memory
+from edl.distill.transport.stream import InferStream, RawResponse, compression_hint
 from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
@@ -78,15 +78,15 @@ class TeacherClient:
     def __init__(
         self,
         endpoint: str,
-        ask: Ask,
+        output_spec: OutputSpec,
         *,
         shared_memory: bool = True,
-        region_names: Names | None = None,
+        region_names: RegionNames | None = None,
         files: CredentialFiles | None = None,
         limits: MessageLimits = MESSAGE_LIMITS,
     ) -> None:
         self.endpoint = endpoint
-        self.ask = ask
+        self.output_spec = output_spec
         self.spec = ModelSpec("", "", {}, {})
         self.shares_memory = shared_memory and _is_local(endpoint)
         self._files = files
@@ -94,7 +94,7 @@ class TeacherClient:
         self._limits = limits
         self._answer_nbytes = min(FIRST_ANSWER_NBYTES, limits.answer_bytes)
         self._connect()
-        self._regions = Registrations(self._ask, endpoint, region_names if region_names is not None else {})
+        self._regions = ShmRegistrations(self._call_method, endpoint, region_names if region_names is not None else {})
         self._calls: set[grpc.aio.UnaryUnaryCall[bytes, bytes]] = set()
         self._retry_numbers = itertools.count()
         self._retries: dict[int, asyncio.Task[Reply]] = {}
@@ -130,19 +130,19 @@ class TeacherClient:
         except SettingsError as exc:
             raise RequestFailed(FailureKind.REJECTED, str(exc)) from exc
         spec = await self._look_around(deadline)
-        wanted = answer_nbytes(spec, self._limits)
+        wanted = max_answer_nbytes(spec, self._limits)
         if wanted > self._answer_nbytes:  # which is said once for all of a channel, so there must be another one
             await self._channel.close()
             self._answer_nbytes = wanted
             self._connect()
             spec = await self._look_around(deadline)
-        if self.ask.version and not self._named_version:
+        if self.output_spec.version and not self._named_version:
             logger.warning(
                 "%s does not say which version of model %r it has: its labels are taken for those of version %r, as "
                 "version= names it",
                 self.endpoint,
                 spec.name,
-                self.ask.version,
+                self.output_spec.version,
             )
         self.spec = spec
         return spec
@@ -155,16 +155,16 @@ class TeacherClient:
         )
 
     async def _look_around(self, deadline: float) -> ModelSpec:
-        ready = await self._ask("ServerReady", kserve.ServerReadyRequest(), deadline)
+        ready = await self._call_method("ServerReady", kserve.ServerReadyRequest(), deadline)
         if not ready.ready:
             raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready")
-        server = await self._ask("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
-        model = self.ask.model or await self._only_model(deadline)
-        listed = await self._listed(model, deadline) if self.ask.version else ()
-        self._named_version = self.ask.version if listed else ""
+        server = await self._call_method("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
+        model = self.output_spec.model or await self._only_model(deadline)
+        listed = await self._listed(model, deadline) if self.output_spec.version else ()
+        self._named_version = self.output_spec.version if listed else ""
         self._must_say = len(listed) > 1
         request = kserve.ModelReadyRequest(name=model, version=self._named_version)
-        model_ready = await self._ask("ModelReady", request, deadline)
+        model_ready = await self._call_method("ModelReady", request, deadline)
         if not model_ready.ready:
             raise RequestFailed(FailureKind.LOST, f"model {model!r} of {self.endpoint} is not ready")
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
@@ -186,7 +186,7 @@ class TeacherClient:
             ("ServerReady", kserve.ServerReadyRequest()),
             ("ModelReady", kserve.ModelReadyRequest(name=self.spec.name, version=self._named_version)),
         ):
-            if not (await self._ask(method, request, deadline)).ready:
+            if not (await self._call_method(method, request, deadline)).ready:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready any more")
 
     async def look(self, timeout_s: float) -> ModelSpec:
@@ -198,7 +198,7 @@ class TeacherClient:
         return await self._spec(self.spec.name, time.monotonic() + timeout_s)
 
     def start(
-        self, payload: Payload, timeout_s: float, done: Callable[[Reply | Failure | None], None]
+        self, payload: Payload, timeout_s: float, done: Callable[[Reply | RequestFailure | None], None]
     ) -> Callable[[], None] | None:
         """Ask for the outputs of `payload` over the stream, without a task for it.
 
@@ -236,21 +236,27 @@ class TeacherClient:
         region: str,
         timeout_s: float,
         deadline: float,
-        done: Callable[[Reply | Failure | None], None],
-        answer: Answer | Failure | None,
+        done: Callable[[Reply | RequestFailure | None], None],
+        answer: RawResponse | RequestFailure | None,
     ) -> None:
         """A request in shared memory has an answer, or another chance."""
-        if not isinstance(answer, Failure) or not _deserves_another_way(answer, region):
+        if not isinstance(answer, RequestFailure) or not _deserves_another_way(answer, region):
             self._hand_over(payload.rows, done, answer)
             return
         task = asyncio.get_running_loop().create_task(self._infer_again(payload, region, answer, timeout_s, deadline))
         self._retries[retry] = task
         task.add_done_callback(functools.partial(self._retried, retry, done))
 
-    def _retried(self, retry: int, done: Callable[[Reply | Failure | None], None], task: asyncio.Task[Reply]) -> None:
+    def _retried(
+        self, retry: int, done: Callable[[Reply | RequestFailure | None], None], task: asyncio.Task[Reply]
+    ) -> None:
         del self._retries[retry]
         if task.cancelled():
-            done(Failure(FailureKind.LOST, f"{self.endpoint}: the connection was closed") if self._closed else None)
+            done(
+                RequestFailure(FailureKind.LOST, f"{self.endpoint}: the connection was closed")
+                if self._closed
+                else None
+            )
             return
         error = task.exception()
         if error is None:
@@ -259,7 +265,7 @@ class TeacherClient:
             done(error.failure)
         else:
             logger.error("a request to %s failed in a way not foreseen", self.endpoint, exc_info=error)
-            done(Failure(FailureKind.ERROR, f"{self.endpoint}: {type(error).__name__}: {error}"))
+            done(RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(error).__name__}: {error}"))
 
     def _cancel(self, retry: int, stream: InferStream, number: str) -> None:
         if retry in self._retries:
@@ -268,7 +274,10 @@ class TeacherClient:
             stream.cancel(number)
 
     def _hand_over(
-        self, rows: int, done: Callable[[Reply | Failure | None], None], answer: Answer | Failure | None
+        self,
+        rows: int,
+        done: Callable[[Reply | RequestFailure | None], None],
+        answer: RawResponse | RequestFailure | None,
     ) -> None:
         if isinstance(answer, tuple):
             try:
@@ -278,13 +287,13 @@ class TeacherClient:
             except Exception as exc:
                 # Whatever it was, the request has ended; it must not take the stream, and itself, along.
                 logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
-                answer = Failure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
+                answer = RequestFailure(FailureKind.ERROR, f"{self.endpoint}: {type(exc).__name__}: {exc}")
             else:
                 done(reply)
                 return
         done(answer)
 
-    def _of_request(self, failure: Failure) -> Failure:
+    def _of_request(self, failure: RequestFailure) -> RequestFailure:
         """The failure, with the id of the request whose answer has just come over the stream."""
         number = self._stream.answering if self._stream is not None else ""
         return replace(failure, message=f"{failure.message} (request {number})")
@@ -293,7 +302,7 @@ class TeacherClient:
         """Ask for the outputs of `payload`.
 
         Returns:
-            Their version, and arrays [rows, ...], read-only, or `TopK` where `ask.top_k` is set.
+            Their version, and arrays [rows, ...], read-only, or `TopK` where `output_spec.top_k` is set.
 
         Raises:
             RequestFailed: there is no usable answer.
@@ -313,7 +322,7 @@ class TeacherClient:
         return await self._infer_again(payload, region, failure, timeout_s, deadline)
 
     async def _infer_again(
-        self, payload: Payload, region: str, failure: Failure, timeout_s: float, deadline: float
+        self, payload: Payload, region: str, failure: RequestFailure, timeout_s: float, deadline: float
     ) -> Reply:
         """Ask again for what failed while its inputs were in the shared memory `region`, which the teacher may have
         lost: in memory that is registered once more if that is what it says, else, and after that, in the message."""
@@ -328,12 +337,12 @@ class TeacherClient:
                         raise
         return self._reply(await self._send(payload, None, timeout_s, deadline), payload.rows)
 
-    async def _send(self, payload: Payload, region: str | None, timeout_s: float, deadline: float) -> Answer:
+    async def _send(self, payload: Payload, region: str | None, timeout_s: float, deadline: float) -> RawResponse:
         header = self._header(payload, timeout_s, region)
         raw = payload.raw if region is None else ()
         timeout_s = max(deadline - time.monotonic(), 0.001)
         if self._server_streams and self._proven(header, raw):
-            return await self._open_stream().ask(header, raw, timeout_s)
+            return await self._open_stream().infer(header, raw, timeout_s)
         return await self._call(header, raw, timeout_s, payload.traceparent)
 
     async def _registered(self, payload: Payload, deadline: float) -> str | None:
@@ -370,27 +379,25 @@ class TeacherClient:
         Raises:
             RequestFailed: REJECTED if it has others only.
         """
-        meta = await self._ask("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
+        meta = await self._call_method("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
         listed = tuple(meta.versions)
-        if listed and self.ask.version not in listed:
+        if listed and self.output_spec.version not in listed:
             has = ", ".join(map(repr, listed))
-            raise RequestFailed(
-                FailureKind.REJECTED,
-                f"{self.endpoint} has version {has} of model {model!r}, and version={self.ask.version!r} is asked for",
-            )
+            what = f"version {has} of model {model!r}, and version={self.output_spec.version!r} is asked for"
+            raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} has {what}")
         return listed
 
     async def _spec(self, model: str, deadline: float) -> ModelSpec:
         request = kserve.ModelMetadataRequest(name=model, version=self._named_version)
-        meta = await self._ask("ModelMetadata", request, deadline)
+        meta = await self._call_method("ModelMetadata", request, deadline)
         if meta.name and meta.name != model:
             what = f"{self.endpoint} describes model {quote(meta.name)} where {model!r} is asked for"
             raise RequestFailed(FailureKind.REJECTED, what)
         versions = tuple(meta.versions)
         self._check_names(*versions, *(tensor.name for tensor in (*meta.inputs, *meta.outputs)))
         version = _newest(versions)
-        if self.ask.version:
-            version = self.ask.version
+        if self.output_spec.version:
+            version = self.output_spec.version
             versions = (version,) if versions else ()
         elif versions == self.spec.versions and self.spec.version in versions:
             version = self.spec.version  # which need not be the newest, as answers said
@@ -436,7 +443,9 @@ class TeacherClient:
         """Whether the server takes messages of this size. One that it does not take would end the whole stream."""
         return _nbytes(header, raw) <= self._proven_nbytes
 
-    async def _call(self, header: bytes, raw: Sequence[codec.Buffer], timeout_s: float, traceparent: str) -> Answer:
+    async def _call(
+        self, header: bytes, raw: Sequence[codec.Buffer], timeout_s: float, traceparent: str
+    ) -> RawResponse:
         number = next(self._ids)
         # Our own server knows a request's header again, if nothing in it is new.
         request_id = _NO_ID if self._server_streams else number
@@ -455,7 +464,7 @@ class TeacherClient:
         try:
             found, parts, answered_id = codec.split_identified_response(answer)
         except ProtocolError as exc:
-            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}{explained(answer)}") from exc
+            raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}{compression_hint(answer)}") from exc
         if answered_id and answered_id != request_id:
             raise self._unusable(f"its answer is to request {quote(answered_id)}, and {request_id!r} was asked")
         return found, parts
@@ -469,7 +478,7 @@ class TeacherClient:
             if len(self._headers) > 1024:
                 self._headers.clear()
             header = request_header(
-                self.ask,
+                self.output_spec,
                 self.spec.name,
                 payload,
                 compressed=self._server_top_k,
@@ -482,7 +491,7 @@ class TeacherClient:
         return header
 
     async def _only_model(self, deadline: float) -> str:
-        index = await self._ask("RepositoryIndex", kserve.RepositoryIndexRequest(ready=True), deadline)
+        index = await self._call_method("RepositoryIndex", kserve.RepositoryIndexRequest(ready=True), deadline)
         found = sorted({model.name for model in index.models})
         if len(found) != 1:
             has = f"serves {listed(found)}" if found else "serves no model"
@@ -492,7 +501,7 @@ class TeacherClient:
     async def _max_rows(self, model: str, deadline: float) -> int:
         """Rows of one request that the server takes, 0 if it does not say."""
         try:
-            config = (await self._ask("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)).config
+            config = (await self._call_method("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)).config
         except RequestFailed as exc:
             if exc.failure.kind is FailureKind.LOST:
                 raise
@@ -506,7 +515,7 @@ class TeacherClient:
             self._max_nbytes = min(room, self._limits.request_bytes)
         return _count_in(config, names.MAX_ROWS)
 
-    async def _ask(self, method: str, request: Any, deadline: float) -> Any:
+    async def _call_method(self, method: str, request: Any, deadline: float) -> Any:
         answer_type = getattr(kserve, f"{method}Response")
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(names.method(method))
         timeout_s = deadline - time.monotonic()
@@ -517,7 +526,7 @@ class TeacherClient:
             # An exception kept in a local variable would be a cycle that keeps the channel's thread alive.
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
-            if exc.code() in NOT_LET_IN:  # said aloud, where a teacher that is merely away is not
+            if exc.code() in ACCESS_DENIED:  # said aloud, where a teacher that is merely away is not
                 raise RequestFailed(FailureKind.REJECTED, str(_translated(exc, self.endpoint))) from exc
             if exc.code() is grpc.StatusCode.NOT_FOUND:
                 raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint}: {exc.details()}") from exc
@@ -527,15 +536,15 @@ class TeacherClient:
                 raise RequestFailed(FailureKind.REJECTED, what) from exc
             raise _translated(exc, self.endpoint) from exc
         except DecodeError as exc:
-            what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{explained(data)}"
+            what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{compression_hint(data)}"
             raise RequestFailed(FailureKind.REJECTED, what) from exc
 
     # Answers
 
-    def _reply(self, answer: Answer, rows: int) -> Reply:
+    def _reply(self, answer: RawResponse, rows: int) -> Reply:
         try:
             version, arrays = self._arrays(*answer)
-            return Reply({name: self._output(name, arrays, rows) for name in self.ask.outputs}, version)
+            return Reply({name: self._output(name, arrays, rows) for name in self.output_spec.outputs}, version)
         except (ProtocolError, SettingsError) as exc:  # SettingsError: arrays that are no top-k labels
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
 
@@ -588,9 +597,9 @@ class TeacherClient:
 
     def _datatypes(self, described: str) -> tuple[str, ...]:
         """Those that an output may have which metadata describe as `described`: `dtype` asks for another."""
-        if self.ask.dtype is None or described not in _FLOATING:
+        if self.output_spec.dtype is None or described not in _FLOATING:
             return (described,)
-        return described, datatype_asked(self.ask.dtype)
+        return described, kserve_datatype(self.output_spec.dtype)
 
     def _version(self, named: str) -> str:
         """The version that an answer is of, by the one that it names; empty if that cannot be known.
@@ -602,7 +611,7 @@ class TeacherClient:
         if self._server_streams and named != expected:
             what = f"{self.endpoint} has version {named!r} of its model now, and had {expected!r}"
             raise RequestFailed(FailureKind.LOST, what)
-        if self.ask.version:
+        if self.output_spec.version:
             if named != expected and (named or self._must_say):
                 what = f"it answers with version {named!r}" if named else "its answer names no version, of several"
                 raise self._unusable(f"{what}, and version={expected!r} is asked for")
@@ -616,18 +625,18 @@ class TeacherClient:
         return named
 
     def _output(self, name: str, found: dict[str, Array], rows: int) -> Array | TopK:
-        if self.ask.top_k is None:
+        if self.output_spec.top_k is None:
             return self._checked(name, found, rows)
         ids_name, values_name, tail_name = names.top_k_names(name)
         if ids_name not in found:  # the server knows nothing of top-k: do it here
             whole = self._checked(name, found, rows)
-            return top_k(whole, min(self.ask.top_k, whole.shape[-1]), self.ask.temperature)
+            return top_k(whole, min(self.output_spec.top_k, whole.shape[-1]), self.output_spec.temperature)
         width = self.spec.outputs[name].shape[-1] if name in self.spec.outputs else -1
         return TopK(
             ids=self._checked(ids_name, found, rows),
             values=self._checked(values_name, found, rows),
             tail_lse=self._checked(tail_name, found, rows),
-            temperature=self.ask.temperature,
+            temperature=self.output_spec.temperature,
             classes=width if width > 0 else None,
         )
 
@@ -646,15 +655,17 @@ class TeacherClient:
             if not self._server_checks_nan and array.size and np.isnan(array.min()):
                 row = int(np.argwhere(np.isnan(array))[0][0])
                 raise self._unusable(f"output {name!r} is NaN in row {row} of {rows}")
-            if self.ask.dtype is not None and array.dtype != self.ask.dtype:
-                array = to_float16(array) if self.ask.dtype == "float16" else array.astype(self.ask.dtype)
+            if self.output_spec.dtype is not None and array.dtype != self.output_spec.dtype:
+                array = (
+                    to_float16(array) if self.output_spec.dtype == "float16" else array.astype(self.output_spec.dtype)
+                )
         return array
 
     def _unusable(self, what: str) -> RequestFailed:
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint} (model {self.spec.name!r}): {what}")
 
 
-def _deserves_another_way(failure: Failure, region: str) -> bool:
+def _deserves_another_way(failure: RequestFailure, region: str) -> bool:
     """Whether what failed in shared memory may still succeed: the teacher refused it, and that may be the memory's."""
     return failure.kind is FailureKind.REJECTED or is_about_memory(failure, region)
 
@@ -689,11 +700,11 @@ def _newest(versions: Sequence[str]) -> str:
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]
 
 
-def _spec_of(tensor: Any) -> TensorSpec:
-    return TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape)[1:])
+def _spec_of(tensor: Any) -> TensorMetadata:
+    return TensorMetadata(tensor.name, tensor.datatype, tuple(tensor.shape)[1:])
 
 
 def _translated(exc: grpc.aio.AioRpcError, endpoint: str, number: str = "") -> RequestFailed:
     hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
     details = exc.details() or exc.code().name
-    return failure_of(exc.code(), f"{details} (request {number})" if number else details, hint, endpoint)
+    return failure_from_status(exc.code(), f"{details} (request {number})" if number else details, hint, endpoint)

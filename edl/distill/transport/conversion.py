@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.transport.schema import ModelSpec, TensorSpec
+from edl.distill.transport.schema import ModelSpec, TensorMetadata
 from edl.errors import SourceError
 from edl.protocol import tensors
 from edl.protocol.tensors import Array
@@ -32,7 +32,7 @@ def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Arr
     return {name: _as_wanted(fields[name], wanted, spec.name) for name, wanted in spec.inputs.items()}
 
 
-def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
+def _as_wanted(array: Array, wanted: TensorMetadata, model: str) -> Array:
     if not wanted.fits(array.shape[1:]):
         raise SourceError(
             f"input {wanted.name!r} has rows of shape {list(array.shape[1:])}; "
@@ -53,7 +53,7 @@ def _as_wanted(array: Array, wanted: TensorSpec, model: str) -> Array:
     return _refuse(array, wanted, model, lost) if lost is not None else converted
 
 
-def _as_bfloat16(array: Array, wanted: TensorSpec, model: str) -> Array:
+def _as_bfloat16(array: Array, wanted: TensorMetadata, model: str) -> Array:
     if array.dtype.kind not in "iuf":
         return _refuse(array, wanted, model)
     with np.errstate(over="ignore"):
@@ -110,7 +110,7 @@ def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:
     return int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
 
 
-def _refuse(array: Array, wanted: TensorSpec, model: str, value: str = "") -> Array:
+def _refuse(array: Array, wanted: TensorMetadata, model: str, value: str = "") -> Array:
     what = f"holds {value} as {array.dtype}" if value else f"is {array.dtype}"
     raise SourceError(
         f"input {wanted.name!r} {what}; model {model!r} wants {wanted.datatype}, "

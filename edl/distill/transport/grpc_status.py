@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.protocol.transport import grpc
 
-__all__ = ["NOT_LET_IN", "RequestFailed", "failure_of"]
+__all__ = ["ACCESS_DENIED", "RequestFailed", "failure_from_status"]
 
 _REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -15,7 +15,7 @@ _REJECTED = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.OUT_OF_RANGE,
 }
-NOT_LET_IN = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 """Not about the request, whose labels another teacher gives: this one does not take the student, or no more."""
 
 
@@ -33,11 +33,11 @@ class RequestFailed(Exception):
     """A request, or the attempt to connect, came to nothing."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
-        self.failure = Failure(kind, message, retry_after_s)
+        self.failure = RequestFailure(kind, message, retry_after_s)
         super().__init__(self.failure.message)
 
 
-def failure_of(
+def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
     """The failure that a status stands for.
@@ -56,7 +56,7 @@ def failure_of(
         return RequestFailed(FailureKind.OVERLOADED, message)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return RequestFailed(FailureKind.TIMEOUT, message)
-    if code in NOT_LET_IN:
+    if code in ACCESS_DENIED:
         return RequestFailed(
             FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
         )

@@ -22,7 +22,7 @@ __all__ = [
     "HEADER_NBYTES",
     "MESSAGE_LIMITS",
     "MessageLimits",
-    "answer_nbytes",
+    "max_answer_nbytes",
     "channel_options",
     "rows_that_fit",
 ]
@@ -56,7 +56,7 @@ class MessageLimits:
 MESSAGE_LIMITS = MessageLimits()
 
 
-def answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
+def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
     """Bytes that an answer of this model may have, for the most rows in a request; the limit if its metadata do not
     tell."""
     row = 0.0

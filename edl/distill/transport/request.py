@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edl.distill.transport.schema import Ask, datatype_asked
-from edl.distill.transport.shm import Arena, Slot
+from edl.distill.transport.schema import OutputSpec, kserve_datatype
+from edl.distill.transport.shm import Arena, ShmSlot
 from edl.errors import SourceError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.tensors import Array
@@ -28,7 +28,7 @@ class Payload:
     rows: int
     inputs: tuple[tuple[str, str, tuple[int, ...]], ...]  # name, datatype, shape with rows
     raw: Sequence[codec.Buffer]
-    slot: Slot | None = None
+    slot: ShmSlot | None = None
     traceparent: str = ""
 
     @property
@@ -71,7 +71,7 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
 
 
 def request_header(
-    ask: Ask, model: str, payload: Payload, *, compressed: bool, region: str | None, version: str = ""
+    output_spec: OutputSpec, model: str, payload: Payload, *, compressed: bool, region: str | None, version: str = ""
 ) -> bytes:
     """A serialized ModelInferRequest with everything but raw tensors.
 
@@ -91,12 +91,12 @@ def request_header(
             tensor.parameters[names.SHM_OFFSET].int64_param = at
             tensor.parameters[names.SHM_NBYTES].int64_param = nbytes
             at += nbytes
-    outputs = ask.outputs
-    if ask.top_k is not None and compressed:
-        header.parameters[names.TOP_K].int64_param = ask.top_k
-        header.parameters[names.TEMPERATURE].double_param = ask.temperature
-    if ask.dtype is not None:
-        header.parameters[names.DTYPE].string_param = datatype_asked(ask.dtype)
+    outputs = output_spec.outputs
+    if output_spec.top_k is not None and compressed:
+        header.parameters[names.TOP_K].int64_param = output_spec.top_k
+        header.parameters[names.TEMPERATURE].double_param = output_spec.temperature
+    if output_spec.dtype is not None:
+        header.parameters[names.DTYPE].string_param = kserve_datatype(output_spec.dtype)
     for name in outputs:
         header.outputs.add(name=name)
     return bytes(header.SerializeToString())

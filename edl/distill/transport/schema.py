@@ -11,7 +11,7 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
 
-__all__ = ["Ask", "ModelSpec", "Outputs", "Reply", "TensorSpec", "check_version", "datatype_asked"]
+__all__ = ["OutputSpec", "ModelSpec", "Outputs", "Reply", "TensorMetadata", "check_version", "kserve_datatype"]
 
 Outputs = dict[str, Array | TopK]
 
@@ -34,7 +34,7 @@ def check_version(version: object) -> None:
 
 
 @dataclass(frozen=True)
-class Ask:
+class OutputSpec:
     """What a student wants of a teacher for each request.
 
     Attributes:
@@ -67,7 +67,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorMetadata:
     """One input or output of a model. `shape` is without the rows; -1 is any size."""
 
     name: str
@@ -97,13 +97,13 @@ class ModelSpec:
 
     name: str
     version: str
-    inputs: Mapping[str, TensorSpec]
-    outputs: Mapping[str, TensorSpec]
+    inputs: Mapping[str, TensorMetadata]
+    outputs: Mapping[str, TensorMetadata]
     max_rows: int = 0
     max_nbytes: int = 0
     versions: tuple[str, ...] = ()
 
 
-def datatype_asked(dtype: Literal["float16", "float32"]) -> str:
+def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:
     """KServe's name of a dtype that is asked for."""
     return "FP16" if dtype == "float16" else "FP32"

@@ -24,7 +24,7 @@ import numpy as np
 from edl.protocol import names
 from edl.protocol.tensors import Array
 
-__all__ = ["Arena", "Region", "Slot"]
+__all__ = ["Arena", "ShmRegion", "ShmSlot"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -34,7 +34,7 @@ _PAGE = 4096
 _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
-class Region:
+class ShmRegion:
     """One shared-memory file, cut into slots of one size."""
 
     def __init__(self, slot_nbytes: int, slots: int) -> None:
@@ -70,10 +70,10 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ShmSlot:
     """`nbytes` bytes at `offset` of `region`; the owner's alone until given back."""
 
-    region: Region
+    region: ShmRegion
     offset: int
     nbytes: int
 
@@ -89,13 +89,13 @@ class Arena:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._regions: list[Region] = []
-        self._free: dict[int, list[Slot]] = {}  # by slot size
+        self._regions: list[ShmRegion] = []
+        self._free: dict[int, list[ShmSlot]] = {}  # by slot size
         self._closed = False
         self._said = False
         _sweep()
 
-    def take(self, nbytes: int) -> Slot | None:
+    def take(self, nbytes: int) -> ShmSlot | None:
         """A slot of at least `nbytes`; None where the limit or the machine's shared memory is used up."""
         size = max(-(-nbytes // _PAGE), 1) * _PAGE
         with self._lock:
@@ -104,9 +104,9 @@ class Arena:
             if not self._free.get(size) and not self._grow(size):
                 return None
             slot = self._free[size].pop()
-        return Slot(slot.region, slot.offset, nbytes)
+        return ShmSlot(slot.region, slot.offset, nbytes)
 
-    def give(self, slot: Slot) -> None:
+    def give(self, slot: ShmSlot) -> None:
         """Take a slot back; its contents may be overwritten from now on."""
         with self._lock:
             if not self._closed:
@@ -127,14 +127,14 @@ class Arena:
         if slots < 1:
             return False
         try:
-            region = Region(size, slots)
+            region = ShmRegion(size, slots)
         except OSError as exc:
             if not self._said:
                 self._said = True
                 logger.info("no shared memory for teachers on this host, what it lacks room for is sent: %s", exc)
             return False
         self._regions.append(region)
-        self._free.setdefault(size, []).extend(Slot(region, index * size, size) for index in range(slots))
+        self._free.setdefault(size, []).extend(ShmSlot(region, index * size, size) for index in range(slots))
         return True
 
 

@@ -13,13 +13,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from edl.distill.dispatch.actions import Failure, FailureKind
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.grpc_status import RequestFailed
-from edl.distill.transport.shm import Region
+from edl.distill.transport.shm import ShmRegion
 from edl.protocol import kserve
 from edl.protocol.transport import grpc
 
-__all__ = ["Names", "Registrations", "is_about_memory"]
+__all__ = ["RegionNames", "ShmRegistrations", "is_about_memory"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -27,11 +27,11 @@ _UNREGISTER_S = 0.5
 """How long the end of a connection waits for the teacher to let go: a teacher of ours sweeps what is left then."""
 _UNREGISTER_AGAIN_S = 0.02  # Triton refuses while it computes a request in the region, which takes about as long
 
-Names = dict[str, str]
+RegionNames = dict[str, str]
 """By the region's own name in /dev/shm: under which name a teacher knows it."""
 
 
-class Registrations:
+class ShmRegistrations:
     """Of one connection. On the event loop.
 
     A name is random, so that whoever does not know it cannot name the memory, and each teacher gets another one, so
@@ -43,16 +43,16 @@ class Registrations:
         names: of this teacher, also on connections before this one. Triton takes no memory under a second name.
     """
 
-    def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: Names) -> None:
+    def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
         self._call, self._endpoint, self._names = call, endpoint, names
-        self._known: Names = {}
+        self._known: RegionNames = {}
         self._registering = asyncio.Lock()
 
-    def name_of(self, region: Region) -> str | None:
+    def name_of(self, region: ShmRegion) -> str | None:
         """The name under which the teacher knows a region, None if it does not."""
         return self._known.get(region.name)
 
-    async def register(self, region: Region, deadline: float) -> str | None:
+    async def register(self, region: ShmRegion, deadline: float) -> str | None:
         """Tell the teacher of a region, once.
 
         Returns:
@@ -65,7 +65,7 @@ class Registrations:
             known = self._known.get(region.name)
             return known if known is not None else await self._register(region, deadline)
 
-    async def register_again(self, region: Region, lost: str, deadline: float) -> str | None:
+    async def register_again(self, region: ShmRegion, lost: str, deadline: float) -> str | None:
         """As `register`, after the teacher has said that it knows no region of the name `lost`. Once, however many
         requests hear that."""
         async with self._registering:
@@ -86,7 +86,7 @@ class Registrations:
         deadline = time.monotonic() + _UNREGISTER_S
         await asyncio.gather(*(self._let_go(name, deadline) for name in names))
 
-    async def _register(self, region: Region, deadline: float) -> str | None:
+    async def _register(self, region: ShmRegion, deadline: float) -> str | None:
         name = self._names.setdefault(region.name, f"edl-{secrets.token_hex(12)}")
         request = kserve.SystemSharedMemoryRegisterRequest(name=name, key=region.key, byte_size=region.nbytes)
         try:
@@ -117,7 +117,7 @@ class Registrations:
         logger.info("%s has not let go of shared memory of this student in time", self._endpoint)
 
 
-def is_about_memory(failure: Failure, name: str) -> bool:
+def is_about_memory(failure: RequestFailure, name: str) -> bool:
     """Whether a request may have failed because the teacher lost the region `name`, and not for what it asks.
 
     Servers use various codes, but say what it is about: "Unable to find shared memory region: 'edl-…'" (Triton).

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from edl.distill.dispatch.actions import Failure, FailureKind
-from edl.distill.transport.grpc_status import RequestFailed, failure_of
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.transport.grpc_status import RequestFailed, failure_from_status
 from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError
 from edl.protocol import bundles, codec, kserve, names
@@ -22,11 +22,11 @@ from edl.protocol.channel import Metadata
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 
-__all__ = ["Answer", "InferStream", "explained"]
+__all__ = ["RawResponse", "InferStream", "compression_hint"]
 
-Answer: TypeAlias = tuple[bytes, list[memoryview]]
+RawResponse: TypeAlias = tuple[bytes, list[memoryview]]
 """An answer's header, serialized and without its id, and its `raw_output_contents`."""
-Done: TypeAlias = Callable[[Answer | Failure | None], None]
+Done: TypeAlias = Callable[[RawResponse | RequestFailure | None], None]
 """Called once, on the event loop, with what became of a request; with None if it was cancelled."""
 
 _CLOSE_S = 0.5
@@ -41,7 +41,7 @@ _CANCEL = kserve.ModelInferRequest(
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _PendingRequest:
     """A request without an answer."""
 
     done: Done
@@ -86,7 +86,7 @@ class InferStream:
             own.append((names.BUNDLES, "1"))
         self._call: Any = method(metadata=(*metadata, *own))
         self._in_bundles = in_bundles
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _PendingRequest] = {}
         self._outbox: deque[str] = deque()
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class InferStream:
         number = next(self._ids)
         deadline = self._loop.time() + timeout_s
         nbytes = len(header) + sum([memoryview(part).nbytes for part in raw])
-        self._waiting[number] = _Waiting(done, header, raw, nbytes, deadline, timeout_s)
+        self._waiting[number] = _PendingRequest(done, header, raw, nbytes, deadline, timeout_s)
         self._expect(deadline)
         self._queue(number)
         return number
@@ -122,7 +122,7 @@ class InferStream:
         """Tell the server that nobody waits any more. Does nothing for a request that is done."""
         self._end(number, None)
 
-    async def ask(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> Answer:
+    async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> RawResponse:
         """`start`, and wait for the answer. Cancelling cancels the request.
 
         Raises:
@@ -130,20 +130,20 @@ class InferStream:
         """
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the stream has ended")
-        future: asyncio.Future[Answer | Failure | None] = self._loop.create_future()
+        future: asyncio.Future[RawResponse | RequestFailure | None] = self._loop.create_future()
         number = self.start(header, raw, timeout_s, functools.partial(_hand_over, future))
         try:
             answer = await future
         finally:
             self.cancel(number)
-        if isinstance(answer, Failure):  # as a result: an exception in the future would be a cycle
+        if isinstance(answer, RequestFailure):  # as a result: an exception in the future would be a cycle
             raise RequestFailed(answer.kind, answer.message, answer.retry_after_s)
         assert answer is not None, "only this coroutine knows the number"
         return answer
 
     async def close(self) -> None:
         """End the stream; requests under way end with LOST."""
-        self._break(Failure(FailureKind.LOST, f"{self._endpoint}: the connection was closed"))
+        self._break(RequestFailure(FailureKind.LOST, f"{self._endpoint}: the connection was closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,7 +155,7 @@ class InferStream:
         if not self._wake.is_set():
             self._wake.set()
 
-    def _end(self, number: str, why: Failure | None) -> None:
+    def _end(self, number: str, why: RequestFailure | None) -> None:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             if waiting.written:
@@ -175,11 +175,11 @@ class InferStream:
         for number, waiting in list(self._waiting.items()):
             if waiting.deadline <= now:
                 words = f"{self._endpoint}: no answer within {waiting.timeout_s:g} s (request {number})"
-                self._end(number, Failure(FailureKind.TIMEOUT, words))
+                self._end(number, RequestFailure(FailureKind.TIMEOUT, words))
         if self._waiting:
             self._expect(min(waiting.deadline for waiting in self._waiting.values()))
 
-    def _break(self, failure: Failure) -> None:
+    def _break(self, failure: RequestFailure) -> None:
         if self.broken:
             return
         self.broken = True
@@ -248,22 +248,22 @@ class InferStream:
     # In
 
     async def _read(self) -> None:
-        failure = Failure(FailureKind.LOST, f"{self._endpoint} ended the stream")
+        failure = RequestFailure(FailureKind.LOST, f"{self._endpoint} ended the stream")
         data = b""
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
                 self._take(data)
                 data = b""  # the next one may be long in coming: an answer that was taken would stay for as long
         except grpc.aio.AioRpcError as exc:
-            failure = Failure(_kind_of(exc.code()), f"{self._endpoint}: {exc.details() or exc.code().name}")
+            failure = RequestFailure(_kind_of(exc.code()), f"{self._endpoint}: {exc.details() or exc.code().name}")
             hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
-            found = failure_of(exc.code(), exc.details() or "", hint, self._endpoint).failure
+            found = failure_from_status(exc.code(), exc.details() or "", hint, self._endpoint).failure
             if found.kind is FailureKind.OVERLOADED and exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 failure, self.refused = found, True
             elif found.kind is FailureKind.BAD_OUTPUT:
                 failure = found
         except ProtocolError as exc:
-            failure = Failure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}{explained(data)}")
+            failure = RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}{compression_hint(data)}")
         finally:
             self._break(failure)
 
@@ -273,30 +273,32 @@ class InferStream:
             if waiting is None:
                 continue  # nobody waits for it any more
             self.answering = number
-            answer: Answer | Failure = (header, raw)
+            answer: RawResponse | RequestFailure = (header, raw)
             if error:
                 try:
                     answer = self._failure(header, f"{error} (request {number})")
                 except ProtocolError as exc:
-                    answer = Failure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}")
+                    answer = RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}")
             waiting.done(answer)
 
-    def _failure(self, header: bytes, error: str) -> Failure:
+    def _failure(self, header: bytes, error: str) -> RequestFailure:
         parameters = codec.parse_response(header).parameters
         name = parameters[names.STATUS].string_param if names.STATUS in parameters else ""
         hint = parameters[names.RETRY_AFTER].int64_param if names.RETRY_AFTER in parameters else None
         code = grpc.StatusCode.__members__.get(name, grpc.StatusCode.UNKNOWN)
-        return failure_of(code, error, hint, self._endpoint).failure
+        return failure_from_status(code, error, hint, self._endpoint).failure
 
 
-def explained(data: Buffer) -> str:
+def compression_hint(data: Buffer) -> str:
     """Why an answer that is no message may be none; empty if that is not known."""
     return (
         " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
     )
 
 
-def _hand_over(future: asyncio.Future[Answer | Failure | None], answer: Answer | Failure | None) -> None:
+def _hand_over(
+    future: asyncio.Future[RawResponse | RequestFailure | None], answer: RawResponse | RequestFailure | None
+) -> None:
     if not future.done():
         future.set_result(answer)
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from edl.distill.dispatch.actions import FailureKind
-from edl.distill.engine.event_loop import LoopThread
+from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.transport.client import RequestFailed, TeacherClient
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 
@@ -32,11 +32,11 @@ WithClient: TypeAlias = Callable[[LocalTeacher, Callable[[TeacherClient], Awaita
 @pytest.fixture
 def with_client() -> Iterator[WithClient]:
     """Runs a coroutine with a connection to a teacher, and sees that closing it leaves no task behind."""
-    thread = LoopThread.acquire()
+    thread = EventLoopThread.acquire()
 
     async def run(teacher: LocalTeacher, test: Callable[[TeacherClient], Awaitable[None]]) -> None:
         before = asyncio.all_tasks()
-        client = TeacherClient(teacher.endpoint, Ask(("y",)))
+        client = TeacherClient(teacher.endpoint, OutputSpec(("y",)))
         try:
             await client.open(20)
             await test(client)
@@ -225,10 +225,10 @@ def test_a_connection_may_be_closed_while_a_request_is_sent(start: Start, with_c
 
 
 def test_a_server_that_knows_no_dtypes_gives_no_infinities_either() -> None:
-    thread = LoopThread.acquire()
+    thread = EventLoopThread.acquire()
 
     async def cast() -> Any:
-        client = TeacherClient("127.0.0.1:1", Ask(("y",), dtype="float16"))
+        client = TeacherClient("127.0.0.1:1", OutputSpec(("y",), dtype="float16"))
         try:
             return client._checked("y", {"y": np.array([[-1e9, 1e9, np.inf, 2]], np.float32)}, 1)
         finally:

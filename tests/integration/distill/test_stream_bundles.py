@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.actions import Failure
+from edl.distill.dispatch.actions import RequestFailure
 from edl.distill.transport import stream as stream_module
 from edl.distill.transport.client import TeacherClient
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import Ask
-from edl.distill.transport.stream import Answer, InferStream
+from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.stream import InferStream, RawResponse
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
@@ -71,7 +71,7 @@ def with_stream(in_bundles: bool, test: Callable[[InferStream, Recorder], Awaita
 async def ask_all(stream: InferStream, tensors: list[bytes]) -> None:
     """Start them in one turn of the loop, and see that each gets its own answer."""
     loop = asyncio.get_running_loop()
-    found: list[asyncio.Future[Answer | Failure | None]] = [loop.create_future() for _ in tensors]
+    found: list[asyncio.Future[RawResponse | RequestFailure | None]] = [loop.create_future() for _ in tensors]
     for tensor, future in zip(tensors, found, strict=True):
         stream.start(b"", [tensor], TIMEOUT_S, future.set_result)
     for tensor, future in zip(tensors, found, strict=True):
@@ -137,7 +137,7 @@ def test_bundles_are_sent_to_servers_that_announce_them(
         monkeypatch.setattr(names, "EXTENSION_BUNDLE", "not announced")
 
     async def run() -> None:
-        client = TeacherClient(teacher.endpoint, Ask(("y",)))
+        client = TeacherClient(teacher.endpoint, OutputSpec(("y",)))
         try:
             await client.open(TIMEOUT_S)
             payloads = [
@@ -210,8 +210,8 @@ def test_a_request_joined_ahead_is_cancelled(monkeypatch: pytest.MonkeyPatch) ->
 
     async def test(stream: InferStream, recorder: Recorder) -> None:
         loop = asyncio.get_running_loop()
-        kept: asyncio.Future[Answer | Failure | None] = loop.create_future()
-        ends: list[Answer | Failure | None] = []
+        kept: asyncio.Future[RawResponse | RequestFailure | None] = loop.create_future()
+        ends: list[RawResponse | RequestFailure | None] = []
         stream.start(b"", [b"a" * (2 << 20)], TIMEOUT_S, kept.set_result)
         number = stream.start(b"", [b"b" * (2 << 20)], TIMEOUT_S, ends.append)
         while not stream._waiting[number].written:  # noqa: ASYNC110 - nothing tells that a message was joined

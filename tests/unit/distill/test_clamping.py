@@ -9,8 +9,8 @@ import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.compress import top_k
-from edl.distill.engine.compatibility import Agreement
-from edl.distill.transport.schema import Ask, ModelSpec, TensorSpec
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 
 LARGE = np.array([[1e6, 2.0, -1e9]], np.float32)
 
@@ -20,10 +20,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def answered(datatype: str, *answers: Any) -> None:
-    known = Agreement("speech", Ask(("y",), dtype="float16"))
-    known.spec = ModelSpec("m", "1", {}, {"y": TensorSpec("y", datatype, (3,))})
+    known = TeacherCompatibility("speech", OutputSpec(("y",), dtype="float16"))
+    known.spec = ModelSpec("m", "1", {}, {"y": TensorMetadata("y", datatype, (3,))})
     for answer in answers:
-        assert known.misfit("t", [("x", "FP32", (1, 3))], {"y": answer}) is None
+        assert known.check_output("t", [("x", "FP32", (1, 3))], {"y": answer}) is None
 
 
 def test_clamped_answers_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:

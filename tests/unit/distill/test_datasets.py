@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill.datasets import Data, open_data
+from edl.distill.datasets import LabelDataset, open_data
 from edl.errors import SettingsError, SourceError
 
 SAMPLES = """
@@ -85,7 +85,7 @@ def but(*known: Any) -> Callable[[Sequence[Any]], Any]:
     return lambda ids: np.array([sample in known for sample in ids], bool)
 
 
-def rows(data: Data, *known: Any, batch: int = 4) -> tuple[list[Any], np.ndarray, list[int]]:  # type: ignore[type-arg]
+def rows(data: LabelDataset, *known: Any, batch: int = 4) -> tuple[list[Any], np.ndarray, list[int]]:  # type: ignore[type-arg]
     """All ids, all values of the only input, and the sizes of the batches."""
     (name,) = data.inputs
     batches = list(data.batches(batch, but(*known)))

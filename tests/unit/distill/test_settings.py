@@ -12,7 +12,7 @@ import pytest
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.losses import DistillLoss
 from edl.distill.torch import distill
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
@@ -25,13 +25,13 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Options, {"memory_bytes": 1e9}, r"memory_bytes=1000000000\.0: must be a whole number"),
     (Options, {"memory_bytes": 5}, r"memory_bytes=5: must"),
     (Options, {"policy": "fast"}, r"policy='fast': expected an edl\.distill\.actions\.Policy"),
-    (Ask, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
-    (Ask, {"outputs": ("y",), "temperature": float("inf")}, r"temperature=inf: must"),
-    (Ask, {"outputs": ("y",), "top_k": "3"}, r"top_k='3': must be a whole number of at least 1"),
-    (Ask, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
+    (OutputSpec, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
+    (OutputSpec, {"outputs": ("y",), "temperature": float("inf")}, r"temperature=inf: must"),
+    (OutputSpec, {"outputs": ("y",), "top_k": "3"}, r"top_k='3': must be a whole number of at least 1"),
+    (OutputSpec, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": "2"}, r"max_teachers='2': must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be a whole number of at least 1"),
-    (Ask, {"outputs": ("y",), "top_k": 2.5}, r"top_k=2\.5: must be a whole number of at least 1"),
+    (OutputSpec, {"outputs": ("y",), "top_k": 2.5}, r"top_k=2\.5: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "weight": "1"}, r"weight='1': must be a finite number above 0"),
     (DistillReader, {"ins": 3, "predicts": ["y"]}, r"ins=3: name at least one input"),

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from edl.distill.dispatch.actions import Failure
-from edl.distill.transport.stream import InferStream, _Waiting
+from edl.distill.dispatch.actions import RequestFailure
+from edl.distill.transport.stream import InferStream, _PendingRequest
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, tensors
 
@@ -249,10 +249,10 @@ def test_an_error_with_a_header_that_cannot_be_read_ends_its_request() -> None:
     stream._endpoint = "teacher:1"
     numbers = ("00000000", "00000001")
     stream._waiting = {
-        one: _Waiting(functools.partial(ended.__setitem__, one), b"", (), 0, 0.0, 1.0) for one in numbers
+        one: _PendingRequest(functools.partial(ended.__setitem__, one), b"", (), 0, 0.0, 1.0) for one in numbers
     }
     header = codec.id_field("00000000") + b"\x0a\x01\xff"  # a model's name that is no UTF-8
     stream._take(b"\x0a\x01x" + b"\x12" + bytes([len(header)]) + header)
     stream._take(codec.join_streamed_response(b"", [b"tensor"], codec.id_field("00000001")))
-    assert isinstance(ended["00000000"], Failure)
+    assert isinstance(ended["00000000"], RequestFailure)
     assert isinstance(ended["00000001"], tuple)

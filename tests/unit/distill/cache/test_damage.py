@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.cache.layout import RowLayout
-from edl.distill.cache.segment import BadSegmentError, Handles, Segment, encode
+from edl.distill.cache.segment import BadSegmentError, FileHandles, Segment, encode
 from edl.distill.compress import TopK, top_k
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.protocol.names import top_k_names
 from tests.unit.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
 
@@ -101,7 +101,7 @@ def test_damaged_bytes_never_do_worse_than_to_be_refused(whole_file: Path, tmp_p
         damaged[at] = data.draw(st.integers(0, 255))
     path = tmp_path / "damaged.safetensors"
     path.write_bytes(damaged)
-    handles = Handles()
+    handles = FileHandles()
     try:
         segment = Segment.open(path, KEY.folder, handles)
     except BadSegmentError:
@@ -181,14 +181,14 @@ def test_files_without_checksums_are_read_as_before(tmp_path: Path, warnings_of:
 def test_top_k_labels_are_found_again_whatever_type_of_number_the_temperature_was(
     tmp_path: Path, temperature: Any
 ) -> None:
-    ask = Ask(("logits",), top_k=2, temperature=temperature)
+    output_spec = OutputSpec(("logits",), top_k=2, temperature=temperature)
     labels = top_k(np.arange(12, dtype=np.float32).reshape(3, 4), 2, 4.0)
     labels = TopK(labels.ids, labels.values, labels.tail_lse, temperature, 4)
-    key = CacheKey("resnet", "1", ("logits",), top_k=2, temperature=ask.temperature)
+    key = CacheKey("resnet", "1", ("logits",), top_k=2, temperature=output_spec.temperature)
     with SoftLabelCache(0, tmp_path) as cache:
         cache.view(key).put([1, 2, 3], {"logits": labels})
         cache.flush(timeout_s=10)
-    assert (type(ask.temperature), type(labels.temperature)) == (float, float)
+    assert (type(output_spec.temperature), type(labels.temperature)) == (float, float)
     with SoftLabelCache(0, tmp_path) as cache:
         found = cache.view(key).get([1, 2, 3])
         assert found.complete
@@ -201,4 +201,4 @@ def test_a_files_checksum_is_that_of_the_text_in_it(tmp_path: Path) -> None:
     layout = RowLayout.of(arrays, {"y": (4, 10)})
     file = tmp_path / "a.safetensors"
     file.write_bytes(encode("n", layout, [1], layout.pack(arrays)))
-    assert Segment.open(file, "n", Handles()).layout == layout
+    assert Segment.open(file, "n", FileHandles()).layout == layout

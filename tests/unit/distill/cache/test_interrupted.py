@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
-from edl.distill.cache.folder import Folder
+from edl.distill.cache.folder import SegmentFolder
 from edl.errors import ClosedError
 from tests.interrupting import InterruptAt, deadline
 
@@ -20,13 +20,13 @@ KEY = CacheKey("m", "1", ("y",))
 
 
 def test_collected_cache_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, write = threading.Event(), Folder.write
+    go_on, write = threading.Event(), SegmentFolder.write
 
     def slow(*args: Any) -> Path:
         assert go_on.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(Folder, "write", slow)
+    monkeypatch.setattr(SegmentFolder, "write", slow)
     before = set(threading.enumerate())  # some of other tests' may still write
     cache = SoftLabelCache(path=tmp_path)
     cache.view(KEY).put([1], {"y": np.zeros((1, 4), np.float32)})

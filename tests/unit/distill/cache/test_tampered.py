@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edl.distill.cache import SoftLabelCache, load_labels
-from edl.distill.cache.segment import BadSegmentError, Handles, Segment
+from edl.distill.cache.segment import BadSegmentError, FileHandles, Segment
 from edl.errors import SettingsError
 from tests.unit.distill.cache.cached_rows import KEY, put, rows, segments
 
@@ -167,7 +167,7 @@ def test_headers_with_anything_in_them(tmp_path: Path, place: tuple[str, str], v
         header[place[0]] = value
     file = tmp_path / NAME
     file.write_bytes(file_of(json.dumps(header).encode(), DATA[: 64 - cut] if cut % 5 == 0 else DATA))
-    handles = Handles()
+    handles = FileHandles()
     with contextlib.suppress(BadSegmentError):
         segment = Segment.open(file, KEY.folder, handles)
         records = segment.read(handles, 0, len(segment.ids))

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 
 
@@ -67,7 +67,7 @@ class Simulation:
         actions: list[Action] = []
         for attempt in [a for a, teacher in self._on_way.items() if teacher == name]:
             del self._on_way[attempt]
-            actions += self.dispatcher.failed(attempt, Failure(FailureKind.LOST, "connection reset"), self.now)
+            actions += self.dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "connection reset"), self.now)
         return actions
 
     def run(self, until_s: float = 3600.0) -> None:
@@ -114,7 +114,7 @@ class Simulation:
                 teacher.sent.append(action.task)
                 self._on_way[action.attempt] = action.teacher
                 self.at(teacher.reply_at(self.now), lambda a=action: self._reply(a))
-            elif isinstance(action, Answer):
+            elif isinstance(action, Deliver):
                 assert action.task not in self.answers, "delivered twice"
                 self.answers[action.task] = action.teacher
                 self.latency[action.task] = self.now - self._added[action.task]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import SimTeacher, Simulation, sends, stragglers
@@ -175,7 +175,7 @@ def test_without_hedging_nothing_is_sent_twice() -> None:
 def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
     dispatcher = Dispatcher()
     (first,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(first.attempt, Failure(FailureKind.OVERLOADED, "queue full", 0.3), 0.1) == []
+    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "queue full", 0.3), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.4)
     assert dispatcher.tick(0.39) == []
     assert [send.task for send in sends(dispatcher.tick(0.41))] == [1]
@@ -196,7 +196,7 @@ def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
     first = sends(dispatcher.add(1, 0.0))
     for task in (2, 3, 4):
         dispatcher.add(task, 0.0)
-    again = sends(dispatcher.failed(first[0].attempt, Failure(FailureKind.OVERLOADED, "", 0.0), 0.1))
+    again = sends(dispatcher.failed(first[0].attempt, RequestFailure(FailureKind.OVERLOADED, "", 0.0), 0.1))
     again += sends(dispatcher.tick(0.2))
     assert again[0].task == 1
 
@@ -224,7 +224,7 @@ def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> No
         dispatcher.teacher_up("small", 0.0, 8)
         dispatcher.teacher_up("large", 0.0)
         (send,) = sends(dispatcher.add(1, 0.0, 20))
-        then = dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
+        then = dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1)
         if kind is FailureKind.REJECTED:
             assert [type(action) for action in then] == [GiveUp]
         else:
@@ -281,7 +281,7 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
                 per_teacher = sum(send.teacher == action.teacher for send in on_way.values())
                 assert per_teacher <= policy.window
                 assert sum(send.task == action.task for send in on_way.values()) <= 2
-            elif isinstance(action, Answer | GiveUp):
+            elif isinstance(action, Deliver | GiveUp):
                 assert action.task not in ended
                 ended.add(action.task)
 
@@ -320,7 +320,7 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
             if kind == "answer":
                 take(dispatcher.answered(attempt, now))  # type: ignore[arg-type]
             else:
-                take(dispatcher.failed(attempt, Failure(failure, "x"), now))  # type: ignore[arg-type]
+                take(dispatcher.failed(attempt, RequestFailure(failure, "x"), now))  # type: ignore[arg-type]
         assert dispatcher.hedged <= dispatcher.sent / 2
 
     # With one good teacher in the end, everything that is open is answered.
@@ -338,7 +338,7 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
         for attempt in list(on_way):
             if attempt in on_way and on_way[attempt].teacher != "good":
                 del on_way[attempt]
-                take(dispatcher.failed(attempt, Failure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
+                take(dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
         take(dispatcher.tick(now))  # type: ignore[arg-type]
     assert ended | dropped == set(range(added))
 
@@ -352,5 +352,5 @@ def test_a_connection_that_breaks_is_counted_once_and_forgotten_when_it_is_back(
     assert len(attempts) == 16
     dispatcher.teacher_down("a")
     for attempt in attempts:
-        dispatcher.failed(attempt, Failure(FailureKind.LOST, "reset"), 0.1)
+        dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "reset"), 0.1)
     assert len(sends(dispatcher.teacher_up("a", 0.2))) == 1, "at once, and one first to measure"

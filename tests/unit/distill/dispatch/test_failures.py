@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edl.distill.dispatch.actions import Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import sends
@@ -15,7 +15,7 @@ def test_a_task_that_one_teacher_fails_goes_to_another() -> None:
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "out of memory"), 0.1))
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "out of memory"), 0.1))
     assert second.task == 1
     assert second.teacher != first.teacher
 
@@ -25,8 +25,8 @@ def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
     for name in "abc":
         dispatcher.teacher_up(name, 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no input 'x'"), 0.1))
-    (end,) = dispatcher.failed(second.attempt, Failure(FailureKind.REJECTED, "no input 'x'"), 0.2)
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.1))
+    (end,) = dispatcher.failed(second.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.2)
     assert isinstance(end, GiveUp)
     assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
 
@@ -35,7 +35,7 @@ def test_the_only_teacher_is_believed_when_it_refuses() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
-    (end,) = dispatcher.failed(send.attempt, Failure(FailureKind.REJECTED, "no"), 0.1)
+    (end,) = dispatcher.failed(send.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1)
     assert isinstance(end, GiveUp)
 
 
@@ -44,7 +44,7 @@ def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "unknown model"), 0.1))
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "unknown model"), 0.1))
     dispatcher.answered(second.attempt, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
     assert dispatcher.live(0.2) == 1
@@ -54,7 +54,7 @@ def test_unusable_outputs_set_a_teacher_aside_at_once() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
-    dispatcher.failed(send.attempt, Failure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
+    dispatcher.failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
     assert dispatcher.live(0.1) == 0
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
@@ -68,7 +68,7 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
     for _ in range(5):
         while pending:
             now += 0.01
-            pending += sends(dispatcher.failed(pending.pop().attempt, Failure(FailureKind.ERROR, "boom"), now))
+            pending += sends(dispatcher.failed(pending.pop().attempt, RequestFailure(FailureKind.ERROR, "boom"), now))
         again = dispatcher.teachers["a"].closed_until
         pauses.append(round(again - now, 3))
         assert sends(dispatcher.tick(again - 0.01)) == []
@@ -89,7 +89,7 @@ def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say()
     dispatcher.teacher_down("b")
     dispatcher.teacher_up("a", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "once"), 0.1) == []
+    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "once"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.6)
     (again,) = sends(dispatcher.tick(0.6))
     assert (again.task, again.teacher) == (1, "a")
@@ -99,7 +99,7 @@ def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_i
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
     (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
     now, waits = 0.0, []
-    while not (end := dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "boom"), now)):
+    while not (end := dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "boom"), now)):
         again = dispatcher.next_event(now)
         assert again is not None
         waits.append(again - now)
@@ -114,7 +114,7 @@ def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: 
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_coming("good")
     (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1) == []
+    assert dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
     assert dispatcher.tick(5.0) == []
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
 
@@ -125,7 +125,7 @@ def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: Failure
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_coming("late")
     (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1) == []
+    assert dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(5.1), "a silent one is waited for no longer"
     now = 5.1 if gone == "silent" else 3.0
     if gone == "not connected":
@@ -154,7 +154,7 @@ def test_however_many_teachers_fail_at_it_first(kind: FailureKind) -> None:
     asked = []
     while pending:
         asked.append(pending[0].teacher)
-        actions = dispatcher.failed(pending[0].attempt, Failure(kind, "no"), 0.1)
+        actions = dispatcher.failed(pending[0].attempt, RequestFailure(kind, "no"), 0.1)
         pending = sends(actions)
         assert actions == pending, "it is not given up"
     assert sorted(asked) == ["a", "b", "c"]
@@ -166,11 +166,11 @@ def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.ERROR, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, Failure(FailureKind.ERROR, "no"), 0.2) == []
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.2) == []
     assert dispatcher.next_event(0.2) == pytest.approx(0.7)
     (third,) = sends(dispatcher.tick(0.7))
-    (end,) = dispatcher.failed(third.attempt, Failure(FailureKind.ERROR, "no"), 0.8)
+    (end,) = dispatcher.failed(third.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.8)
     assert isinstance(end, GiveUp)
 
 
@@ -180,7 +180,7 @@ def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     dispatcher.teacher_up("b", 0.0)
     dispatcher.set_aside("b", FailureKind.BAD_OUTPUT, "NaN", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.6)
     assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
 
@@ -191,10 +191,10 @@ def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
         dispatcher.teacher_up(name, 0.0, 8)
     dispatcher.teacher_up("small", 0.0, 1)
     (first,) = sends(dispatcher.add(1, 0.0, 8))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
     for send in (first, second):
         dispatcher.teacher_removed(send.teacher)
-    assert dispatcher.failed(second.attempt, Failure(FailureKind.LOST, "gone"), 0.2) == []
+    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.LOST, "gone"), 0.2) == []
     assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
 
 
@@ -205,12 +205,12 @@ def test_one_that_never_has_room_is_not_waited_for_without_an_end(kind: FailureK
     dispatcher.teacher_up("full", 0.0)
     (send,) = sends(dispatcher.add(1, 0.0))
     assert send.teacher == "a"
-    now, actions = 0.1, dispatcher.failed(send.attempt, Failure(kind, "no"), 0.1)
+    now, actions = 0.1, dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1)
     while not actions or (isinstance(actions[0], Send) and actions[0].teacher == "full"):
         assert now < 10
         if actions:
             (send,) = sends(actions)
-            actions = dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01)
+            actions = dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01)
         else:
             event = dispatcher.next_event(now)
             assert event is not None
@@ -235,8 +235,8 @@ def test_a_task_is_not_given_up_while_another_teacher_has_it_too() -> None:
     (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.wanted(50, 52.0))
     assert extra.extra
     dispatcher.teacher_draining("b")
-    assert dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 52.1) == []
-    assert isinstance(dispatcher.answered(extra.attempt, 52.2)[0], Answer)
+    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
+    assert isinstance(dispatcher.answered(extra.attempt, 52.2)[0], Deliver)
 
 
 def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
@@ -245,14 +245,14 @@ def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> No
     now, kind = 0.0, FailureKind.ERROR
     while now < 70:
         (send,) = pending
-        assert dispatcher.failed(send.attempt, Failure(kind, "no", 0.05), now) == []
+        assert dispatcher.failed(send.attempt, RequestFailure(kind, "no", 0.05), now) == []
         kind = FailureKind.OVERLOADED
         event = dispatcher.next_event(now)
         assert event is not None
         assert event <= now + 0.5
         now = event
         pending = sends(dispatcher.tick(now))
-    assert isinstance(dispatcher.answered(pending[0].attempt, now)[0], Answer)
+    assert isinstance(dispatcher.answered(pending[0].attempt, now)[0], Deliver)
 
 
 def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None:
@@ -264,7 +264,7 @@ def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None
         dispatcher.answered(send.attempt, latency_s)
     (first,) = sends(dispatcher.add(3, 1.0))
     assert first.teacher == "a"
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.OVERLOADED, "full", 0.1), 1.01))
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.1), 1.01))
     assert second.teacher == "b"
     dispatcher.answered(second.attempt, 1.11)
     assert [send.teacher for send in sends(dispatcher.add(4, 2.0))] == ["a"]
@@ -277,9 +277,9 @@ def test_one_that_comes_and_has_no_room_yet_is_asked_again() -> None:
         dispatcher.teacher_up(name, 0.0)
     pending = sends(dispatcher.add(1, 0.0))
     for _ in range(3):
-        pending = sends(dispatcher.failed(pending[0].attempt, Failure(FailureKind.ERROR, "no"), 0.1))
+        pending = sends(dispatcher.failed(pending[0].attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
     (send,) = sends(dispatcher.teacher_up("good", 1.0))
-    assert dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
+    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
 
 
 def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> None:
@@ -287,8 +287,8 @@ def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> N
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, Failure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
 
 
@@ -297,8 +297,8 @@ def test_what_one_refused_is_sent_again_where_there_was_an_error() -> None:
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, Failure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, Failure(FailureKind.ERROR, "boom"), 0.2) == []
+    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.ERROR, "boom"), 0.2) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.7))] == [second.teacher]
 
 
@@ -309,7 +309,7 @@ def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str)
     dispatcher.teacher_up("b", 0.0)
     dispatcher.teachers["b"].closed_until = 3.0
     (send,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, Failure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(3.0)
     go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
     go("b")
@@ -325,6 +325,6 @@ def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:
         now += 1
         assert now < 10
         dispatcher.teacher_down("a")
-        end = dispatcher.failed(pending[0].attempt, Failure(FailureKind.LOST, "reset"), now)
+        end = dispatcher.failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)

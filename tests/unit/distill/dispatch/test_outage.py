@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edl.distill.dispatch.outage import Outage, Outlook
+from edl.distill.dispatch.outage import Outage, OutageStatus
 
 TIMEOUT_S, REQUEST_S = 60.0, 20.0
 
@@ -10,10 +10,10 @@ TIMEOUT_S, REQUEST_S = 60.0, 20.0
 def test_a_time_without_teachers_is_said_recalled_and_ended() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.begin(100.0)
-    assert outage.look(100.0, 0) == Outlook(False, 110.0, ": waiting up to 60 s")
-    assert outage.look(105.0, 0) == Outlook(False, 110.0)
-    assert outage.look(110.5, 0) == Outlook(False, 120.5, " since 10 s")
-    assert outage.look(155.0, 0) == Outlook(False, 160.0, " since 55 s")
+    assert outage.look(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
+    assert outage.look(105.0, 0) == OutageStatus(False, 110.0)
+    assert outage.look(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
+    assert outage.look(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
     assert outage.look(160.0, 0).over
 
 
@@ -22,8 +22,8 @@ def test_a_teacher_that_comes_ends_it() -> None:
     outage.begin(0.0)
     outage.look(0.0, 0)
     outage.progress(50.0)
-    assert outage.look(50.0, 1) == Outlook(False, 55.0)
-    assert outage.look(70.0, 0) == Outlook(False, 80.0, ": waiting up to 60 s")
+    assert outage.look(50.0, 1) == OutageStatus(False, 55.0)
+    assert outage.look(70.0, 0) == OutageStatus(False, 80.0, ": waiting up to 60 s")
 
 
 def test_teachers_that_are_there_and_never_answer_are_waited_for_no_longer_than_a_request_more() -> None:
@@ -37,16 +37,16 @@ def test_teachers_that_are_there_and_never_answer_are_waited_for_no_longer_than_
 def test_a_silence_is_said_once_and_only_when_it_is_longer_than_usual() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.begin(0.0)
-    assert outage.look(0.0, 1) == Outlook(False, 5.0)
-    assert outage.look(5.0, 1) == Outlook(False, 80.0, silent_s=5.0)
-    assert outage.look(6.0, 1) == Outlook(False, 80.0)
+    assert outage.look(0.0, 1) == OutageStatus(False, 5.0)
+    assert outage.look(5.0, 1) == OutageStatus(False, 80.0, silent_s=5.0)
+    assert outage.look(6.0, 1) == OutageStatus(False, 80.0)
     outage.progress(10.0)
-    assert outage.look(16.0, 1) == Outlook(False, 30.0), "an answer takes ten seconds here"
-    assert outage.look(30.0, 1) == Outlook(False, 90.0, silent_s=20.0)
+    assert outage.look(16.0, 1) == OutageStatus(False, 30.0), "an answer takes ten seconds here"
+    assert outage.look(30.0, 1) == OutageStatus(False, 90.0, silent_s=20.0)
     outage.progress(31.0)
     outage.end()
     outage.begin(500.0)
-    assert outage.look(500.0, 1) == Outlook(False, 542.0), "a time without work is no silence"
+    assert outage.look(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
 
 
 def test_work_that_comes_after_a_time_without_waits_in_full() -> None:
@@ -55,4 +55,4 @@ def test_work_that_comes_after_a_time_without_waits_in_full() -> None:
     outage.look(0.0, 0)
     outage.end()
     outage.begin(1000.0)
-    assert outage.look(1000.0, 0) == Outlook(False, 1010.0, ": waiting up to 60 s")
+    assert outage.look(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s")

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Failure, FailureKind, Send
+from edl.distill.dispatch.actions import FailureKind, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
-from edl.distill.transport.grpc_status import failure_of
+from edl.distill.transport.grpc_status import failure_from_status
 from edl.protocol.transport import grpc
 
 BAD = ["nan", "-nan", "inf", "-inf", "1e999", "-1", "-5.5", "", "soon", "0x10", "9" * 5000, b"\xff", b"nan", -7, 0, "0"]
 
 
 def hint_s(hint: Any) -> float:
-    failed = failure_of(grpc.StatusCode.UNAVAILABLE, "full", hint, "h:1").failure
+    failed = failure_from_status(grpc.StatusCode.UNAVAILABLE, "full", hint, "h:1").failure
     assert failed.kind is FailureKind.OVERLOADED, "a hint of any kind says that the teacher is there, and full"
     return failed.retry_after_s
 
@@ -51,7 +51,7 @@ def test_without_a_hint_the_pause_grows(hint: float) -> None:
         sent += sum(isinstance(action, Send) for action in actions)
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.failed(action.attempt, Failure(FailureKind.OVERLOADED, "full", hint), now)
+            actions = dispatcher.failed(action.attempt, RequestFailure(FailureKind.OVERLOADED, "full", hint), now)
         event = dispatcher.next_event(now)
         assert event is not None, "it is asked again"
         assert event > now, "and not at once"
@@ -64,7 +64,7 @@ def test_a_burst_of_refusals_counts_once() -> None:
     dispatcher.teacher_up("a", 0.0)
     sends = [action for task in range(4) for action in dispatcher.add(task, 0.0) if isinstance(action, Send)]
     for send in sends:
-        dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full"), 0.0)
+        dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), 0.0)
     assert dispatcher.teachers["a"].closed_until == pytest.approx(0.05), f"after {len(sends)} refusals of one moment"
 
 
@@ -74,7 +74,7 @@ def test_an_answer_ends_the_growth() -> None:
     now = 0.0
     for task in range(20):
         (send,) = (action for action in dispatcher.add(task, now) if isinstance(action, Send))
-        dispatcher.failed(send.attempt, Failure(FailureKind.OVERLOADED, "full"), now)
+        dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), now)
         state = dispatcher.teachers["a"]
         assert state.closed_until == pytest.approx(now + 0.05), "each one was answered in the end"
         now = state.closed_until
@@ -91,7 +91,7 @@ def test_a_teacher_may_fail_for_days(kind: FailureKind) -> None:
     for _ in range(2500):
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.failed(action.attempt, Failure(kind, "no"), now)
+            actions = dispatcher.failed(action.attempt, RequestFailure(kind, "no"), now)
         event = dispatcher.next_event(now)
         assert event is not None, f"it is never asked again after {now:.0f} s"
         now, actions = event, dispatcher.tick(event)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from edl.distill.dispatch.actions import Action, Answer, Failure, FailureKind, GiveUp, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
 
@@ -38,7 +38,7 @@ class World:
     def __init__(self, courses: Sequence[Course], tasks_at: Sequence[float]) -> None:
         self.dispatcher = Dispatcher(Policy(window=4))
         self.now = 0.0
-        self.ended: dict[int, Answer | GiveUp] = {}
+        self.ended: dict[int, Deliver | GiveUp] = {}
         self.looks = 0
         self._courses = {f"t{number}": course for number, course in enumerate(courses)}
         self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
@@ -82,7 +82,7 @@ class World:
             return ()
         (self.dispatcher.teacher_down if course.goes == "breaks" else self.dispatcher.teacher_removed)(name)
         lost = [attempt for attempt, send in self._on_way.items() if send.teacher == name]
-        return [action for attempt in lost for action in self._reply(attempt, Failure(FailureKind.LOST, "gone"))]
+        return [action for attempt in lost for action in self._reply(attempt, RequestFailure(FailureKind.LOST, "gone"))]
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -90,7 +90,7 @@ class World:
                 course = self._courses[action.teacher]
                 self._on_way[action.attempt] = action
                 kind = next(self._answers[action.teacher])
-                failure = None if kind is None else Failure(kind, "no", 0.3)
+                failure = None if kind is None else RequestFailure(kind, "no", 0.3)
                 self.at(
                     self.now + course.service_s,
                     lambda attempt=action.attempt, failure=failure: self._reply(attempt, failure),  # type: ignore[misc]
@@ -99,7 +99,7 @@ class World:
                 assert action.task not in self.ended
                 self.ended[action.task] = action
 
-    def _reply(self, attempt: int, failure: Failure | None) -> Sequence[Action]:
+    def _reply(self, attempt: int, failure: RequestFailure | None) -> Sequence[Action]:
         if self._on_way.pop(attempt, None) is None:
             return ()
         if failure is None:
@@ -139,4 +139,4 @@ def test_one_bad_teacher_costs_no_task_where_a_good_one_is_there_or_comes(bad: C
     good = Course((None,), 0.05, 0.0, 4.9, None, "")
     world = World([bad, good], tasks_at)
     world.run()
-    assert {task for task, end in world.ended.items() if isinstance(end, Answer)} == set(range(len(tasks_at)))
+    assert {task for task, end in world.ended.items() if isinstance(end, Deliver)} == set(range(len(tasks_at)))

@@ -10,17 +10,17 @@ import pytest
 
 from edl.discovery.registry import Instance
 from edl.distill.compress import top_k
-from edl.distill.engine.compatibility import Agreement
-from edl.distill.transport.schema import Ask, ModelSpec, TensorSpec
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.errors import SettingsError
 
 
 def spec(*shape: int, inputs: tuple[int, ...] = (-1,)) -> ModelSpec:
-    return ModelSpec("m", "1", {"x": TensorSpec("x", "FP32", inputs)}, {"y": TensorSpec("y", "FP32", shape)})
+    return ModelSpec("m", "1", {"x": TensorMetadata("x", "FP32", inputs)}, {"y": TensorMetadata("y", "FP32", shape)})
 
 
-def agreement(known: ModelSpec | None, k: int | None = None) -> Agreement:
-    one = Agreement("s", Ask(("y",), top_k=k))
+def agreement(known: ModelSpec | None, k: int | None = None) -> TeacherCompatibility:
+    one = TeacherCompatibility("s", OutputSpec(("y",), top_k=k))
     one.spec = known
     return one
 
@@ -32,8 +32,8 @@ def answer(dtype: str) -> dict[str, Any]:
     return {"y": np.zeros((2, 9), dtype)}
 
 
-def words(one: Agreement, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)) -> str:
-    failure = one.misfit("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
+def words(one: TeacherCompatibility, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)) -> str:
+    failure = one.check_output("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
     return failure.message if failure is not None else ""
 
 
@@ -48,19 +48,19 @@ def test_only_what_the_metadata_fixes_must_agree() -> None:
 def test_an_epoch_begins_anew_when_none_is_left_whose_answers_were_like_the_first() -> None:
     one = agreement(spec(9))
     for teacher in ("a", "b"):
-        assert one.misfit(teacher, INPUTS, answer("float32")) is None
+        assert one.check_output(teacher, INPUTS, answer("float32")) is None
     one.left("a")
     one.begin_epoch()
-    assert one.misfit("c", INPUTS, answer("float16")) is not None, "b is left"
+    assert one.check_output("c", INPUTS, answer("float16")) is not None, "b is left"
     one.left("b")
-    assert one.misfit("c", INPUTS, answer("float16")) is None
-    assert one.misfit("d", INPUTS, answer("float32")) is not None
+    assert one.check_output("c", INPUTS, answer("float16")) is None
+    assert one.check_output("d", INPUTS, answer("float32")) is not None
     one.left("c")
-    assert one.misfit("d", INPUTS, answer("float32")) is not None, "some of this epoch's labels are float16"
+    assert one.check_output("d", INPUTS, answer("float32")) is not None, "some of this epoch's labels are float16"
     one.begin_epoch()
-    assert one.misfit("d", INPUTS, answer("float32")) is None
+    assert one.check_output("d", INPUTS, answer("float32")) is None
     one.begin_epoch()
-    assert one.misfit("d", INPUTS, answer("float16")) is None, "another server under the same name, unnoticed"
+    assert one.check_output("d", INPUTS, answer("float16")) is None, "another server under the same name, unnoticed"
 
 
 def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> None:
@@ -75,19 +75,21 @@ def test_top_k_has_k_classes_and_the_fixed_dimensions() -> None:
     inputs = [("x", "FP32", (2, 5))]
     for known, good, bad in (((-1, 9), (5, 9), None), ((3, 9), (3, 9), (4, 9)), ((-1, 2), (5, 2), None)):
         one = agreement(spec(*known), k=3)
-        assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, *good), "f4"), min(3, good[-1]))}) is None
+        assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, *good), "f4"), min(3, good[-1]))}) is None
         if bad is not None:
-            assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, *bad), "f4"), 3)}) is not None
+            assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, *bad), "f4"), 3)}) is not None
     one = agreement(spec(9), k=3)
-    assert one.misfit("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
+    assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
 
 
 def test_a_teacher_whose_metadata_fixes_other_sizes_is_not_connected() -> None:
     one, instance = agreement(spec(-1, 997)), Instance("s", "t", "127.0.0.1", 1)
-    assert one.unsuitable(instance, spec(-1, 997)) == ""
-    assert one.unsuitable(instance, spec(5, 997)) == ""
-    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in one.unsuitable(instance, spec(-1, 10))
-    assert "rows of shape [997]" in one.unsuitable(instance, spec(997))
+    assert one.incompatibility(instance, spec(-1, 997)) == ""
+    assert one.incompatibility(instance, spec(5, 997)) == ""
+    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in one.incompatibility(
+        instance, spec(-1, 10)
+    )
+    assert "rows of shape [997]" in one.incompatibility(instance, spec(997))
 
 
 def test_kept_labels_need_inputs_of_one_shape_only_where_labels_follow_them() -> None:
@@ -124,7 +126,7 @@ def specs(*versions: str) -> list[ModelSpec]:
     ],
 )
 def test_the_version_follows_the_live_teachers(live: list[str], version: str) -> None:
-    agreement = Agreement("s", Ask(("y",)))
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
     (agreement.spec,) = specs("1")
     agreement.follow(specs(*live))
     assert agreement.spec is not None
@@ -133,16 +135,16 @@ def test_the_version_follows_the_live_teachers(live: list[str], version: str) ->
 
 def test_another_version_may_give_another_dtype_and_take_another_length() -> None:
     one = agreement(spec(-1))
-    assert one.misfit("a", INPUTS, answer("float32")) is None
-    assert one.misfit("b", INPUTS, answer("float32")) is None
+    assert one.check_output("a", INPUTS, answer("float32")) is None
+    assert one.check_output("b", INPUTS, answer("float32")) is None
     one.check_cacheable({"x": np.zeros((2, 5), "f4")})
     one.follow([replace(spec(-1), version="2")])
-    assert one.misfit("c", INPUTS, answer("float16")) is None
+    assert one.check_output("c", INPUTS, answer("float16")) is None
     one.check_cacheable({"x": np.zeros((2, 8), "f4")})
 
 
 def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    agreement = Agreement("s", Ask(("y",)))
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
     (agreement.spec,) = specs("1")
     for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
         agreement.follow(specs(*live))
@@ -156,19 +158,19 @@ def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixt
 def test_a_teacher_of_another_version_is_warned_of_unless_its_version_is_about_to_be_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    agreement = Agreement("s", Ask(("y",)))
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
     (agreement.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
-    agreement.settling = True
-    assert agreement.unsuitable(other, specs("2")[0]) == ""
+    agreement.selecting_version = True
+    assert agreement.incompatibility(other, specs("2")[0]) == ""
     assert not caplog.records
-    agreement.settling = False
-    assert agreement.unsuitable(other, specs("2")[0]) == ""
+    agreement.selecting_version = False
+    assert agreement.incompatibility(other, specs("2")[0]) == ""
     assert "labels of two models are mixed" in caplog.text
 
 
 def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> None:
-    agreement = Agreement("s", Ask(("y",)))
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
     (agreement.spec,) = specs("1")
     for version in ("1", "2", "2", "1", "2", "3", ""):
         assert agreement.check_version("t", version) is None
@@ -178,18 +180,18 @@ def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_mixture_is_refused_where_told_to() -> None:
-    agreement = Agreement("s", Ask(("y",)), "refuse")
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)), "refuse")
     (agreement.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
     assert agreement.check_version("t", "1") is None
-    assert "version '2'" in agreement.unsuitable(other, specs("2")[0])
+    assert "version '2'" in agreement.incompatibility(other, specs("2")[0])
     failure = agreement.check_version("t", "2")
     assert failure is not None
     assert "labels are of '1'" in failure.message
     assert agreement.check_version("t", "") is not None, "an answer that does not say may be of any"
-    agreement.settling = True
-    assert agreement.unsuitable(other, specs("2")[0]) == "", "between two epochs all versions are looked at"
-    agreement.settling = False
+    agreement.selecting_version = True
+    assert agreement.incompatibility(other, specs("2")[0]) == "", "between two epochs all versions are looked at"
+    agreement.selecting_version = False
     agreement.follow(specs("2"))
     assert agreement.check_version("t", "2") is None
     assert agreement.refuses("1")
@@ -197,14 +199,14 @@ def test_a_mixture_is_refused_where_told_to() -> None:
 
 @pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
 def test_another_models_name_is_refused(mixed_versions: Any) -> None:
-    agreement = Agreement("s", Ask(("y",)), mixed_versions)
+    agreement = TeacherCompatibility("s", OutputSpec(("y",)), mixed_versions)
     (agreement.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
     dogs = [replace(spec, name="dogs") for spec in specs("1", "1", "2")]
-    for settling in (False, True):
-        agreement.settling = settling
+    for selecting_version in (False, True):
+        agreement.selecting_version = selecting_version
         for dog in dogs:
-            words = agreement.unsuitable(other, dog)
+            words = agreement.incompatibility(other, dog)
             assert "it serves model 'dogs'" in words, "two models are no versions of one, between two epochs as well"
             assert "'m'" in words
             assert "model=" in words, "the remedy is named"

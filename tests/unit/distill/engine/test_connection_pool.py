@@ -13,8 +13,8 @@ import pytest
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
-from edl.distill.engine.connection import Link
-from edl.distill.engine.connection_pool import Links
+from edl.distill.engine.connection import TeacherConnection
+from edl.distill.engine.connection_pool import ConnectionPool
 
 
 @dataclass
@@ -29,13 +29,13 @@ class FakeLink:
 
 
 class World:
-    """`Links` over fakes."""
+    """`ConnectionPool` over fakes."""
 
     def __init__(self) -> None:
         self.made: list[FakeLink] = []
-        self.dropped: list[Link] = []
+        self.dropped: list[TeacherConnection] = []
         self.dispatcher = Dispatcher(Policy())
-        self.links = Links("s", self.dispatcher, self._connect, self.dropped.append, self._spawn)
+        self.links = ConnectionPool("s", self.dispatcher, self._connect, self.dropped.append, self._spawn)
 
     def see(self, *ready: str, lapsed: str = "", revoked: str = "", draining: str = "", port: int = 1) -> None:
         """A new snapshot, of teachers with one letter each."""
@@ -57,7 +57,7 @@ class World:
         link = self.link(name)
         assert link is not None
         link.spec, link.state, link.why = None, "connecting", "reset"
-        self.links.lost(cast(Link, link))
+        self.links.lost(cast(TeacherConnection, link))
 
     def link(self, name: str) -> FakeLink | None:
         return cast("FakeLink | None", self.links.by_name.get(name))
@@ -67,9 +67,9 @@ class World:
         """Teachers that the dispatcher would give work."""
         return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.usable(1.0)))
 
-    def _connect(self, instance: Instance) -> Link:
+    def _connect(self, instance: Instance) -> TeacherConnection:
         self.made.append(FakeLink(instance))
-        return cast(Link, self.made[-1])
+        return cast(TeacherConnection, self.made[-1])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         coroutine.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.engine.counters import Tally
+from edl.distill.engine.counters import EngineCounters
 from edl.distill.metrics import export
 from edl.distill.stats import ReaderStats, merged
 from tests.interrupting import InterruptAt, deadline
@@ -17,7 +17,7 @@ from tests.interrupting import InterruptAt, deadline
 
 class Reader:
     def __init__(self) -> None:
-        self.tally = Tally()
+        self.tally = EngineCounters()
 
     def stats(self) -> ReaderStats:
         return self.tally.stats(Dispatcher(), lambda name: ("ready", ""), "")
@@ -99,7 +99,9 @@ def test_stats_within_stats() -> None:
         seen: list[ReaderStats] = []
         with (
             deadline(10, f"before line {number}"),
-            InterruptAt(number, lambda seen=seen: seen.append(reader.stats()), "distill/tally.py") as interrupt,  # type: ignore[misc]
+            InterruptAt(
+                number, lambda seen=seen: seen.append(reader.stats()), "distill/engine/counters.py"
+            ) as interrupt,  # type: ignore[misc]
         ):
             seen.append(reader.stats())
         assert all(stats == expected for stats in seen)

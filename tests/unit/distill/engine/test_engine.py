@@ -9,19 +9,21 @@ import numpy as np
 from edl.distill.dispatch.actions import Send
 from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.engine import Engine
-from edl.distill.engine.event_loop import LoopThread
-from edl.distill.engine.job import Job
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.engine.job import LabelJob
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 
 TIMEOUT_S = 20.0
 
 
 def test_a_request_that_is_cancelled_before_its_first_step_ends() -> None:
     """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
-    thread = LoopThread.acquire()
-    engine = Engine("x", Ask(outputs=("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=TIMEOUT_S)
-    job = Job(0, Payload.of({"x": np.zeros((2, 3), "float32")}, None), lambda *_: None, lambda: None, running=1)
+    thread = EventLoopThread.acquire()
+    engine = Engine(
+        "x", OutputSpec(outputs=("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=TIMEOUT_S
+    )
+    job = LabelJob(0, Payload.of({"x": np.zeros((2, 3), "float32")}, None), lambda *_: None, lambda: None, running=1)
 
     async def cancel_at_once() -> None:
         send = Send(attempt=7, task=0, teacher="gone", timeout_s=TIMEOUT_S, extra=False)

@@ -7,28 +7,28 @@ from collections.abc import Iterator
 
 import pytest
 
-from edl.distill.engine.event_loop import LoopThread, _Garbage
+from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
 
 
 @pytest.fixture(autouse=True)
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(LoopThread, "used", True)
+    monkeypatch.setattr(EventLoopThread, "used", True)
     assert gc.isenabled()
     yield
     gc.enable()
 
 
 def test_it_is_on_again_after_the_last_of_several_forks_at_once() -> None:
-    _Garbage.before()
-    _Garbage.before()
-    _Garbage.after_in_parent()
+    _GarbageGuard.before()
+    _GarbageGuard.before()
+    _GarbageGuard.after_in_parent()
     assert not gc.isenabled(), "a fork is still under way"
-    _Garbage.after_in_parent()
+    _GarbageGuard.after_in_parent()
     assert gc.isenabled()
 
 
 def test_it_stays_off_where_the_program_turned_it_off() -> None:
     gc.disable()
-    _Garbage.before()
-    _Garbage.after_in_parent()
+    _GarbageGuard.before()
+    _GarbageGuard.after_in_parent()
     assert not gc.isenabled()

@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from edl.distill.engine.event_loop import LoopThread
-from edl.distill.engine.job import Job
-from edl.distill.engine.job_queue import Inbox
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.engine.job import LabelJob
+from edl.distill.engine.job_queue import JobQueue
 from edl.distill.transport.request import Payload
 
 TIMEOUT_S = 20
@@ -30,12 +30,12 @@ class Demand:
 class Setup:
     """An inbox, and the numbers of the jobs that were taken out of it."""
 
-    thread: LoopThread
+    thread: EventLoopThread
     demand: Demand = field(default_factory=Demand)
     taken: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inbox = Inbox(self.thread, self.demand, lambda job: self.taken.append(job.number))
+        self.inbox = JobQueue(self.thread, self.demand, lambda job: self.taken.append(job.number))
 
     def put(self, *numbers: int) -> None:
         for number in numbers:
@@ -54,14 +54,14 @@ class Setup:
             time.sleep(0.001)
 
 
-def job(number: int) -> Job:
+def job(number: int) -> LabelJob:
     payload = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
-    return Job(number, payload, lambda result, version: None, lambda: None)
+    return LabelJob(number, payload, lambda result, version: None, lambda: None)
 
 
 @pytest.fixture
 def setup() -> Iterator[Setup]:
-    thread = LoopThread.acquire()
+    thread = EventLoopThread.acquire()
     yield Setup(thread)
     thread.release()
 
@@ -129,7 +129,7 @@ def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Set
     setup.demand.gathers = 4
     open_jobs = 0
 
-    def take(job: Job) -> None:
+    def take(job: LabelJob) -> None:
         nonlocal open_jobs
         setup.taken.append(job.number)
         open_jobs += 1
@@ -142,8 +142,8 @@ def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Set
         setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
         setup.inbox.look()
 
-    setup.inbox = Inbox(setup.thread, setup.demand, take)
+    setup.inbox = JobQueue(setup.thread, setup.demand, take)
     one = job(0)
     for number in range(count):
-        setup.inbox.put(Job(number, one.payload, one.done, one.started))
+        setup.inbox.put(LabelJob(number, one.payload, one.done, one.started))
     setup.until_taken(*range(count))

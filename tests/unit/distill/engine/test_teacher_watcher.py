@@ -10,7 +10,7 @@ import pytest
 
 from edl.discovery import open_registry
 from edl.discovery.registry import Instance, Snapshot
-from edl.distill.engine.teacher_watcher import Following
+from edl.distill.engine.teacher_watcher import TeacherWatcher
 from edl.distill.teachers import Teachers
 
 WAIT_S = 30.0
@@ -31,7 +31,7 @@ def test_teachers_are_followed_after_a_bug(tmp_path: Path, caplog: pytest.LogCap
             raise KeyError("a bug")
 
     with open_registry(url) as registry, registry.register(Instance("s", "a", "127.0.0.1", 1), 60.0):
-        following = Following(Teachers("s", discovery=url), changed)
+        following = TeacherWatcher(Teachers("s", discovery=url), changed)
         assert again.wait(WAIT_S), "the thread that follows the teachers is dead"
         following.close()
     (stale,) = [snapshot for snapshot in seen if snapshot.stale]
@@ -51,7 +51,7 @@ def test_a_registry_that_fails_drops_no_teacher(tmp_path: Path, monkeypatch: pyt
         (stale if snapshot.stale else known).set()
 
     with open_registry(url) as registry, registry.register(Instance("s", "a", "127.0.0.1", 1), 60.0):
-        following = Following(Teachers("s", discovery=url), changed)
+        following = TeacherWatcher(Teachers("s", discovery=url), changed)
         assert known.wait(WAIT_S)
         passed_on = following._pass_on
 

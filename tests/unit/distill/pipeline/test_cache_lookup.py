@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
-from edl.distill.pipeline.cache_lookup import Caching, offline_view, open_view
-from edl.distill.teachers import Teachers, identities
-from edl.distill.transport.schema import Ask
+from edl.distill.pipeline.cache_lookup import CacheConfig, offline_view, open_view
+from edl.distill.teachers import Teachers, service_identities
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 
 KEY = CacheKey("m", "1", ("y",))
@@ -29,31 +29,33 @@ def cache_of(*keys: CacheKey) -> SoftLabelCache:
 @pytest.mark.parametrize(
     ("there", "ask", "chosen"),
     [
-        ([KEY], Ask(("y",)), KEY),
-        ([HALF], Ask(("y",)), HALF),
-        ([KEY, HALF], Ask(("y",)), KEY),
-        ([KEY, HALF], Ask(("y",), dtype="float16"), HALF),
-        ([HALF, FULL], Ask(("y",)), None),
-        ([KEY, replace(KEY, version="2")], Ask(("y",)), None),
-        ([KEY, replace(KEY, version="2"), HALF], Ask(("y",)), None),
-        ([KEY, replace(KEY, version="2")], Ask(("y",), version="2"), replace(KEY, version="2")),
-        ([KEY], Ask(("y",), version="2"), None),
-        ([KEY, replace(KEY, service="a")], Ask(("y",)), None),
-        ([KEY, HALF], Ask(("y",), dtype="float32"), None),
+        ([KEY], OutputSpec(("y",)), KEY),
+        ([HALF], OutputSpec(("y",)), HALF),
+        ([KEY, HALF], OutputSpec(("y",)), KEY),
+        ([KEY, HALF], OutputSpec(("y",), dtype="float16"), HALF),
+        ([HALF, FULL], OutputSpec(("y",)), None),
+        ([KEY, replace(KEY, version="2")], OutputSpec(("y",)), None),
+        ([KEY, replace(KEY, version="2"), HALF], OutputSpec(("y",)), None),
+        ([KEY, replace(KEY, version="2")], OutputSpec(("y",), version="2"), replace(KEY, version="2")),
+        ([KEY], OutputSpec(("y",), version="2"), None),
+        ([KEY, replace(KEY, service="a")], OutputSpec(("y",)), None),
+        ([KEY, HALF], OutputSpec(("y",), dtype="float32"), None),
         (
             [replace(KEY, outputs=("a", "y")), replace(KEY, outputs=("y", "a"))],
-            Ask(("y", "a")),
+            OutputSpec(("y", "a")),
             replace(KEY, outputs=("y", "a")),
         ),
     ],
 )
-def test_what_is_asked_in_the_same_words_goes_first(there: list[CacheKey], ask: Ask, chosen: CacheKey | None) -> None:
+def test_what_is_asked_in_the_same_words_goes_first(
+    there: list[CacheKey], ask: OutputSpec, chosen: CacheKey | None
+) -> None:
     with cache_of(*there) as cache:
         if chosen is not None:
-            assert offline_view(Caching(cache), ask).key == chosen
+            assert offline_view(CacheConfig(cache), ask).key == chosen
             return
         with pytest.raises(SettingsError, match="sets of labels for"):
-            offline_view(Caching(cache), ask)
+            offline_view(CacheConfig(cache), ask)
 
 
 @pytest.mark.parametrize("before", ["", "other"])
@@ -81,7 +83,7 @@ def test_an_ensembles_own_labels_are_no_news(caplog: pytest.LogCaptureFixture) -
 def test_who_a_groups_labels_are_of() -> None:
     one, other = (Teachers("s", discovery=f"sqlite:///{name}") for name in "ab")
     fixed = Teachers(endpoints=("10.0.0.2:1", "10.0.0.1:1"))
-    assert identities([one, fixed]) == ["s", "10.0.0.1:1,10.0.0.2:1"]
-    assert identities([fixed]) == identities([replace(fixed, endpoints=fixed.endpoints[::-1])])
-    assert len(set(identities([one, other]))) == 2, "two services of one name, in two registries"
-    assert len(set(identities([replace(one, model="a"), replace(one, model="b")]))) == 1
+    assert service_identities([one, fixed]) == ["s", "10.0.0.1:1,10.0.0.2:1"]
+    assert service_identities([fixed]) == service_identities([replace(fixed, endpoints=fixed.endpoints[::-1])])
+    assert len(set(service_identities([one, other]))) == 2, "two services of one name, in two registries"
+    assert len(set(service_identities([replace(one, model="a"), replace(one, model="b")]))) == 1

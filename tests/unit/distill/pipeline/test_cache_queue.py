@@ -13,7 +13,7 @@ import pytest
 
 from edl.distill.compress import top_k
 from edl.distill.pipeline import cache_queue as module
-from edl.distill.pipeline.cache_queue import Keeper
+from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.errors import SettingsError
 
 MIB = 1 << 20
@@ -40,8 +40,8 @@ class View:
 
 
 @pytest.fixture
-def keeper() -> Iterator[Keeper]:
-    found = Keeper(4 * MIB)
+def keeper() -> Iterator[CacheQueue]:
+    found = CacheQueue(4 * MIB)
     yield found
     found.close()
 
@@ -54,7 +54,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_queue_is_bounded_in_bytes(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+def test_queue_is_bounded_in_bytes(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View()
     for number in range(100):
         keeper.keep(view, [number], answer(MIB))
@@ -69,7 +69,7 @@ def test_queue_is_bounded_in_bytes(keeper: Keeper, caplog: pytest.LogCaptureFixt
     assert "cache_queue_bytes=4194304" in words, "the remedy is named"
 
 
-def test_small_answers_are_not_counted_out(keeper: Keeper) -> None:
+def test_small_answers_are_not_counted_out(keeper: CacheQueue) -> None:
     view: Any = View()
     for number in range(1000):
         keeper.keep(view, [number], answer(64))
@@ -78,7 +78,7 @@ def test_small_answers_are_not_counted_out(keeper: Keeper) -> None:
     assert view.ids == list(range(1000)), "their number is no bound, but their bytes are"
 
 
-def test_an_answer_above_the_bound_goes_alone(keeper: Keeper) -> None:
+def test_an_answer_above_the_bound_goes_alone(keeper: CacheQueue) -> None:
     view: Any = View()
     view.go_on.set()
     keeper.keep(view, [1], answer(16 * MIB))
@@ -86,7 +86,7 @@ def test_an_answer_above_the_bound_goes_alone(keeper: Keeper) -> None:
     assert view.ids == [1], "nothing else waits, so that it is bounded all the same"
 
 
-def test_top_k_answers_are_weighed(keeper: Keeper) -> None:
+def test_top_k_answers_are_weighed(keeper: CacheQueue) -> None:
     view: Any = View()
     label = top_k(np.zeros((16, 4096), np.float32), 4096)
     for number in range(20):
@@ -96,7 +96,7 @@ def test_top_k_answers_are_weighed(keeper: Keeper) -> None:
     view.go_on.set()
 
 
-def test_an_unforeseen_error_ends_the_cache(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unforeseen_error_ends_the_cache(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View(failure=KeyError("a bug"))
     for number in range(10):
         keeper.keep(view, [number], answer(64))
@@ -112,7 +112,7 @@ def test_an_unforeseen_error_ends_the_cache(keeper: Keeper, caplog: pytest.LogCa
 
 
 def test_close_returns_though_the_thread_died() -> None:
-    keeper, view = Keeper(4 * MIB), View(failure=KeyError("a bug"))
+    keeper, view = CacheQueue(4 * MIB), View(failure=KeyError("a bug"))
     closing = threading.Thread(target=keeper.close, daemon=True)
     for number in range(300):
         keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
@@ -123,7 +123,7 @@ def test_close_returns_though_the_thread_died() -> None:
 
 
 def test_even_the_end_of_the_thread_is_noticed(
-    keeper: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    keeper: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is no `Exception` ends the thread itself."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
@@ -135,7 +135,7 @@ def test_even_the_end_of_the_thread_is_noticed(
     assert len(messages(caplog)) == 1
 
 
-def test_foreseen_errors_cost_their_rows_only(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreseen_errors_cost_their_rows_only(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     bad: Any = View(failure=SettingsError("rows are of another shape"))
     good: Any = View()
     bad.go_on.set()
@@ -152,7 +152,7 @@ def test_foreseen_errors_cost_their_rows_only(keeper: Keeper, caplog: pytest.Log
 
 def test_settle_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_SETTLE_S", 0.05)
-    keeper, view = Keeper(4 * MIB), View()
+    keeper, view = CacheQueue(4 * MIB), View()
     keeper.keep(view, [1], answer(64))  # type: ignore[arg-type]
     assert not keeper.settle()
     assert "are still on their way into the soft-label cache" in " ".join(messages(caplog))
@@ -161,7 +161,7 @@ def test_settle_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 def test_close_keeps_what_waits() -> None:
-    keeper, view = Keeper(4 * MIB), View()
+    keeper, view = CacheQueue(4 * MIB), View()
     for number in range(3):
         keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
     view.go_on.set()

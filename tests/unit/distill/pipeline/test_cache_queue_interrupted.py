@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.pipeline.cache_queue import Keeper
+from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.notifier import ReentrantEvent
 from tests.interrupting import InterruptAt, deadline
 
@@ -28,7 +28,7 @@ class View:
 def test_keeper_is_closed_before_any_line() -> None:
     for number in itertools.count(1):
         view: Any = View()
-        keeper = Keeper(1 << 20)
+        keeper = CacheQueue(1 << 20)
         timer = threading.Timer(0.02, view.go_on.set)
         with deadline(10, f"closed before line {number} of keep and settle"):
             timer.start()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from edl.distill.source import checksum
-from edl.distill.source.checksum import Checksum, TimeShare
+from edl.distill.source.checksum import Checksum, TimeBudget
 
 
 def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "_PLACES_SERVE", 10_000)  # to draw others, once in so many looks, lets go of it
-    time_share = TimeShare(0.0)
+    time_share = TimeBudget(0.0)
     time_share.spend(1.0)  # so that only words are looked at
     arrays = [np.full(4_816_896, number, np.uint8) for number in range(4)]
     known = [Checksum.of(array, time_share) for array in arrays]

@@ -20,15 +20,15 @@ from hypothesis.extra import numpy as hnp
 
 from edl.distill.datasets.kinds import IterableData, SequenceData
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.source.checksum import Checksum, TimeShare
+from edl.distill.source.checksum import Checksum, TimeBudget
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.fingerprint import Unchanged
-from edl.distill.source.reuse import InUse
+from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.reuse import ReuseDetector
 from edl.distill.transport.request import Payload
 from edl.errors import SourceError
 
-ALWAYS, NEVER = TimeShare(1.0, always=True), TimeShare(-1e9)
+ALWAYS, NEVER = TimeBudget(1.0, always=True), TimeBudget(-1e9)
 X = {"x": itemgetter(0)}
 
 
@@ -39,9 +39,9 @@ def item_of(value: Any, cutter: type[Cutter] = BatchCutter, **getters: Any) -> A
 def expect(item: Any, changed: bool) -> None:
     if changed:
         with pytest.raises(SourceError, match="yield a new array each time"):
-            InUse().hand(item)
+            ReuseDetector().hand(item)
     else:
-        InUse().hand(item)
+        ReuseDetector().hand(item)
 
 
 class EchoLabels:
@@ -288,17 +288,17 @@ def test_a_look_at_some_words_misses_little() -> None:
 
 
 def test_looks_take_their_share_of_time() -> None:
-    share = TimeShare(0.5)
+    share = TimeBudget(0.5)
     assert share.left
     share.spend(3600)
     assert not share.left
-    assert TimeShare(0.0, always=True).left
+    assert TimeBudget(0.0, always=True).left
 
 
 def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("edl.distill.source.checksum.time.perf_counter", lambda: now[0])
-    share = TimeShare(0.02)
+    share = TimeBudget(0.02)
     now[0] += 3600.0
     assert share.left
     share.spend(0.03)
@@ -309,10 +309,10 @@ def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_made_array_is_not_kept() -> None:
     """Nobody but the chunk has it, so it cannot change; keeping it would double the memory of samples that decode."""
-    assert not Unchanged("sample 0", object(), {"x": np.zeros(9)}, ALWAYS)._parts
+    assert not ItemFingerprint("sample 0", object(), {"x": np.zeros(9)}, ALWAYS)._parts
     shared = np.zeros(9)
-    assert len(Unchanged("sample 0", object(), {"x": shared}, ALWAYS)._parts) == 1
-    assert len(Unchanged("sample 0", object(), {"x": shared[1:]}, ALWAYS)._parts) == 1
+    assert len(ItemFingerprint("sample 0", object(), {"x": shared}, ALWAYS)._parts) == 1
+    assert len(ItemFingerprint("sample 0", object(), {"x": shared[1:]}, ALWAYS)._parts) == 1
 
 
 @pytest.mark.parametrize("kind", ["indexed", "iterable"])
@@ -424,7 +424,7 @@ def test_input_that_is_gone_is_an_error() -> None:
     item = item_of((wrapped, 1))
     del wrapped.array
     with pytest.raises(SourceError, match="cannot be looked at again"):
-        InUse().hand(item)
+        ReuseDetector().hand(item)
 
 
 PASSED: dict[str, tuple[Any, Callable[[Any], Any]]] = {

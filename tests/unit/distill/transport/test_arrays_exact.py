@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from edl.distill.source.cutters import BatchCutter, SampleCutter
 from edl.distill.transport.request import Payload, request_header
-from edl.distill.transport.schema import Ask
+from edl.distill.transport.schema import OutputSpec
 from edl.distill.transport.shm import Arena
 from edl.errors import SourceError
 from edl.protocol import codec
@@ -46,7 +46,7 @@ def taught(fields: dict[str, Any], arena: Arena | None = None) -> Any:
     payload = Payload.of(fields, arena)
     ((name, datatype, shape),) = payload.inputs
     model = model_of(FakeBackend(inputs=(TensorSpec(name, datatype, shape[1:]),)))
-    header = request_header(Ask(("logits",)), "m", payload, compressed=False, region=None)
+    header = request_header(OutputSpec(("logits",)), "m", payload, compressed=False, region=None)
     header, raw = codec.split_request(codec.join_request(header, payload.raw))
     (array,) = bind(make_plan(codec.parse_request(header), model, 1000), raw, None).arrays
     found = array.copy()

@@ -13,14 +13,14 @@ from hypothesis.extra.numpy import arrays
 
 from edl.distill.transport.conversion import select_inputs
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, TensorSpec
+from edl.distill.transport.schema import ModelSpec, TensorMetadata
 from edl.errors import SourceError
 from edl.protocol.tensors import dtype_of, from_bfloat16, from_raw
 
 
 def converted(values: Any, dtype: str, datatype: str) -> Any:
     array = np.asarray(values, dtype)
-    spec = ModelSpec("m", "1", {"x": TensorSpec("x", datatype, array.shape[1:])}, {})
+    spec = ModelSpec("m", "1", {"x": TensorMetadata("x", datatype, array.shape[1:])}, {})
     return select_inputs(spec, {"x": array})["x"]
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.transport.shm import SHM_FOLDER, Arena, Slot
+from edl.distill.transport.shm import SHM_FOLDER, Arena, ShmSlot
 from tests.descriptors import count_descriptors
 
 
@@ -30,7 +30,7 @@ def left_by(pid: int) -> list[str]:
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40_000)), max_size=60))
 def test_slots_in_use_never_overlap(steps: list[tuple[bool, int]]) -> None:
     arena = Arena(4 << 20)
-    held: list[tuple[Slot, int]] = []
+    held: list[tuple[ShmSlot, int]] = []
     try:
         for number, (take, nbytes) in enumerate(steps):
             if take or not held:

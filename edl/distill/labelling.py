@@ -93,11 +93,11 @@ def label(
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
         TemporaryError: some labels could not be kept.
     """
-    labeller = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+    session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
     try:
-        view = labeller.view(cache, tuple(data.inputs))
+        view = session.view(cache, tuple(data.inputs))
         view.verify()
-        run = _Run(data, plan, labeller, view, progress)
+        run = _Run(data, plan, session, view, progress)
         for number in range(_PASSES):
             if not run.one_pass(first=number == 0):
                 break
@@ -109,7 +109,7 @@ def label(
         cache.flush()
         return LabelReport(view.key, run.progress())
     finally:
-        labeller.close()
+        session.close()
 
 
 class _Run:
@@ -117,11 +117,11 @@ class _Run:
         self,
         data: LabelDataset,
         plan: LabelPlan,
-        labeller: LabelSession,
+        session: LabelSession,
         view: CacheView,
         tell: Callable[[LabelProgress], None],
     ) -> None:
-        self._data, self._plan, self._labeller, self._view, self._tell = data, plan, labeller, view, tell
+        self._data, self._plan, self._session, self._view, self._tell = data, plan, session, view, tell
         self._started = time.monotonic()
         self._known = self._labelled = self.lost = 0
         self._unsettled: list[SampleId] = []
@@ -131,8 +131,8 @@ class _Run:
         self.lost = 0
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
         getters = {name: _input(name) for name in self._data.inputs}
-        cutter = BatchCutter(getters, None, self._labeller.services, lambda batch: batch[0])
-        epoch = self._labeller.start(batches, cutter)
+        cutter = BatchCutter(getters, None, self._session.services, lambda batch: batch[0])
+        epoch = self._session.start(batches, cutter)
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
@@ -153,12 +153,12 @@ class _Run:
             self._known,
             self._labelled,
             time.monotonic() - self._started,
-            self._labeller.stats().teachers_live,
+            self._session.stats().teachers_live,
         )
 
     def _settle(self) -> None:
         """See that what was answered has been kept."""
-        self._labeller.settle()
+        self._session.prepare_epoch()
         lost = int(np.count_nonzero(~self._view.contains(self._unsettled)))
         self.lost += lost
         self._labelled -= lost

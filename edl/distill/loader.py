@@ -60,7 +60,7 @@ class DistillLoader(Generic[B], abc.ABC):
         combine: Combine,
         device: Any,
         options: Options,
-        caching: CacheConfig | None = None,
+        cache_config: CacheConfig | None = None,
         ids: Getter | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
@@ -74,28 +74,28 @@ class DistillLoader(Generic[B], abc.ABC):
         self._getters, self._batch_rows, self._device = getters, batch_rows, device
         self._outputs = output_spec.outputs
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
-        if (caching is None) != (ids is None):
+        if (cache_config is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
-        self._labeller = LabelSession(teachers, output_spec, options, caching)
-        weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
+        self._session = LabelSession(teachers, output_spec, options, cache_config)
+        weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the labeller sees to that
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Any]]:
-        self._labeller.check()
-        cutter = BatchCutter(self._getters, self._batch_rows, self._labeller.services, self._ids)
+        self._session.check()
+        cutter = BatchCutter(self._getters, self._batch_rows, self._session.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-        return EpochIterator(self._ahead(self._labelled(self._labeller.begin(lambda: self.loader, cutter))))
+        return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: self.loader, cutter))))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread."""
-        return self._labeller.stats()
+        return self._session.stats()
 
     def close(self) -> None:
         """End the epoch and all connections."""
-        self._labeller.close()
+        self._session.close()
 
     def __enter__(self) -> DistillLoader[B]:
         return self
@@ -114,7 +114,7 @@ class DistillLoader(Generic[B], abc.ABC):
     def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
         try:
             for item in epoch:
-                combined = self._combiner([item_outputs(item, service) for service in range(self._labeller.services)])
+                combined = self._combiner([item_outputs(item, service) for service in range(self._session.services)])
                 epoch.taken(item)
                 labels = [
                     self._tensors(value) for outputs in combined for value in values_by_name(outputs, self._outputs)

@@ -62,7 +62,7 @@ def distill(
         combine=combine,
         device=None,
         options=options or Options(),
-        caching=CacheConfig(cache, dataset) if cache is not None else None,
+        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
     )
 

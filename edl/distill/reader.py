@@ -92,14 +92,14 @@ class DistillReader:
         self._combine = combine
         if (cache is None) != (id_field is None):
             raise SettingsError("cache and id_field go together: the cache finds soft labels by the samples' ids")
-        self._caching = CacheConfig(cache, dataset) if cache is not None else None
+        self._cache_config = CacheConfig(cache, dataset) if cache is not None else None
         self._id_field = id_field
         self._teachers: list[Teachers] = [] if teachers is None else resolve_teachers(teachers)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: Literal["sample", "sample_list", "batch"] | None = None
         self._source: Callable[[], Iterable[Any]] | None = None
-        self._labeller: LabelSession | None = None
+        self._session: LabelSession | None = None
         self._closed = False
 
     # Configuration
@@ -183,7 +183,7 @@ class DistillReader:
             "top_k": self._output_spec.top_k,
             "dtype": self._output_spec.dtype,
             "version": self._output_spec.version or "any",
-            "cache": (self._caching.cache.path or "in memory") if self._caching else None,
+            "cache": (self._cache_config.cache.path or "in memory") if self._cache_config else None,
             "options": self._options,
         }
         print("DistillReader:")  # noqa: T201 - printing is what this is for
@@ -199,24 +199,24 @@ class DistillReader:
         if self._source is None or self._kind is None:
             raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
         source = self._source
-        labeller = self._start()
-        labeller.check()
+        session = self._start()
+        session.check()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
-        cutter = _CUTTERS[self._kind](getters, self._batch_size, labeller.services, ids)
-        epoch = labeller.begin(lambda: _checked(source()), cutter)
-        weights = [group.weight for group in labeller.teachers] or [1.0]
-        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), labeller.services))
+        cutter = _CUTTERS[self._kind](getters, self._batch_size, session.services, ids)
+        epoch = session.begin(lambda: _checked(source()), cutter)
+        weights = [group.weight for group in session.teachers] or [1.0]
+        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.services))
 
     def stats(self) -> ReaderStats:
         """What has been done so far; may be called from any thread while the reader runs."""
-        return self._labeller.stats() if self._labeller is not None else ReaderStats()
+        return self._session.stats() if self._session is not None else ReaderStats()
 
     def close(self) -> None:
         """End the epoch and all connections. The reader cannot be used again."""
         self._closed = True
-        if self._labeller is not None:
-            self._labeller.close()
+        if self._session is not None:
+            self._session.close()
 
     def __enter__(self) -> DistillReader:
         return self
@@ -225,15 +225,15 @@ class DistillReader:
         self.close()
 
     def _start(self) -> LabelSession:
-        if self._labeller is None:
-            groups = self._teachers or teachers_from_env(optional=self._caching is not None)
+        if self._session is None:
+            groups = self._teachers or teachers_from_env(optional=self._cache_config is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            labeller = self._labeller = LabelSession(groups, self._output_spec, self._options, self._caching)
+            session = self._session = LabelSession(groups, self._output_spec, self._options, self._cache_config)
             if self._closed:  # by a signal handler, before there was a labeller to close
-                labeller.close()
-            weakref.finalize(self, self._labeller.let_go).atexit = False  # the labeller sees to that
-        return self._labeller
+                session.close()
+            weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the labeller sees to that
+        return self._session
 
     def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:
         shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
@@ -263,7 +263,7 @@ class DistillReader:
         return self
 
     def _not_started(self, method: str) -> None:
-        if self._labeller is not None:
+        if self._session is not None:
             raise SettingsError(f"{method} after the first epoch has started: make a new reader")
 
     @staticmethod

@@ -88,7 +88,7 @@ def distill(
         combine=combine,
         device=torch.device(device) if device is not None else None,
         options=options or Options(),
-        caching=CacheConfig(cache, dataset) if cache is not None else None,
+        cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
     )
 

@@ -68,7 +68,7 @@ class Dispatcher:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}
         self.sent = self.resent = self.hedged = 0
-        self.left_alone: Counter[FailureKind] = Counter()
+        self.pauses: Counter[FailureKind] = Counter()
         """How often a teacher was given nothing for a while, by what its last failure was."""
         self.full = True
         """Whether, at the last event, no teacher could be given more."""
@@ -79,21 +79,21 @@ class Dispatcher:
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
         self._numbers = itertools.count()
         self._hedge_tokens = 0.0
-        self._wanted: int | None = None
-        self._coming: set[str] = set()
+        self._awaited_task: int | None = None
+        self._connecting: set[str] = set()
         self._parked: list[int] = []  # tasks that all teachers failed at which could be asked now
         self._parked_until = math.inf
         self._changed = False  # whether teachers came or went since the last look at what waits
 
     # Events
 
-    def add(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
+    def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
         """A new task of so many rows and bytes, numbered in the order of delivery."""
         self._tasks[task] = _Task(rows, nbytes)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
 
-    def drop(self, task: int) -> list[int]:
+    def drop_task(self, task: int) -> list[int]:
         """Forget a task. Returns the attempts under way, which the caller should cancel and need not report."""
         gone = self._tasks.pop(task, None)
         if gone is None:
@@ -103,19 +103,19 @@ class Dispatcher:
             self._end(number)
         return attempts
 
-    def teacher_coming(self, teacher: str) -> None:
+    def teacher_connecting(self, teacher: str) -> None:
         """A teacher is being connected to for the first time: what the others fail at waits for it."""
-        self._coming.add(teacher)
+        self._connecting.add(teacher)
 
-    def teacher_not_coming(self, teacher: str, now: float) -> list[Action]:
+    def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
         """That came to nothing; it is tried again, and no longer waited for."""
-        self._coming.discard(teacher)
+        self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
 
     def teacher_up(self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0) -> list[Action]:
         """A teacher is connected, for the first time or again. It takes so much in a task; 0 if any number."""
-        self._coming.discard(teacher)
+        self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
@@ -126,7 +126,7 @@ class Dispatcher:
 
     def teacher_draining(self, teacher: str) -> None:
         """A teacher finishes what it has and takes no more."""
-        self._coming.discard(teacher)
+        self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].draining = True
@@ -139,7 +139,7 @@ class Dispatcher:
 
     def teacher_removed(self, teacher: str) -> None:
         """A teacher left for good."""
-        self._coming.discard(teacher)
+        self._connecting.discard(teacher)
         self._changed = True
         state = self.teachers.pop(teacher, None)
         if state is not None:
@@ -149,10 +149,10 @@ class Dispatcher:
         """A teacher cannot be used for a while, for a reason that a person should see."""
         state = self.teachers.get(teacher)
         if state is not None:
-            self.left_alone[kind] += 1
+            self.pauses[kind] += 1
             state.closed_until, state.why = now + self.policy.aside_s, why
 
-    def answered(self, attempt: int, now: float) -> list[Action]:
+    def attempt_answered(self, attempt: int, now: float) -> list[Action]:
         """A good answer came. There is an `Deliver` among the actions if it is the first for its task."""
         ended = self._end(attempt)
         if ended is None:
@@ -163,7 +163,7 @@ class Dispatcher:
             state.failures = state.opened = state.unhinted = 0
             state.half_open, state.why = False, ""
             state.moved_at = now
-            state.window.answered(now - ended.sent_at, ended.in_flight, now)
+            state.window.record_latency(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
         if task is not None:
             # Others on the same task are left to end: their teachers are busy with them, and this keeps it known.
@@ -173,7 +173,7 @@ class Dispatcher:
             actions.append(Deliver(ended.task, ended.teacher))
         return actions + self._assign(now)
 
-    def failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
+    def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
         """An attempt failed: send its task elsewhere, or give it up, and treat its teacher accordingly."""
         ended = self._end(attempt)
         if ended is None:
@@ -182,7 +182,7 @@ class Dispatcher:
         state = self.teachers.get(ended.teacher)
         if state is not None:
             state.moved_at = now
-            self._blame(state, ended.teacher, failure, now)
+            self._record_teacher_failure(state, ended.teacher, failure, now)
         task = self._tasks.get(ended.task)
         if task is not None:
             task.lost += failure.kind is FailureKind.LOST
@@ -196,7 +196,7 @@ class Dispatcher:
             if not task.attempts:  # else another teacher has it as well, and may answer
                 # A failure that says nothing about the task does not make it hopeless.
                 counts = failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED)
-                if task.lost > self.policy.task_losses or (counts and self._hopeless(task, now)):
+                if task.lost > self.policy.task_losses or (counts and self._is_hopeless(task, now)):
                     actions.append(self._give_up(ended.task))
                 else:
                     self.resent += 1
@@ -207,12 +207,12 @@ class Dispatcher:
         """Time went by: hedge what is late, use teachers whose time-out is over."""
         return self._assign(now)
 
-    def wanted(self, task: int, now: float) -> list[Action]:
+    def prioritize(self, task: int, now: float) -> list[Action]:
         """The consumer waits for `task` now."""
-        self._wanted = task
+        self._awaited_task = task
         return self._assign(now)
 
-    def knows(self, attempt: int) -> bool:
+    def is_running(self, attempt: int) -> bool:
         """Whether the end of this attempt is still to be reported."""
         return attempt in self._attempts
 
@@ -234,19 +234,19 @@ class Dispatcher:
 
     def live(self, now: float) -> int:
         """Teachers that may be given work, now or when they have room."""
-        return sum(state.usable(now) for state in list(self.teachers.values()))
+        return sum(state.is_usable(now) for state in list(self.teachers.values()))
 
-    def too_large(self, now: float) -> int:
+    def oversized_rows(self, now: float) -> int:
         """Rows of the largest task that waits while there are teachers, but none that takes it; 0 if there is none."""
-        usable = [state for state in list(self.teachers.values()) if state.usable(now)]
-        if not usable or any(state.takes(math.inf, math.inf) for state in usable):
+        is_usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
+        if not is_usable or any(state.accepts(math.inf, math.inf) for state in is_usable):
             return 0
         waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
         return max(
             (
                 task.rows
                 for task in waiting
-                if not task.attempts and not any(state.takes(task.rows, task.nbytes) for state in usable)
+                if not task.attempts and not any(state.accepts(task.rows, task.nbytes) for state in is_usable)
             ),
             default=0,
         )
@@ -268,12 +268,12 @@ class Dispatcher:
         return sum(task in self._tasks and not self._tasks[task].attempts for task in waiting)
 
     @property
-    def quick(self) -> bool:
+    def low_latency(self) -> bool:
         """Whether each live teacher answers so quickly that the way there and back is most of it."""
         states = self.teachers.values()
         return all(state.window.base_s < _QUICK_S for state in states if state.live and not state.draining)
 
-    def _waiting_now(self) -> bool:
+    def _has_unassigned(self) -> bool:
         return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
 
     @property
@@ -282,7 +282,7 @@ class Dispatcher:
         return len(self._tasks)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Requests that all live teachers together want in flight."""
         states = list(self.teachers.values())  # may be read from another thread
         return sum(state.window.size for state in states if state.live and not state.draining)
@@ -298,10 +298,10 @@ class Dispatcher:
                 self._tasks[ended.task].attempts.discard(attempt)
         return ended
 
-    def _blame(self, state: TeacherState, teacher: str, failure: RequestFailure, now: float) -> None:
+    def _record_teacher_failure(self, state: TeacherState, teacher: str, failure: RequestFailure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
             state.window.overloaded()
-            self.left_alone[failure.kind] += now >= state.closed_until
+            self.pauses[failure.kind] += now >= state.closed_until
             if failure.retry_after_s > 0:
                 pause_s = max(failure.retry_after_s, _LEAST_FULL_S)
             elif now >= state.closed_until:
@@ -325,26 +325,26 @@ class Dispatcher:
             state.opened += 1
             state.failures = 0
             state.half_open = True
-            self.left_alone[failure.kind] += 1
+            self.pauses[failure.kind] += 1
             state.closed_until, state.why = now + pause, failure.message
 
     def _give_up(self, number: int) -> GiveUp:
         return GiveUp(number, tuple(self._tasks.pop(number).failures))
 
-    def _awaited_until(self, task: _Task) -> float:
+    def _awaits_teachers_until(self, task: _Task) -> float:
         """Until when a task that failed waits for teachers that are being connected to."""
-        return task.first_failed_at + self.policy.coming_s if self._coming else -math.inf
+        return task.first_failed_at + self.policy.coming_s if self._connecting else -math.inf
 
-    def _hopeless(self, task: _Task, now: float) -> bool:
+    def _is_hopeless(self, task: _Task, now: float) -> bool:
         """Whether it makes no sense to send a task that failed anywhere else, or once more."""
-        if now < self._awaited_until(task):
+        if now < self._awaits_teachers_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
             return True
         rejected = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
         if not rejected:
             return False
-        there = self._there_soon(task, now)
+        there = self._reachable_soon(task, now)
         return len(rejected) >= 2 or (bool(there) and rejected.issuperset(there))
 
     def _assign(self, now: float) -> list[Action]:
@@ -355,7 +355,7 @@ class Dispatcher:
                 heapq.heappush(self._waiting, number)
             self._parked, self._parked_until = [], math.inf
         self._changed = False
-        free = [(name, state) for name, state in self.teachers.items() if state.free(now)]
+        free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]
         while self._waiting and free:
             number = heapq.heappop(self._waiting)
             task = self._tasks.get(number)
@@ -363,12 +363,12 @@ class Dispatcher:
                 continue
             choice = self._choose(free, task, now)
             if choice is None and task.failures:
-                there = self._there_soon(task, now)
+                there = self._reachable_soon(task, now)
                 if there and all(task.failed_at(name) for name in there):
-                    if self._hopeless(task, now):  # since a teacher that was waited for did not come
+                    if self._is_hopeless(task, now):  # since a teacher that was waited for did not come
                         actions.append(self._give_up(number))
                         continue
-                    again_at = max(self._awaited_until(task), task.again_at)
+                    again_at = max(self._awaits_teachers_until(task), task.again_at)
                     if now < again_at:
                         self._parked.append(number)
                         self._parked_until = min(self._parked_until, again_at)
@@ -378,7 +378,7 @@ class Dispatcher:
                 put_back.append(number)
                 continue
             actions.append(self._send(number, task, choice, now, extra=False))
-            if not self.teachers[choice].free(now):
+            if not self.teachers[choice].has_room(now):
                 free = [(name, state) for name, state in free if name != choice]
         for number in put_back:
             heapq.heappush(self._waiting, number)
@@ -388,7 +388,7 @@ class Dispatcher:
             actions.extend(self._hedge(free, now))
         return actions
 
-    def _there_soon(self, task: _Task, now: float) -> list[str]:
+    def _reachable_soon(self, task: _Task, now: float) -> list[str]:
         """The teachers that a task that failed may be sent to within the time that is waited for one to be connected.
 
         And after that time none that never had room for it: it is asked whenever it is free, but not waited for.
@@ -397,7 +397,10 @@ class Dispatcher:
         there = [
             name
             for name, state in self.teachers.items()
-            if state.live and not state.draining and state.takes(task.rows, task.nbytes) and state.closed_until <= soon
+            if state.live
+            and not state.draining
+            and state.accepts(task.rows, task.nbytes)
+            and state.closed_until <= soon
         ]
         if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
             return there
@@ -411,7 +414,7 @@ class Dispatcher:
         fit = [
             (name, state)
             for name, state in free
-            if state.takes(task.rows, task.nbytes) and (again or not task.failed_at(name))
+            if state.accepts(task.rows, task.nbytes) and (again or not task.failed_at(name))
         ]
         if again:
             refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
@@ -464,18 +467,18 @@ class Dispatcher:
         candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
         late = [(attempt.task, number) for number, attempt in candidates if self._late_at(attempt) <= now]
         head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
-        if head_due is not None and head_due <= now and self._wanted is not None:
-            late.extend((self._wanted, number) for number in self._tasks[self._wanted].attempts)
+        if head_due is not None and head_due <= now and self._awaited_task is not None:
+            late.extend((self._awaited_task, number) for number in self._tasks[self._awaited_task].attempts)
         for number, attempt in sorted(set(late)):
             if self._hedge_tokens < 1 and not self._starving(number, attempt, now):
                 continue
             task, here = self._tasks[number], self._attempts[attempt].teacher
-            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].free(now)], task, now)
+            choice = self._choose([entry for entry in free if entry[0] != here and entry[1].has_room(now)], task, now)
             if choice is not None and len(task.attempts) == 1:
                 yield self._send(number, task, choice, now, extra=True)
 
     def _head_times(self) -> Iterator[float]:
-        head = self._tasks.get(self._wanted) if self._wanted is not None else None
+        head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
         if head is not None and len(head.attempts) == 1:
             sent = self._attempts[next(iter(head.attempts))]
             late_s = self._late_s(self.teachers.get(sent.teacher))
@@ -489,12 +492,14 @@ class Dispatcher:
         """Whether the training loop stands still for this task for so long that the budget does not matter."""
         sent = self._attempts[attempt]
         late_s = self._late_s(self.teachers.get(sent.teacher))
-        return number == self._wanted and late_s is not None and now >= sent.sent_at + max(4 * late_s, _STARVING_S)
+        return (
+            number == self._awaited_task and late_s is not None and now >= sent.sent_at + max(4 * late_s, _STARVING_S)
+        )
 
     def _head_due(self) -> float | None:
         """When the task that the consumer waits for is worth asking an idle teacher for, too."""
-        head = self._tasks.get(self._wanted) if self._wanted is not None else None
-        if head is None or len(head.attempts) != 1 or self._waiting_now():
+        head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
+        if head is None or len(head.attempts) != 1 or self._has_unassigned():
             return None
         attempt = self._attempts[next(iter(head.attempts))]
         here = self.teachers.get(attempt.teacher)
@@ -502,7 +507,7 @@ class Dispatcher:
             state.window.median_s
             for name, state in self.teachers.items()
             if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
-            if state.takes(head.rows, head.nbytes)
+            if state.accepts(head.rows, head.nbytes)
         ]
         if not idle:
             return None

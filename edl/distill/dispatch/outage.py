@@ -21,9 +21,9 @@ class OutageStatus:
         silent_s: for how long there are live teachers and none answers; 0 where it is not worth a word, or was said.
     """
 
-    over: bool
-    look_at: float
-    say: str = ""
+    expired: bool
+    check_at: float
+    message: str = ""
     silent_s: float = 0.0
 
 
@@ -37,47 +37,47 @@ class Outage:
 
     def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
         self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
-        self._nobody_since: float | None = None
+        self._outage_since: float | None = None
         self._reminded_at = 0.0
         self._progress_at = 0.0
-        self._longest_s = 0.0  # silence of live teachers that was followed by an answer, and so may be usual
-        self._told = self._lost = False
+        self._longest_silence_s = 0.0  # silence of live teachers that was followed by an answer, and so may be usual
+        self._silence_reported = self._had_outage = False
 
-    def begin(self, now: float) -> None:
+    def start_work(self, now: float) -> None:
         """There is work, after a time without."""
-        self._progress_at, self._nobody_since = now, None
-        self._told = self._lost = False
+        self._progress_at, self._outage_since = now, None
+        self._silence_reported = self._had_outage = False
 
-    def progress(self, now: float) -> None:
+    def record_answer(self, now: float) -> None:
         """An answer came."""
-        if not self._lost:
-            self._longest_s = max(self._longest_s, now - self._progress_at)
+        if not self._had_outage:
+            self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
         self._progress_at = now
-        self._told = self._lost = False
+        self._silence_reported = self._had_outage = False
 
-    def end(self) -> None:
+    def finish_work(self) -> None:
         """There is no work any more."""
-        self._nobody_since = None
+        self._outage_since = None
 
-    def look(self, now: float, live: int) -> OutageStatus:
+    def check(self, now: float, live: int) -> OutageStatus:
         """What follows for open work, with so many live teachers."""
         stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
         if live:
-            self._nobody_since = None
-            silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_s)
-            if self._told or now < silent_at:
-                return OutageStatus(now >= stuck_at, stuck_at if self._told else min(silent_at, stuck_at))
-            self._told = True
+            self._outage_since = None
+            silent_at = self._progress_at + max(_SILENT_S, 2 * self._longest_silence_s)
+            if self._silence_reported or now < silent_at:
+                return OutageStatus(now >= stuck_at, stuck_at if self._silence_reported else min(silent_at, stuck_at))
+            self._silence_reported = True
             return OutageStatus(now >= stuck_at, stuck_at, silent_s=now - self._progress_at)
-        self._lost = True
-        say = ""
-        if self._nobody_since is None:
-            self._nobody_since = self._reminded_at = now
-            say = f": waiting up to {self._timeout_s:g} s"
-        given_up_at = min(self._nobody_since + self._timeout_s, stuck_at)
+        self._had_outage = True
+        message = ""
+        if self._outage_since is None:
+            self._outage_since = self._reminded_at = now
+            message = f": waiting up to {self._timeout_s:g} s"
+        given_up_at = min(self._outage_since + self._timeout_s, stuck_at)
         if now >= given_up_at:
-            return OutageStatus(True, given_up_at, say)
+            return OutageStatus(True, given_up_at, message)
         if now >= self._reminded_at + _REMIND_S:
             self._reminded_at = now
-            say = f" since {now - self._nobody_since:.0f} s"
-        return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), say)
+            message = f" since {now - self._outage_since:.0f} s"
+        return OutageStatus(False, min(given_up_at, self._reminded_at + _REMIND_S), message)

@@ -36,15 +36,15 @@ class TeacherState:
     unhinted: int = 0
     half_open: bool = False
 
-    def usable(self, now: float) -> bool:
+    def is_usable(self, now: float) -> bool:
         return self.live and not self.draining and now >= self.closed_until
 
-    def takes(self, rows: float, nbytes: float) -> bool:
+    def accepts(self, rows: float, nbytes: float) -> bool:
         return (not self.max_rows or rows <= self.max_rows) and (not self.max_nbytes or nbytes <= self.max_nbytes)
 
-    def free(self, now: float) -> bool:
+    def has_room(self, now: float) -> bool:
         allowed = 1 if self.half_open else self.window.allowed
-        return self.usable(now) and len(self.in_flight) < allowed
+        return self.is_usable(now) and len(self.in_flight) < allowed
 
     def expected_s(self, now: float) -> float:
         """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.

@@ -57,7 +57,7 @@ class Window:
         """Requests that may be in flight now."""
         return 1 if self.probing else self.size
 
-    def answered(self, latency_s: float, in_flight: int, now: float) -> None:
+    def record_latency(self, latency_s: float, in_flight: int, now: float) -> None:
         """Take in one answer.
 
         Args:

@@ -51,16 +51,16 @@ class TeacherCompatibility:
     ) -> None:
         self._service, self._output_spec = service, output_spec
         self._refuses = mixed_versions == "refuse"
-        self._kinds: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
+        self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
-        self._agreed: set[str] = set()  # teachers still there whose answers were like that
-        self._firm = False  # whether there was one in this epoch
+        self._confirmed_by: set[str] = set()  # teachers still there whose answers were like that
+        self._has_delivered = False  # whether there was one in this epoch
         self.spec: ModelSpec | None = None
         self.selecting_version = False
-        self._clamped = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
-        self._mixed: frozenset[str] = frozenset()
-        self._said: set[str] = set()  # versions beside that of `spec` that the user knows of
+        self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
+        self._mixed_versions: frozenset[str] = frozenset()
+        self._reported_versions: set[str] = set()  # versions beside that of `spec` that the user knows of
 
     def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
         """Why a teacher with this model cannot be used, empty if it can."""
@@ -79,15 +79,15 @@ class TeacherCompatibility:
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
         for name in self._output_spec.outputs:
             have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
-            if have is not None and want is not None and not _go_together(have.shape, want.shape):
+            if have is not None and want is not None and not _shapes_match(have.shape, want.shape):
                 return (
                     f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
                     f"the teachers before it {list(want.shape)}"
                 )
         if known is not None and known.version != spec.version and not self.selecting_version:
-            if self.refuses(spec.version):
-                return self._other_version(spec.version)
-            self._said.add(spec.version)
+            if self.refuses_version(spec.version):
+                return self._version_refusal(spec.version)
+            self._reported_versions.add(spec.version)
             logger.warning(
                 "labels of two models are mixed: teacher %s of %s has version %r, others have %r. If that is not "
                 "meant, give one of them another --service; if the models are the same, both one --model-version",
@@ -103,10 +103,10 @@ class TeacherCompatibility:
         known = self.spec
         if known is None or version == known.version:
             return None
-        if self.refuses(version):
-            return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._other_version(version)}")
-        if version not in self._said:
-            self._said.add(version)
+        if self.refuses_version(version):
+            return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._version_refusal(version)}")
+        if version not in self._reported_versions:
+            self._reported_versions.add(version)
             logger.warning(
                 "labels of two versions of a model are mixed: %s of %s answers with version %r, and this epoch began "
                 "with %r. To be sure of one, name it with version=, or set mixed_versions='refuse'",
@@ -117,18 +117,18 @@ class TeacherCompatibility:
             )
         return None
 
-    def refuses(self, version: str) -> bool:
+    def refuses_version(self, version: str) -> bool:
         """Whether labels of this version are not to be mixed with those of the epoch."""
         return self._refuses and self.spec is not None and version != self.spec.version
 
-    def _other_version(self, version: str) -> str:
+    def _version_refusal(self, version: str) -> str:
         known = self.spec.version if self.spec is not None else ""
         return (
             f"it has version {version!r} of its model, this epoch's labels are of {known!r}, and "
             "mixed_versions='refuse': name one with version=, or let the next epoch follow"
         )
 
-    def follow(self, live: Sequence[ModelSpec]) -> None:
+    def select_version(self, live: Sequence[ModelSpec]) -> None:
         """Before an epoch: whose version labels are kept under. It stays while a live teacher has it.
 
         The model's name is never followed: that is another model, and not the one that is asked for.
@@ -154,11 +154,11 @@ class TeacherCompatibility:
                 version,
             )
             self.spec = next(spec for spec in live if spec.version == version)
-            self._forget()
+            self._reset_shapes()
             self._kept_shapes.clear()
-            self._said.clear()
+            self._reported_versions.clear()
         mixed = frozenset(count) if len(count) > 1 else frozenset()
-        if mixed and mixed != self._mixed:
+        if mixed and mixed != self._mixed_versions:
             logger.warning(
                 "the teachers of %s have versions %s of their model: labels of %r are looked up, until none "
                 "has that one",
@@ -166,56 +166,56 @@ class TeacherCompatibility:
                 ", ".join(map(repr, sorted(mixed))),
                 self.spec.version,
             )
-        self._mixed = mixed
-        self._said |= mixed
+        self._mixed_versions = mixed
+        self._reported_versions |= mixed
 
     def begin_epoch(self) -> None:
         """What was delivered is over: labels to come need not be like it, if none of its teachers is left."""
-        self._firm = False
+        self._has_delivered = False
 
-    def left(self, teacher: str) -> None:
+    def forget_teacher(self, teacher: str) -> None:
         """A teacher is gone, or its connection: what comes under its name may be another one."""
-        self._agreed.discard(teacher)
+        self._confirmed_by.discard(teacher)
 
     def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
         """Why an answer to a request with these inputs does not go together with those before it."""
-        why = self._differing(inputs, outputs)
-        if why and not self._firm and self._agreed <= {teacher}:
-            self._forget()  # none of those that gave such answers is left to give more of them
-            why = self._differing(inputs, outputs)
+        why = self._difference(inputs, outputs)
+        if why and not self._has_delivered and self._confirmed_by <= {teacher}:
+            self._reset_shapes()  # none of those that gave such answers is left to give more of them
+            why = self._difference(inputs, outputs)
         if why:
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {why}")
-        self._agreed.add(teacher)
-        self._firm = True
+        self._confirmed_by.add(teacher)
+        self._has_delivered = True
         return None
 
-    def _forget(self) -> None:
-        self._kinds.clear()
+    def _reset_shapes(self) -> None:
+        self._row_types.clear()
         self._row_shapes.clear()
-        self._agreed.clear()
+        self._confirmed_by.clear()
 
-    def _differing(self, inputs: InputTensors, outputs: Outputs) -> str:
+    def _difference(self, inputs: InputTensors, outputs: Outputs) -> str:
         for name, output in outputs.items():
             array = output.values if isinstance(output, TopK) else output
             if self._output_spec.dtype == "float16":
-                self._look_for_clamped(name, array)
+                self._check_clamped(name, array)
             shape = tuple(array.shape[1:])
             kind = (array.dtype, len(shape))
-            agreed = self._kinds.setdefault(name, kind)
+            agreed = self._row_types.setdefault(name, kind)
             if agreed != kind:
                 return (
                     f"output {name!r} has rows of {kind[0]} with {kind[1]} dimensions, the teachers before it of "
                     f"{agreed[0]} with {agreed[1]}: ask for one dtype=, or give it another --service"
                 )
-            want = self._wanted(name, inputs, shape, compressed=isinstance(output, TopK))
-            if shape != want and not _go_together(shape, want):
+            want = self._expected_row_shape(name, inputs, shape, compressed=isinstance(output, TopK))
+            if shape != want and not _shapes_match(shape, want):
                 return f"output {name!r} has rows of shape {list(shape)}, the teachers before it {list(want)}"
         return ""
 
-    def _look_for_clamped(self, name: str, array: Array) -> None:
+    def _check_clamped(self, name: str, array: Array) -> None:
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None or spec.datatype != "FP16":  # of a model that computes in float16, nothing was clamped
-            self._clamped.after(name, array)
+            self._clamp_warnings.after(name, array)
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """See that labels found by a sample's id fit its inputs as they are now.
@@ -248,7 +248,9 @@ class TeacherCompatibility:
             return False
         return -1 in (spec.shape if self._output_spec.top_k is None else spec.shape[:-1])
 
-    def _wanted(self, name: str, inputs: InputTensors, shape: tuple[int, ...], *, compressed: bool) -> tuple[int, ...]:
+    def _expected_row_shape(
+        self, name: str, inputs: InputTensors, shape: tuple[int, ...], *, compressed: bool
+    ) -> tuple[int, ...]:
         """Row shape of an output; -1 is any size."""
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None:
@@ -262,5 +264,5 @@ class TeacherCompatibility:
         return spec.shape
 
 
-def _go_together(one: Sequence[int], other: Sequence[int]) -> bool:
+def _shapes_match(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))

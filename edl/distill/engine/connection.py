@@ -32,7 +32,7 @@ _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 2.0
 _LAST_LAPSED_BACKOFF_S = 15.0
 """Of those that are probably dead: a file that nobody writes lists them until the next boot."""
-_NOT_BY_ITSELF = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later
+_NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later
 _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
 
@@ -60,10 +60,10 @@ class TeacherConnection:
         shared_memory: bool,
         files: CredentialFiles | None = None,
         limits: MessageLimits = MESSAGE_LIMITS,
-        accept: Callable[[Instance, ModelSpec], str],
-        up: Callable[[TeacherConnection], None],
-        down: Callable[[TeacherConnection], None],
-        not_up: Callable[[TeacherConnection], None],
+        check_model: Callable[[Instance, ModelSpec], str],
+        on_connected: Callable[[TeacherConnection], None],
+        on_disconnected: Callable[[TeacherConnection], None],
+        on_connect_failed: Callable[[TeacherConnection], None],
     ) -> None:
         self.instance = instance
         self.state = "connecting"
@@ -74,17 +74,22 @@ class TeacherConnection:
             output_spec if output_spec.model or not instance.model else replace(output_spec, model=instance.model)
         )
         self.changed_spec: ModelSpec | None = None
-        """What `look_again` found the model to be by now, if that is something else; it may take a while to connect."""
+        """What `refresh` found the model to be by now, if that is something else; it may take a while to connect."""
         self._shared_memory = shared_memory
         self._files, self._limits = files, limits
-        self._accept, self._up, self._down, self._not_up = accept, up, down, not_up
+        self._check_model, self._on_connected, self._on_disconnected, self._on_connect_failed = (
+            check_model,
+            on_connected,
+            on_disconnected,
+            on_connect_failed,
+        )
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
-        self._using: dict[TeacherClient, int] = {}
+        self._open_requests: dict[TeacherClient, int] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._broken = asyncio.Event()
-        self._hurry = asyncio.Event()  # cuts the wait before the next attempt short
-        self._tried = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
+        self._retry_now = asyncio.Event()  # cuts the wait before the next attempt short
+        self._attempted = asyncio.Event()  # whether an attempt to connect has ended since the connection was lost
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -108,7 +113,7 @@ class TeacherConnection:
         client = self._client
         cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
         if client is not None and cancel is not None:
-            self._using[client] = self._using.get(client, 0) + 1
+            self._open_requests[client] = self._open_requests.get(client, 0) + 1
         return cancel
 
     async def infer(self, payload: Payload, timeout_s: float) -> Reply:
@@ -116,7 +121,7 @@ class TeacherConnection:
         client = self._client
         if client is None:
             raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
-        self._using[client] = self._using.get(client, 0) + 1
+        self._open_requests[client] = self._open_requests.get(client, 0) + 1
         failure: RequestFailure | None = None
         try:
             return await client.infer(payload, timeout_s)
@@ -124,7 +129,7 @@ class TeacherConnection:
             failure = exc.failure
             raise
         finally:
-            self._ended(client, failure)
+            self._request_ended(client, failure)
 
     def _done(
         self,
@@ -132,17 +137,17 @@ class TeacherConnection:
         done: Callable[[Reply | RequestFailure | None], None],
         result: Reply | RequestFailure | None,
     ) -> None:
-        self._ended(client, result if isinstance(result, RequestFailure) else None)
+        self._request_ended(client, result if isinstance(result, RequestFailure) else None)
         done(result)
 
-    def _ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
+    def _request_ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
         """One request less on a connection, which may have been lost, or left for another one before."""
         if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
             self.why = failure.message
-            self._leave()
-        self._using[client] -= 1
-        if not self._using[client]:
-            del self._using[client]
+            self._disconnect()
+        self._open_requests[client] -= 1
+        if not self._open_requests[client]:
+            del self._open_requests[client]
             if client is not self._client:
                 self._close_soon(client)
 
@@ -152,14 +157,14 @@ class TeacherConnection:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def look_again(self) -> None:
+    async def refresh(self) -> None:
         """See whether the model still is what it was, and connect anew if not: a server may load another one, and gRPC
         connects by itself to a server that took the address of the one before. Returns when that has been tried.
         """
         client, self.changed_spec = self._client, None
         if client is not None:
             try:
-                spec = await client.look(_CONNECT_TIMEOUT_S)
+                spec = await client.fetch_spec(_CONNECT_TIMEOUT_S)
                 self.changed_spec = spec if spec != client.spec else None
                 changed = "" if spec == client.spec else f"its model is another one now, of version {spec.version!r}"
             except RequestFailed as exc:
@@ -167,9 +172,9 @@ class TeacherConnection:
             if changed and client is self._client:
                 self.reconnect(changed)
         elif self.state == "set aside":  # what it was refused for may hold no longer
-            self._tried.clear()
-            self._hurry.set()
-        await self._tried.wait()
+            self._attempted.clear()
+            self._retry_now.set()
+        await self._attempted.wait()
 
     async def check(self) -> None:
         """See whether the teacher still is ready, and leave the connection if not."""
@@ -187,28 +192,28 @@ class TeacherConnection:
         """Connect anew, and see whether the teacher still can be used."""
         if self._client is not None:
             self.why = why
-            self._leave()
+            self._disconnect()
 
     async def close(self) -> None:
         """Disconnect; requests under way end with LOST."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         last, self._client = self._client, None
-        clients = [client for client in self._using if client is not last]
+        clients = [client for client in self._open_requests if client is not last]
         if last is not None:
             clients.append(last)
         for client in clients:
             await client.close(unregister=client is last)
         await asyncio.gather(*self._closing)
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Stop using the present connection; requests under way on it may still end well."""
         client, self._client = self._client, None
         self.state = "connecting"
-        self._tried.clear()
-        self._down(self)
+        self._attempted.clear()
+        self._on_disconnected(self)
         self._broken.set()
-        if client is not None and client not in self._using:
+        if client is not None and client not in self._open_requests:
             self._close_soon(client)
 
     async def _run(self) -> None:
@@ -226,13 +231,13 @@ class TeacherConnection:
             connected = False
             try:
                 spec = await client.open(_CONNECT_TIMEOUT_S)
-                refused = self._another(spec) or self._accept(self.instance, spec)
+                refused = self._replacement_reason(spec) or self._check_model(self.instance, spec)
                 connected = not refused
                 self.state = "ready" if connected else "set aside"
             except RequestFailed as exc:
-                why = await self._explain(exc.failure.message)
+                why = await self._explain_handshake(exc.failure.message)
                 refused = why or exc.failure.message
-                self.state = "set aside" if why or exc.failure.kind in _NOT_BY_ITSELF else "connecting"
+                self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
             except Exception as exc:
                 # Whatever it was, others wait to hear that this teacher does not come.
                 logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
@@ -242,13 +247,13 @@ class TeacherConnection:
                 if not connected:
                     await client.close()
             refused = shown(refused)
-            self._tried.set()
+            self._attempted.set()
             if connected:
                 connected_at = time.monotonic()
                 self._client, self.why = client, ""
                 self._version = spec.version
                 self._broken.clear()
-                self._up(self)
+                self._on_connected(self)
                 await self._until_broken(version)
                 if time.monotonic() - connected_at > _STEADY_S:
                     backoff_s = _FIRST_BACKOFF_S
@@ -258,13 +263,13 @@ class TeacherConnection:
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                 self.why = refused
             if not connected:
-                self._not_up(self)
+                self._on_connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), backoff_s * random.uniform(0.8, 1.2))
-            self._hurry.clear()
+                await asyncio.wait_for(self._retry_now.wait(), backoff_s * random.uniform(0.8, 1.2))
+            self._retry_now.clear()
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
-    def _another(self, spec: ModelSpec) -> str:
+    def _replacement_reason(self, spec: ModelSpec) -> str:
         """Why this may be another server than the one that registered; empty if it is not, or is registered now."""
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
@@ -284,9 +289,9 @@ class TeacherConnection:
                 assert self._files is not None
                 if self._files.current(now=True).version != version:
                     self.why = "its connection is made anew, with the credentials that were replaced"
-                    self._leave()
+                    self._disconnect()
 
-    async def _explain(self, words: str) -> str:
+    async def _explain_handshake(self, words: str) -> str:
         """What is wrong with certificates where an attempt to connect failed; empty if nothing is, or it is known."""
         if not looks_like_handshake(words):
             return ""

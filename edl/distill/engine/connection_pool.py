@@ -39,7 +39,7 @@ class ConnectionPool:
         spawn: runs a coroutine until it ends or the engine does.
 
     Attributes:
-        by_name: the links, by the teacher's id.
+        connections: by the teacher's id.
     """
 
     def __init__(
@@ -47,21 +47,25 @@ class ConnectionPool:
         service: str,
         dispatcher: Dispatcher,
         connect: Callable[[Instance], TeacherConnection],
-        dropped: Callable[[TeacherConnection], None],
+        on_dropped: Callable[[TeacherConnection], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self._service, self._dispatcher = service, dispatcher
-        self._connect, self._dropped, self._spawn = connect, dropped, spawn
+        self._connect, self._on_dropped, self._spawn = connect, on_dropped, spawn
         self._leaving: dict[str, str] = {}  # by name, why
-        self._forgotten: set[str] = set()  # lapsed, and not even listed any more
+        self._unlisted: set[str] = set()  # lapsed, and not even listed any more
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
-        self.by_name: dict[str, TeacherConnection] = {}
+        self.connections: dict[str, TeacherConnection] = {}
 
     @property
     def stale(self) -> str:
         """What is wrong with discovery, empty if nothing is. Any thread."""
-        kept = sorted(link.instance.id for link in list(self.by_name.values()) if link.lapsed and link.spec is not None)
+        kept = sorted(
+            connection.instance.id
+            for connection in list(self.connections.values())
+            if connection.lapsed and connection.spec is not None
+        )
         lapsed = ""
         if kept:
             lapsed = (
@@ -70,7 +74,7 @@ class ConnectionPool:
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
 
-    def follow(self, snapshot: Snapshot) -> None:
+    def apply_snapshot(self, snapshot: Snapshot) -> None:
         """The registry's present view."""
         if snapshot.stale and snapshot.stale != self._stale:
             logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
@@ -81,33 +85,38 @@ class ConnectionPool:
         lapsed = {instance.id: instance for instance in snapshot.lapsed}
         draining = {instance.id for instance in snapshot.instances if instance.state == "draining"}
         listed = lapsed | ready
-        for name, link in list(self.by_name.items()):
+        for name, connection in list(self.connections.items()):
             if name in listed:
-                if listed[name].endpoint != link.instance.endpoint:
+                if listed[name].endpoint != connection.instance.endpoint:
                     self._retire(name, "left")
                     self._drop(name)
-            elif link.lapsed and link.spec is not None and name not in draining and name not in snapshot.revoked:
-                self._forgotten.add(name)  # the registry knows nothing of it; the teacher answers
+            elif (
+                connection.lapsed
+                and connection.spec is not None
+                and name not in draining
+                and name not in snapshot.revoked
+            ):
+                self._unlisted.add(name)  # the registry knows nothing of it; the teacher answers
             else:
                 self._retire(name, "draining" if name in draining else "left")
         for name, instance in ready.items():
-            self._renewed(name)
-            self._join(name, instance)
-        self._lapse(lapsed)
+            self._mark_renewed(name)
+            self._add(name, instance)
+        self._keep_lapsed(lapsed)
 
-    def is_wanted(self, link: TeacherConnection) -> bool:
+    def is_current(self, connection: TeacherConnection) -> bool:
         """Whether this is still the link to its teacher, and the teacher stays."""
-        name = link.instance.id
-        return name not in self._leaving and self.by_name.get(name) is link
+        name = connection.instance.id
+        return name not in self._leaving and self.connections.get(name) is connection
 
-    def lost(self, link: TeacherConnection) -> None:
+    def connection_lost(self, connection: TeacherConnection) -> None:
         """A link is down; it connects again by itself."""
-        level = logging.INFO if link.instance.id in self._leaving else logging.WARNING
-        logger.log(level, "teacher %s of %s is lost: %s", link.instance.id, self._service, link.why)
-        self._dispatcher.teacher_down(link.instance.id)
-        if link.instance.id in self._forgotten and self.by_name.get(link.instance.id) is link:
-            self._retire(link.instance.id, "left")
-            self._drop(link.instance.id)
+        level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
+        logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
+        self._dispatcher.teacher_down(connection.instance.id)
+        if connection.instance.id in self._unlisted and self.connections.get(connection.instance.id) is connection:
+            self._retire(connection.instance.id, "left")
+            self._drop(connection.instance.id)
 
     def end_if_idle(self, name: str) -> None:
         """A request to this teacher has ended: if it was the last one of a teacher that leaves, so does the link."""
@@ -115,56 +124,56 @@ class ConnectionPool:
         if name in self._leaving and (state is None or not state.in_flight):
             self._drop(name)
 
-    def state_of(self, name: str) -> tuple[str, str]:
+    def teacher_state(self, name: str) -> tuple[str, str]:
         """A teacher's state, and why."""
-        link = self.by_name.get(name)
-        return self._state(link) if link is not None else ("gone", "")
+        connection = self.connections.get(name)
+        return self._state(connection) if connection is not None else ("gone", "")
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """What is known of each teacher. Any thread."""
         known = [
-            f"{link.instance.id}: {_LAPSED + '; ' if link.lapsed else ''}{self._state(link)[1] or 'connecting'}"
-            for link in list(self.by_name.values())
+            f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
+            for each in list(self.connections.values())
         ]
         found = listed(known, _MOST_TEACHERS, "; ") or "none is registered: `edl teachers` lists those that are"
         return found + (f"; discovery: {self.stale}" if self.stale else "")
 
     async def close(self) -> None:
         """End all connections."""
-        await asyncio.gather(*(link.close() for link in self.by_name.values()))
+        await asyncio.gather(*(connection.close() for connection in self.connections.values()))
 
-    def _join(self, name: str, instance: Instance) -> None:
+    def _add(self, name: str, instance: Instance) -> None:
         if name in self._leaving:
             self._drop(name)
-        if name not in self.by_name:
-            self.by_name[name] = self._connect(instance)
-            self._dispatcher.teacher_coming(name)
+        if name not in self.connections:
+            self.connections[name] = self._connect(instance)
+            self._dispatcher.teacher_connecting(name)
 
-    def _renewed(self, name: str) -> None:
+    def _mark_renewed(self, name: str) -> None:
         """Its registration is there, perhaps again."""
-        link = self.by_name.get(name)
-        if link is None or not link.lapsed:
+        connection = self.connections.get(name)
+        if connection is None or not connection.lapsed:
             return
-        link.lapsed = False
-        self._forgotten.discard(name)
-        if link.spec is None:
+        connection.lapsed = False
+        self._unlisted.discard(name)
+        if connection.spec is None:
             self._drop(name)  # and connect anew, at once
         else:
             logger.info("teacher %s of %s is registered again", name, self._service)
 
-    def _lapse(self, lapsed: Mapping[str, Instance]) -> None:
+    def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
         """Go on with those who answer, and try those who do not, or who are new."""
         kept = []
         for name, instance in lapsed.items():
             if self._leaving.get(name) == "draining":
                 continue
-            self._join(name, instance)
-            link = self.by_name[name]
-            if not link.lapsed:
-                link.lapsed = True
-                if link.spec is not None:
+            self._add(name, instance)
+            connection = self.connections[name]
+            if not connection.lapsed:
+                connection.lapsed = True
+                if connection.spec is not None:
                     kept.append(name)
-            self._forgotten.discard(name)
+            self._unlisted.discard(name)
         if kept:
             logger.warning(
                 "discovery of %s: the registration of %s has lapsed; it is used for as long as it answers",
@@ -175,8 +184,8 @@ class ConnectionPool:
             self._checking = self._spawn(self._check_lapsed())
 
     async def _check_lapsed(self) -> None:
-        while links := [link for link in self.by_name.values() if link.lapsed]:
-            await asyncio.gather(*(link.check() for link in links))
+        while connections := [connection for connection in self.connections.values() if connection.lapsed]:
+            await asyncio.gather(*(connection.check() for connection in connections))
             await asyncio.sleep(_CHECK_S)
 
     def _retire(self, name: str, why: str) -> None:
@@ -189,20 +198,20 @@ class ConnectionPool:
         self.end_if_idle(name)
 
     def _drop(self, name: str) -> None:
-        link = self.by_name.pop(name, None)
+        connection = self.connections.pop(name, None)
         self._leaving.pop(name, None)
-        self._forgotten.discard(name)
+        self._unlisted.discard(name)
         self._dispatcher.teacher_removed(name)
-        if link is not None:
-            self._dropped(link)
+        if connection is not None:
+            self._on_dropped(connection)
 
-    def _state(self, link: TeacherConnection) -> tuple[str, str]:
-        state = self._dispatcher.teachers.get(link.instance.id)
-        if link.instance.id in self._leaving:
+    def _state(self, connection: TeacherConnection) -> tuple[str, str]:
+        state = self._dispatcher.teachers.get(connection.instance.id)
+        if connection.instance.id in self._leaving:
             return "draining", ""
-        if state is not None and link.state == "ready" and state.closed_until > time.monotonic():
+        if state is not None and connection.state == "ready" and state.closed_until > time.monotonic():
             return "set aside", state.why
-        return link.state, link.why
+        return connection.state, connection.why
 
 
 _LAPSED = "its registration has lapsed"

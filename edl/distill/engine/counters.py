@@ -46,13 +46,13 @@ class EngineCounters:
     hedged: int = 0
     _teachers: _Teachers = field(default_factory=_Teachers)
 
-    def begin(self, teacher: str, endpoint: str) -> None:
+    def add_teacher(self, teacher: str, endpoint: str) -> None:
         """Count for a teacher that comes, from 0 on."""
         before = self._teachers
         gone = {name: counts for name, counts in before.gone.items() if name != teacher}
         self._teachers = replace(before, present={**before.present, teacher: _Counts(endpoint)}, gone=gone)
 
-    def end(self, teacher: str) -> None:
+    def remove_teacher(self, teacher: str) -> None:
         """A teacher left: what it has done counts among that of all who left."""
         before = self._teachers
         if teacher not in before.present:
@@ -68,7 +68,7 @@ class EngineCounters:
         gone = dict([*before.gone.items(), (teacher, counts)][-_MOST_GONE:])
         self._teachers = _Teachers(present, gone, departed)
 
-    def of(self, teacher: str) -> _Counts:
+    def teacher(self, teacher: str) -> _Counts:
         """To be counted up; of all who left if it is one of them, whose last request may end after that."""
         teachers = self._teachers
         return teachers.present.get(teacher, teachers.departed)
@@ -102,7 +102,7 @@ class EngineCounters:
             rows_resent=self.resent,
             rows_hedged=self.hedged,
             requests_hedged=dispatcher.hedged,
-            set_aside={kind.value: count for kind, count in dispatcher.left_alone.copy().items()},
+            set_aside={kind.value: count for kind, count in dispatcher.pauses.copy().items()},
             teachers_live=dispatcher.live(time.monotonic()),
             teachers=teachers,
             departed=_seen(counted.departed),

@@ -40,8 +40,8 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("edl.distill")
 
-_LOOK_EVERY_S = 0.002
-_LOOK_AGAIN_S = 1.0
+_POLL_EVERY_S = 0.002
+_REFRESH_TIMEOUT_S = 1.0
 
 
 class Engine:
@@ -74,21 +74,21 @@ class Engine:
         self._timeout_s = teacher_timeout_s
         self._files, self._limits = files, limits
         self._dispatcher = Dispatcher(policy)
-        self._agreement = TeacherCompatibility(name, output_spec, mixed_versions)
-        self._links = ConnectionPool(name, self._dispatcher, self._connect, self._dropped, self._spawn)
+        self._compatibility = TeacherCompatibility(name, output_spec, mixed_versions)
+        self._pool = ConnectionPool(name, self._dispatcher, self._connect, self._connection_dropped, self._spawn)
         self._jobs: dict[int, LabelJob] = {}
         self._spec_known = Notifier()
         self._tasks: set[asyncio.Task[None]] = set()
         self._attempts: dict[int, Callable[[], object]] = {}  # what cancels each
         self._timer: asyncio.TimerHandle | None = None
-        self._looked_at = 0.0
-        self._inbox = JobQueue(thread, self, self._submit)
+        self._polled_at = 0.0
+        self._job_queue = JobQueue(thread, self, self._submit)
         self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
-        self._tally = EngineCounters()
+        self._counters = EngineCounters()
         self._closed = False
-        self.room = 0
+        self.capacity = 0
         """Requests that all live teachers together want in flight, as of some milliseconds ago."""
-        self.gathers = 0
+        self.gather_limit = 0
         """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
         self.dispatched = 0
         """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
@@ -100,11 +100,11 @@ class Engine:
     @property
     def wants_arena(self) -> bool:
         """Whether a teacher on this host reads shared memory."""
-        return any(link.shares_memory for link in list(self._links.by_name.values()))
+        return any(connection.shares_memory for connection in list(self._pool.connections.values()))
 
     def submit(self, job: LabelJob) -> None:
         """Ask for a job's labels. Jobs are numbered in the order of delivery."""
-        self._inbox.put(job)
+        self._job_queue.put(job)
 
     @property
     def full(self) -> bool:
@@ -118,173 +118,181 @@ class Engine:
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
         """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
-        self._spec_known.wait_for(lambda: self._agreement.spec is not None, timeout_s)
-        return self._agreement.spec
+        self._spec_known.wait_for(lambda: self._compatibility.spec is not None, timeout_s)
+        return self._compatibility.spec
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """See `TeacherCompatibility.check_cacheable`; from one thread at a time."""
-        self._agreement.check_cacheable(fields)
+        self._compatibility.check_cacheable(fields)
 
-    def follow_version(self) -> None:
+    def select_version(self) -> None:
         """Before an epoch whose labels are kept: see which version of the model the teachers have by now.
 
         Takes milliseconds where teachers answer, and a second at most.
         """
-        if self._agreement.spec is not None:
+        if self._compatibility.spec is not None:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
-                self._thread.run(self._follow_version(), 2 * _LOOK_AGAIN_S)
+                self._thread.run(self._follow_version(), 2 * _REFRESH_TIMEOUT_S)
 
-    def no_teacher(self, too_large: int = 0) -> NoTeacherError:
+    def no_teacher(self, oversized_rows: int = 0) -> NoTeacherError:
         """The error for a wait that was in vain, with what is known of each teacher.
 
         Args:
             too_large: rows of a request that is larger than what those take that are live; 0 if none is.
         """
-        if too_large and (not self.max_rows or too_large <= self.max_rows):
+        if oversized_rows and (not self.max_rows or oversized_rows <= self.max_rows):
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             return NoTeacherError(
-                f"no live teacher for {self.name} took a request of {too_large} rows with {nbytes:,} bytes within "
+                f"no live teacher for {self.name} took a request of {oversized_rows} rows with {nbytes:,} bytes within "
                 f"{self._timeout_s:g} s, and {self.max_nbytes:,} bytes are what all of them take: set batch_rows "
                 "(set_teacher_batch_size) to fewer rows, or leave it out; a teacher says what it takes (edl serve "
                 "--max-message), for others it is Options(max_request_bytes=...)"
             )
-        if too_large:
+        if oversized_rows:
             return NoTeacherError(
-                f"no live teacher for {self.name} took a request of {too_large} rows within {self._timeout_s:g} s, and "
-                f"{self.max_rows} rows are what all of them take: set batch_rows (set_teacher_batch_size) to that or "
-                "less, or leave it out"
+                f"no live teacher for {self.name} took a request of {oversized_rows} rows within "
+                f"{self._timeout_s:g} s, and {self.max_rows} rows are what all of them take: set "
+                "batch_rows (set_teacher_batch_size) to that or less, or leave it out"
             )
-        found = self._links.in_words()
+        found = self._pool.describe()
         return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
 
     def stats(self) -> ReaderStats:
         """Counters and gauges of this service."""
-        return self._tally.stats(self._dispatcher, self._links.state_of, self._links.stale)
+        return self._counters.stats(self._dispatcher, self._pool.teacher_state, self._pool.stale)
 
     # On the loop
 
     def set_teachers(self, snapshot: Snapshot) -> None:
         """The registry's present view."""
         if not self._closed:
-            self._links.follow(snapshot)
+            self._pool.apply_snapshot(snapshot)
             self._set_timer()
 
     def begin_epoch(self) -> None:
         """Nothing is delivered yet that the answers to come must be like."""
-        self._agreement.begin_epoch()
+        self._compatibility.begin_epoch()
 
     def _submit(self, job: LabelJob) -> None:
         if self._closed:
-            job.done(NoTeacherError("the reader is closed"), "")
+            job.on_done(NoTeacherError("the reader is closed"), "")
             return
         if not self._jobs:
-            self._outage.begin(self._now())
+            self._outage.start_work(self._now())
         self._jobs[job.number] = job
-        self._tally.asked += job.payload.rows
-        self._apply(self._dispatcher.add(job.number, self._now(), job.payload.rows, job.payload.nbytes))
+        self._counters.asked += job.payload.rows
+        self._apply(self._dispatcher.add_task(job.number, self._now(), job.payload.rows, job.payload.nbytes))
 
-    def wanted(self, number: int) -> None:
+    def prioritize(self, number: int) -> None:
         """The training loop waits for this job."""
-        self._inbox.take_in()
+        self._job_queue.send_all()
         if number in self._jobs:
-            self._apply(self._dispatcher.wanted(number, self._now()))
+            self._apply(self._dispatcher.prioritize(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
         """Nobody wants these jobs any more."""
-        self._inbox.take_in()
+        self._job_queue.send_all()
         for number in numbers:
             job = self._jobs.pop(number, None)
             if job is not None:
                 job.finished = True
                 if not job.sent:
                     self.dispatched += 1
-                for attempt in self._dispatcher.drop(number):
+                for attempt in self._dispatcher.drop_task(number):
                     if attempt in self._attempts:
                         self._attempts[attempt]()
                 self._release(job)
-        self._inbox.take_in()
+        self._job_queue.send_all()
         self._set_timer()
 
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
         self._closed = True
-        self._inbox.take_in()
+        self._job_queue.send_all()
         if self._timer is not None:
             self._timer.cancel()
         jobs, self._jobs = list(self._jobs.values()), {}
         for job in jobs:
             job.finished = True
-        await self._links.close()
+        await self._pool.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for job in jobs:
             self._release(job)
-        self._links.by_name.clear()
+        self._pool.connections.clear()
 
     # Teachers
 
     def _connect(self, instance: Instance) -> TeacherConnection:
-        self._tally.begin(instance.id, instance.endpoint)
+        self._counters.add_teacher(instance.id, instance.endpoint)
         return TeacherConnection(
             instance,
             self.output_spec,
             shared_memory=self._arena is not None,
             files=self._files,
             limits=self._limits,
-            accept=self._agreement.incompatibility,
-            up=self._teacher_up,
-            down=self._teacher_down,
-            not_up=self._teacher_not_up,
+            check_model=self._compatibility.incompatibility,
+            on_connected=self._teacher_up,
+            on_disconnected=self._teacher_down,
+            on_connect_failed=self._teacher_unreachable,
         )
 
-    def _dropped(self, link: TeacherConnection) -> None:
-        self._tally.end(link.instance.id)
-        self._agreement.left(link.instance.id)
+    def _connection_dropped(self, connection: TeacherConnection) -> None:
+        self._counters.remove_teacher(connection.instance.id)
+        self._compatibility.forget_teacher(connection.instance.id)
         if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
             self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
-        self._spawn(link.close())
+        self._spawn(connection.close())
         self._set_timer()
 
-    def _teacher_up(self, link: TeacherConnection) -> None:
-        if not self._links.is_wanted(link):
+    def _teacher_up(self, connection: TeacherConnection) -> None:
+        if not self._pool.is_current(connection):
             return
-        logger.info("teacher %s of %s is ready", link.instance.id, self.name)
-        if self._agreement.spec is None:
-            self._agreement.spec = link.spec
-        spec = link.spec
+        logger.info("teacher %s of %s is ready", connection.instance.id, self.name)
+        if self._compatibility.spec is None:
+            self._compatibility.spec = connection.spec
+        spec = connection.spec
         limits = (spec.max_rows, spec.max_nbytes) if spec is not None else (0, 0)
-        actions = self._dispatcher.teacher_up(link.instance.id, self._now(), *limits)
+        actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
         self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
         self._spec_known.notify()
         self._apply(actions)
-        self._inbox.take_in()
+        self._job_queue.send_all()
 
-    def _teacher_not_up(self, link: TeacherConnection) -> None:
-        if self._links.by_name.get(link.instance.id) is link:
-            self._apply(self._dispatcher.teacher_not_coming(link.instance.id, self._now()))
+    def _teacher_unreachable(self, connection: TeacherConnection) -> None:
+        if self._pool.connections.get(connection.instance.id) is connection:
+            self._apply(self._dispatcher.teacher_unreachable(connection.instance.id, self._now()))
 
-    def _teacher_down(self, link: TeacherConnection) -> None:
-        self._agreement.left(link.instance.id)
-        self._links.lost(link)
+    def _teacher_down(self, connection: TeacherConnection) -> None:
+        self._compatibility.forget_teacher(connection.instance.id)
+        self._pool.connection_lost(connection)
         self._set_timer()
 
     async def _follow_version(self) -> None:
-        links = self._links
-        self._agreement.selecting_version = True
+        pool = self._pool
+        self._compatibility.selecting_version = True
         try:
-            looks = [self._spawn(link.look_again()) for link in links.by_name.values() if links.is_wanted(link)]
+            looks = [
+                self._spawn(connection.refresh())
+                for connection in pool.connections.values()
+                if pool.is_current(connection)
+            ]
             if looks:
-                _, late = await asyncio.wait(looks, timeout=_LOOK_AGAIN_S)
+                _, late = await asyncio.wait(looks, timeout=_REFRESH_TIMEOUT_S)
                 for look in late:
                     look.cancel()
         finally:
-            self._agreement.selecting_version = False
-        wanted = [link.spec or link.changed_spec for link in links.by_name.values() if links.is_wanted(link)]
-        self._agreement.follow([spec for spec in wanted if spec is not None])
-        for link in list(links.by_name.values()):
-            if link.spec is not None and self._agreement.refuses(link.spec.version):
-                link.reconnect("another version of the model is followed")  # and is refused then, with words
+            self._compatibility.selecting_version = False
+        wanted = [
+            connection.spec or connection.changed_spec
+            for connection in pool.connections.values()
+            if pool.is_current(connection)
+        ]
+        self._compatibility.select_version([spec for spec in wanted if spec is not None])
+        for connection in list(pool.connections.values()):
+            if connection.spec is not None and self._compatibility.refuses_version(connection.spec.version):
+                connection.reconnect("another version of the model is followed")  # and is refused then, with words
 
     # Requests
 
@@ -297,10 +305,10 @@ class Engine:
                 if not job.sent:
                     job.sent = True
                     self.dispatched += 1
-                    job.started()
-                job.running += 1
+                    job.on_started()
+                job.open_attempts += 1
                 if action.extra:
-                    self._tally.hedged += job.payload.rows
+                    self._counters.hedged += job.payload.rows
                 self._attempts[action.attempt] = self._start(action, job)
             elif isinstance(action, GiveUp):
                 job = self._jobs.pop(action.task)
@@ -309,31 +317,31 @@ class Engine:
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
         """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
-        link = self._links.by_name.get(send.teacher)
-        if link is not None and link.spec is not None:
-            ended = functools.partial(self._ended, send, job)
-            cancel = link.start(job.payload, send.timeout_s, ended)
+        connection = self._pool.connections.get(send.teacher)
+        if connection is not None and connection.spec is not None:
+            ended = functools.partial(self._attempt_ended, send, job)
+            cancel = connection.start(job.payload, send.timeout_s, ended)
             if cancel is not None:
                 return cancel
-        task = self._spawn(self._attempt(send, job, link))
-        task.add_done_callback(lambda _: self._never_began(send, job))
+        task = self._spawn(self._attempt(send, job, connection))
+        task.add_done_callback(lambda _: self._attempt_never_began(send, job))
         return task.cancel
 
-    def _never_began(self, send: Send, job: LabelJob) -> None:
+    def _attempt_never_began(self, send: Send, job: LabelJob) -> None:
         """A task that is cancelled before its first step does nothing at all, not even end what it stands for."""
         if send.attempt in self._attempts and not self._closed:
-            self._ended(send, job, None)
+            self._attempt_ended(send, job, None)
 
-    async def _attempt(self, send: Send, job: LabelJob, link: TeacherConnection | None) -> None:
+    async def _attempt(self, send: Send, job: LabelJob, connection: TeacherConnection | None) -> None:
         result: Reply | RequestFailure | None = None
         try:
-            if link is None or link.spec is None:
+            if connection is None or connection.spec is None:
                 raise RequestFailed(FailureKind.LOST, f"teacher {send.teacher} left")
-            result = await link.infer(job.payload, send.timeout_s)
+            result = await connection.infer(job.payload, send.timeout_s)
         except RequestFailed as exc:
             result = exc.failure
         except asyncio.CancelledError:
-            if self._closed or not self._dispatcher.knows(send.attempt):
+            if self._closed or not self._dispatcher.is_running(send.attempt):
                 raise  # nobody wants it any more
             # gRPC cancels what is under way on a connection that is closed.
             result = RequestFailure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
@@ -342,48 +350,48 @@ class Engine:
             logger.exception("a request to teacher %s of %s failed in a way not foreseen", send.teacher, self.name)
             result = RequestFailure(FailureKind.ERROR, f"{type(exc).__name__}: {exc}")
         finally:
-            self._ended(send, job, result)
+            self._attempt_ended(send, job, result)
 
-    def _ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
+    def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
         """A request has ended: with a reply, a failure, or None where it was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send.attempt, None)
         try:
             if isinstance(result, Reply):
-                agreement = self._agreement
-                failure = agreement.check_version(send.teacher, result.version)
-                failure = failure or agreement.check_output(send.teacher, job.payload.inputs, result.outputs)
+                compatibility = self._compatibility
+                failure = compatibility.check_version(send.teacher, result.version)
+                failure = failure or compatibility.check_output(send.teacher, job.payload.inputs, result.outputs)
                 result = failure or result
             if isinstance(result, RequestFailure):
-                actions = self._failed(send, job, result)
+                actions = self._record_failure(send, job, result)
             elif result is not None:
-                actions = self._answered(send, job, result)
+                actions = self._record_answer(send, job, result)
         finally:
-            job.running -= 1
+            job.open_attempts -= 1
             self._release(job)
         self._apply(actions)
-        self._links.end_if_idle(send.teacher)
-        self._inbox.look()
+        self._pool.end_if_idle(send.teacher)
+        self._job_queue.send_if_due()
 
-    def _failed(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
-        self._tally.of(send.teacher).failures += 1
+    def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
+        self._counters.teacher(send.teacher).failures += 1
         resent = self._dispatcher.resent
-        actions = self._dispatcher.failed(send.attempt, failure, self._now())
-        self._tally.resent += (self._dispatcher.resent - resent) * job.payload.rows
+        actions = self._dispatcher.attempt_failed(send.attempt, failure, self._now())
+        self._counters.resent += (self._dispatcher.resent - resent) * job.payload.rows
         if failure.kind is FailureKind.BAD_OUTPUT:
             logger.warning("teacher %s of %s is set aside: %s", send.teacher, self.name, failure.message)
         elif failure.kind not in (FailureKind.LOST, FailureKind.OVERLOADED):
             logger.warning("teacher %s of %s, %s: %s", send.teacher, self.name, failure.kind.value, failure.message)
         return actions
 
-    def _answered(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
-        counts = self._tally.of(send.teacher)
+    def _record_answer(self, send: Send, job: LabelJob, reply: Reply) -> list[Action]:
+        counts = self._counters.teacher(send.teacher)
         counts.requests += 1
-        actions = self._dispatcher.answered(send.attempt, self._now())
+        actions = self._dispatcher.attempt_answered(send.attempt, self._now())
         if any(isinstance(action, Deliver) for action in actions) and not self._closed:
-            self._outage.progress(self._now())
+            self._outage.record_answer(self._now())
             counts.rows += job.payload.rows
-            self._tally.received += job.payload.rows
+            self._counters.received += job.payload.rows
             del self._jobs[job.number]
             self._finish(job, reply.outputs, reply.version)
         return actions
@@ -392,12 +400,12 @@ class Engine:
         job.finished = True
         if not job.sent:
             self.dispatched += 1
-        job.done(result, version)
+        job.on_done(result, version)
         self._release(job)
 
     def _release(self, job: LabelJob) -> None:
         """Give the job's memory back once no request reads it."""
-        if job.finished and not job.running:
+        if job.finished and not job.open_attempts:
             slot, job.payload.slot = job.payload.slot, None
             if slot is not None and self._arena is not None:
                 self._arena.give(slot)
@@ -409,17 +417,19 @@ class Engine:
         if self._closed:
             return
         now = self._now()
-        if self._timer is not None and self._timer.when() <= now + _LOOK_EVERY_S:
+        if self._timer is not None and self._timer.when() <= now + _POLL_EVERY_S:
             return
-        due: float | None = now + _LOOK_EVERY_S
-        if now >= self._looked_at + _LOOK_EVERY_S:
-            self._looked_at, self.room = now, self._dispatcher.room
-            bundles = self._dispatcher.quick and all(
-                link.takes_bundles for link in self._links.by_name.values() if link.spec is not None
+        due: float | None = now + _POLL_EVERY_S
+        if now >= self._polled_at + _POLL_EVERY_S:
+            self._polled_at, self.capacity = now, self._dispatcher.capacity
+            bundles = self._dispatcher.low_latency and all(
+                connection.takes_bundles
+                for connection in self._pool.connections.values()
+                if connection.spec is not None
             )
-            self.gathers = min(self.room // 2, MOST_GATHERED) if bundles else 0
-            due, nobody = self._dispatcher.next_event(now), self._watch_for_nobody(now)
-            due = nobody if due is None else due if nobody is None else min(due, nobody)
+            self.gather_limit = min(self.capacity // 2, MOST_GATHERED) if bundles else 0
+            due, outage_check_at = self._dispatcher.next_event(now), self._check_outage(now)
+            due = outage_check_at if due is None else due if outage_check_at is None else min(due, outage_check_at)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):
             if self._timer is not None:
                 self._timer.cancel()
@@ -427,32 +437,32 @@ class Engine:
 
     def _wake(self) -> None:
         self._timer = None
-        self._looked_at = 0.0
+        self._polled_at = 0.0
         self._apply(self._dispatcher.tick(self._now()))
-        self._inbox.take_in()
+        self._job_queue.send_all()
 
-    def _watch_for_nobody(self, now: float) -> float | None:
+    def _check_outage(self, now: float) -> float | None:
         """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""
         if not self._jobs:
-            self._outage.end()
+            self._outage.finish_work()
             return None
-        too_large = self._dispatcher.too_large(now)
-        outlook = self._outage.look(now, self._dispatcher.live(now) if not too_large else 0)
-        if outlook.say:
-            which = f" takes a request of {too_large} rows" if too_large else ""
-            logger.warning("no live teacher for %s%s%s", self.name, which, outlook.say)
-        if outlook.silent_s:
-            logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, outlook.silent_s)
-        if outlook.over:
-            self._fail_all(self.no_teacher(too_large))
+        oversized_rows = self._dispatcher.oversized_rows(now)
+        status = self._outage.check(now, self._dispatcher.live(now) if not oversized_rows else 0)
+        if status.message:
+            which = f" takes a request of {oversized_rows} rows" if oversized_rows else ""
+            logger.warning("no live teacher for %s%s%s", self.name, which, status.message)
+        if status.silent_s:
+            logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, status.silent_s)
+        if status.expired:
+            self._fail_all(self.no_teacher(oversized_rows))
             return None
-        return outlook.look_at
+        return status.check_at
 
     def _fail_all(self, error: NoTeacherError) -> None:
-        self._outage.end()
+        self._outage.finish_work()
         jobs, self._jobs = self._jobs, {}
         for number, job in jobs.items():
-            self._dispatcher.drop(number)
+            self._dispatcher.drop_task(number)
             self._finish(job, error, "")
 
     def _now(self) -> float:
@@ -461,10 +471,10 @@ class Engine:
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._thread.loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._gone)
+        task.add_done_callback(self._task_done)
         return task
 
-    def _gone(self, task: asyncio.Task[None]) -> None:
+    def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a bug in the engine of %s", self.name, exc_info=task.exception())

@@ -18,15 +18,15 @@ class LabelJob:
     """One request's worth of rows.
 
     Attributes:
-        done: called on the loop, once, with outputs or an error, and the model's version.
-        started: called on the loop when the job is sent for the first time.
+        on_done: called on the loop, once, with outputs or an error, and the model's version.
+        on_started: called on the loop when the job is sent for the first time.
     """
 
     number: int
     payload: Payload
-    done: Callable[[Outputs | EDLError, str], None]
-    started: Callable[[], None]
-    running: int = 0
+    on_done: Callable[[Outputs | EDLError, str], None]
+    on_started: Callable[[], None]
+    open_attempts: int = 0
     sent: bool = False
     finished: bool = False
 

@@ -28,7 +28,7 @@ _LONGEST_GAP_S = 4 * _PATIENCE_S  # that counts as such, so that one hiccup is s
 class TeacherDemand(Protocol):
     """What a job queue asks about the teachers.
 
-    Read in any thread; changed on the event loop, before a call of `JobQueue.look`.
+    Read in any thread; changed on the event loop, before a call of `JobQueue.send_if_due`.
     """
 
     @property
@@ -40,7 +40,7 @@ class TeacherDemand(Protocol):
         """Each teacher has something to do, and an answer is on its way."""
 
     @property
-    def gathers(self) -> int:
+    def gather_limit(self) -> int:
         """So many jobs are worth waiting for, to be sent together; 0 where none is."""
 
 
@@ -73,16 +73,16 @@ class JobQueue:
         self._woken = True
         self._thread.call(self._wake)
 
-    def look(self) -> None:
+    def send_if_due(self) -> None:
         """On the loop, whenever an answer has come: take what is there, unless more of it is worth waiting for."""
         if not self._jobs:
             return
         if not self._gathering:
-            self.take_in()
+            self.send_all()
         elif not self._demand.busy and self._timer is None:
-            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.take_in)
+            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.send_all)
 
-    def take_in(self) -> None:
+    def send_all(self) -> None:
         """On the loop: take all that is there."""
         if self._timer is not None:
             self._timer.cancel()
@@ -92,8 +92,8 @@ class JobQueue:
 
     @property
     def _gathering(self) -> bool:
-        return len(self._jobs) < self._demand.gathers and self._gap_s < _PATIENCE_S
+        return len(self._jobs) < self._demand.gather_limit and self._gap_s < _PATIENCE_S
 
     def _wake(self) -> None:
         self._woken = False
-        self.look()
+        self.send_if_due()

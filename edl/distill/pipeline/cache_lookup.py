@@ -79,7 +79,7 @@ def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> Cac
     return cache.view(key)
 
 
-def offline_view(caching: CacheConfig, output_spec: OutputSpec) -> CacheView:
+def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheView:
     """The only rows in the cache that fit what is asked, for a student without teachers.
 
     Where nothing is said of the dtype, any fits; but those that teachers would be asked for in the same words go first.
@@ -89,29 +89,29 @@ def offline_view(caching: CacheConfig, output_spec: OutputSpec) -> CacheView:
     """
     fitting = [
         key
-        for key in caching.cache.keys()  # noqa: SIM118 - not a mapping
+        for key in cache_config.cache.keys()  # noqa: SIM118 - not a mapping
         if set(output_spec.outputs) == set(key.outputs)
         and (not output_spec.model or key.model == output_spec.model)
         and (not output_spec.version or key.version == output_spec.version)
-        and (key.top_k, key.dataset) == (output_spec.top_k, caching.dataset)
+        and (key.top_k, key.dataset) == (output_spec.top_k, cache_config.dataset)
         and (output_spec.top_k is None or key.temperature == output_spec.temperature)
         and output_spec.dtype in (None, key.dtype)
-        and caching.cache.store_dtype in (None, key.dtype)
+        and cache_config.cache.store_dtype in (None, key.dtype)
     ]
-    dtype = caching.cache.store_dtype or output_spec.dtype
+    dtype = cache_config.cache.store_dtype or output_spec.dtype
     same_words = [key for key in fitting if (key.outputs, key.dtype) == (output_spec.outputs, dtype)]
     for found in (fitting, same_words):
         if len(found) == 1:
-            return caching.cache.view(found[0])
-    there = "; ".join(key.to_json() for key in (fitting or caching.cache.keys())) or "nothing"
+            return cache_config.cache.view(found[0])
+    there = "; ".join(key.to_json() for key in (fitting or cache_config.cache.keys())) or "nothing"
     wanted = (
         f"outputs {list(output_spec.outputs)}, top_k={output_spec.top_k}, temperature={output_spec.temperature:g}, "
-        f"dtype={dtype}, dataset={caching.dataset!r}"
+        f"dtype={dtype}, dataset={cache_config.dataset!r}"
         + (f", version={output_spec.version!r}" if output_spec.version else "")
     )
     raise SettingsError(
-        f"no teachers are named, and the cache {caching.cache.path or 'in memory'} has {len(fitting)} sets of labels "
-        f"for {wanted}; it holds: {there}"
+        f"no teachers are named, and the cache {cache_config.cache.path or 'in memory'} has {len(fitting)} sets of "
+        f"labels for {wanted}; it holds: {there}"
     )
 
 

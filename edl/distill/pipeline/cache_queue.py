@@ -2,7 +2,7 @@
 
 What waits is bounded in bytes. What is left out is counted, and asked for again in the next epoch.
 
-No lock is taken: a signal handler may close the reader in the middle of `settle`, in the thread that is in it.
+No lock is taken: a signal handler may close the reader in the middle of `prepare_epoch`, in the thread that is in it.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class CacheQueue:
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
-        self.off = False
+        self.failed = False
         self._changed = Notifier()
         self._entries: deque[_Entry] = deque()
         # Each number has one thread that writes it, the one that gives or the one that puts: none needs a lock.
         self._given_bytes = self._put_bytes = 0
         self._not_taken_rows = self._not_put_rows = 0
-        self._busy = self._closing = self._ended = self._said_full = False
-        self._said: set[str] = set()
+        self._busy = self._closing = self._ended = self._reported_full = False
+        self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
         self._thread.start()
 
-    def keep(
+    def put(
         self, view: CacheView, ids: Sequence[Any], outputs: Outputs, of: tuple[SoftLabelCache, CacheKey] | None = None
     ) -> None:
         """Keep rows soon. Never waits: when the disk cannot follow, rows are left out, and asked for again later.
@@ -87,23 +87,23 @@ class CacheQueue:
             self._entries.append(entry)
             self._changed.notify()
             if self._ended:  # maybe before the entry was there to be left out as well
-                self._not_taken_rows += self._drop_rest()
+                self._not_taken_rows += self._drop_waiting()
             return
         self._not_taken_rows += len(ids)
-        if self._said_full:
+        if self._reported_full:
             return
-        self._said_full = True
+        self._reported_full = True
         logger.warning(
             "the soft-label cache cannot follow: some labels are not kept, and will be asked for again "
             "(stats().rows_not_cached counts them). A faster disk helps, or a larger cache_queue_bytes=%d",
             self.limit_bytes,
         )
 
-    def leave_out(self, rows: int) -> None:
+    def count_dropped(self, rows: int) -> None:
         """Count rows that cannot be kept."""
         self._not_taken_rows += rows
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         """Wait until all that was given before is in the cache, for a minute at most; whether it is."""
         settled = self._changed.wait_for(self._is_idle, _SETTLE_S)
         if not settled:
@@ -112,7 +112,7 @@ class CacheQueue:
                 self.queued_bytes / 1e6,
                 _SETTLE_S,
             )
-        return settled and not self.off
+        return settled and not self.failed
 
     def close(self) -> None:
         """Put what waits, and end the thread. May be called twice."""
@@ -135,7 +135,7 @@ class CacheQueue:
         # In this order: the thread is busy before it takes an entry out.
         return self._ended or not (self._entries or self._busy)
 
-    def _drop_rest(self) -> int:
+    def _drop_waiting(self) -> int:
         """Let go of what waits; how many rows that is."""
         rows = 0
         with contextlib.suppress(IndexError):
@@ -160,11 +160,11 @@ class CacheQueue:
                 raise
         finally:
             if why is not None:
-                self._say_why(why)
+                self._log_failure(why)
                 self._not_put_rows += len(entry.ids) if entry is not None else 0
-                self.off = True
+                self.failed = True
             self._ended = True
-            self._not_put_rows += self._drop_rest()
+            self._not_put_rows += self._drop_waiting()
             self._busy = False
             self._changed.notify()
 
@@ -196,11 +196,11 @@ class CacheQueue:
         except (EDLError, OSError) as exc:
             self._not_put_rows += len(ids)
             words = str(exc)
-            if words not in self._said and len(self._said) < 64:  # as many as a person reads
-                self._said.add(words)
+            if words not in self._reported and len(self._reported) < 64:  # as many as a person reads
+                self._reported.add(words)
                 logger.warning("labels are not kept in the cache: %s", words)
 
-    def _say_why(self, why: BaseException) -> None:
+    def _log_failure(self, why: BaseException) -> None:
         logger.error(
             "no more labels are kept in the soft-label cache until the reader is made anew, and they will be asked for "
             "again: %s: %s, which was not foreseen",

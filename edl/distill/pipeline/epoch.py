@@ -46,14 +46,14 @@ class LabelService(Protocol):
     @property
     def backlog(self) -> float: ...
     def check(self) -> None: ...
-    def settle(self) -> None: ...
+    def prepare_epoch(self) -> None: ...
     def max_rows(self, stopped: Callable[[], bool]) -> int: ...
-    def estimate(self, chunk: Chunk) -> None: ...
+    def estimate_answers(self, chunk: Chunk) -> None: ...
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None: ...
-    def wanted(self, chunk: Chunk) -> None: ...
+    def prioritize(self, chunk: Chunk) -> None: ...
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
-    def delivered(self, rows: int) -> None: ...
-    def waited(self, seconds: float) -> None: ...
+    def record_delivery(self, rows: int) -> None: ...
+    def record_wait(self, seconds: float) -> None: ...
 
 
 class Epoch:
@@ -69,8 +69,8 @@ class Epoch:
     error that was raised in the training loop, whose traceback leads to the reader.
     """
 
-    def __init__(self, labeller: LabelService, source: Iterator[Any], cutter: Cutter) -> None:
-        self._labeller = labeller
+    def __init__(self, session: LabelService, source: Iterator[Any], cutter: Cutter) -> None:
+        self._session = session
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
         self._for_feeder = Notifier()  # where the feeding thread waits
@@ -79,9 +79,9 @@ class Epoch:
         self._unsent: Chunk | None = None
         self._needed: frozenset[Chunk] = frozenset()  # of the item that the training loop waits for
         self._items: deque[Item] = deque()
-        self._in_use = ReuseDetector()
+        self._reuse = ReuseDetector()
         self._open: set[Chunk] = set()
-        self._buffered = OpenChunks()
+        self._open_chunks = OpenChunks()
         self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
         self._fed = False
@@ -95,7 +95,7 @@ class Epoch:
         return self
 
     def __next__(self) -> Item:
-        self._labeller.check()
+        self._session.check()
         started = time.monotonic()
         try:
             found = self._next_done()
@@ -103,7 +103,7 @@ class Epoch:
             self.close()
             raise
         finally:
-            self._labeller.waited(time.monotonic() - started)
+            self._session.record_wait(time.monotonic() - started)
         if isinstance(found, Item):
             return found
         self.close()
@@ -118,10 +118,10 @@ class Epoch:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
                 self._open.discard(chunk)
-                self._buffered.take(chunk)
+                self._open_chunks.remove(chunk)
                 chunk.release()
         self._wake_feeder()
-        self._labeller.delivered(item.rows)
+        self._session.record_delivery(item.rows)
 
     @property
     def rows(self) -> int:
@@ -131,7 +131,7 @@ class Epoch:
     @property
     def nbytes(self) -> int:
         """Bytes of the inputs of these rows, and of their answers; those to come as they are estimated."""
-        return 0 if self._closed else self._buffered.nbytes
+        return 0 if self._closed else self._open_chunks.nbytes
 
     def close(self) -> None:
         """Drop what is under way. May be called twice; does nothing in a forked child, whose parent goes on.
@@ -148,12 +148,12 @@ class Epoch:
         self._open.clear()  # what came between these two lines is cancelled by the thread that sent it
         self._items.clear()
         self._needed = frozenset()
-        self._in_use.clear()
+        self._reuse.clear()
         self._failure = None
         for chunk in chunks:
             chunk.error = None
         if chunks:
-            self._labeller.cancel(chunks)
+            self._session.cancel(chunks)
 
     def is_feeding(self) -> bool:
         """Whether this is the feeding thread, in which the source runs."""
@@ -178,7 +178,7 @@ class Epoch:
 
     def _next_done(self) -> Item | BaseException:
         """The next item once all of its chunks are done, or the error that comes in its place."""
-        self._in_use.release()
+        self._reuse.release()
         item = self._next_item()
         if isinstance(item, BaseException):
             return item
@@ -188,7 +188,7 @@ class Epoch:
             failure = self._await(chunk)
             if failure is not None:
                 return failure
-        self._in_use.hand(item)
+        self._reuse.check_delivered(item)
         return item
 
     def _next_item(self) -> Item | BaseException:
@@ -210,7 +210,7 @@ class Epoch:
             return chunk.done or self._closed or (self._fed and not chunk.sent)
 
         if not self._for_loop.wait_for(ended, _PATIENCE_S):
-            self._labeller.wanted(chunk)
+            self._session.prioritize(chunk)
             if not chunk.sent:
                 self._wake_flusher()
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
@@ -242,10 +242,10 @@ class Epoch:
             self._end(None)
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
-        self._labeller.settle()
+        self._session.prepare_epoch()
         while not self._closed:
             self._asked_at = time.monotonic()
-            self._in_use.drawing()
+            self._reuse.begin_draw()
             self._lent.append(cutter)
             try:
                 value = next(source)
@@ -259,9 +259,9 @@ class Epoch:
             if not self._take_back():
                 return
             if cutter.empty:  # a new chunk, whose size may be another one; asked for each sample it takes its time
-                cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
+                cutter.max_rows = self._session.max_rows(lambda: self._closed)
             item, ready = cutter.put(value)
-            self._in_use.drawn(item)
+            self._reuse.check_drawn(item)
             self._offer(item)
             if not self._submit(ready):
                 return
@@ -307,34 +307,34 @@ class Epoch:
     def _submit(self, chunks: list[Chunk]) -> bool:
         """Send chunks, when there is room; False if the epoch is closed. For whoever has the cutter."""
         for chunk in chunks:
-            self._labeller.estimate(chunk)
+            self._session.estimate_answers(chunk)
             self._unsent = chunk
             self._for_feeder.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
             self._unsent = None
             if self._closed:
                 return False
             self._open.add(chunk)
-            self._buffered.open(chunk)
+            self._open_chunks.add(chunk)
             chunk.sent = True
             try:
-                self._labeller.submit(chunk, self._notify, lambda: self._closed)
+                self._session.submit(chunk, self._notify, lambda: self._closed)
             except BaseException as exc:
                 chunk.error = _failure_of(exc)
                 raise
-            self._buffered.looked_up(chunk)
+            self._open_chunks.add_cached(chunk)
             if self._closed:  # maybe before the chunk was among those that are open
-                self._labeller.cancel([chunk])
+                self._session.cancel([chunk])
             elif self._awaited is chunk:
-                self._labeller.wanted(chunk)
+                self._session.prioritize(chunk)
         return not self._closed
 
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
-        if self._buffered.chunks < 2 or chunk in self._needed:
+        if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
         # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
-        if not chunk.foreseen or self._buffered.nbytes + chunk.weight > self._labeller.memory_bytes:
+        if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._session.memory_bytes:
             return False
-        return self._labeller.backlog < backlog and self._buffered.chunks < self._labeller.depth
+        return self._session.backlog < backlog and self._open_chunks.chunks < self._session.depth
 
     # The flushing thread, started when the training loop waits for a request that is not full
 
@@ -347,7 +347,7 @@ class Epoch:
     def _flush(self) -> None:
         while not self._over:
             self._for_flusher.wait_for(lambda: self._over or self._waits_for_source)
-            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
+            left_s = self._asked_at + self._session.linger_s - time.monotonic()
             if left_s <= 0:
                 self._flush_now()
             self._for_flusher.wait_for(lambda: self._over, max(left_s, _SHORTEST_LOOK_S))
@@ -384,7 +384,7 @@ class Epoch:
     def _notify(self, surplus_nbytes: int = 0) -> None:
         """A chunk was sent, or answered with so many bytes more than were estimated."""
         if surplus_nbytes:
-            self._buffered.answered(surplus_nbytes)
+            self._open_chunks.add_answer(surplus_nbytes)
         # Whoever waits has said for what before it looked whether that is so, so this look misses nobody. Most of the
         # time there is nobody to wake.
         awaited = self._awaited

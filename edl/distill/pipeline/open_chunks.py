@@ -25,20 +25,20 @@ class OpenChunks:
         """Bytes of their inputs and answers, those to come as they are estimated."""
         return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
-    def open(self, chunk: Chunk) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Count a chunk that is about to be sent."""
         self._opened_nbytes += chunk.weight
         self._opened += 1
 
-    def looked_up(self, chunk: Chunk) -> None:
+    def add_cached(self, chunk: Chunk) -> None:
         """Count what a cache had of it."""
         self._opened_nbytes += chunk.surplus_nbytes
 
-    def answered(self, surplus_nbytes: int) -> None:
+    def add_answer(self, surplus_nbytes: int) -> None:
         """Count an answer, by what it weighs more than was estimated."""
         self._answers_nbytes += surplus_nbytes
 
-    def take(self, chunk: Chunk) -> None:
+    def remove(self, chunk: Chunk) -> None:
         """Count a chunk whose rows have all been taken."""
         self._taken_nbytes += chunk.weight
         self._taken += 1

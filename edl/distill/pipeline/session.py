@@ -66,7 +66,11 @@ class LabelSession:
     """See the module. `submit` is for the feeding thread, the rest for any."""
 
     def __init__(
-        self, teachers: list[Teachers], output_spec: OutputSpec, options: Options, caching: CacheConfig | None = None
+        self,
+        teachers: list[Teachers],
+        output_spec: OutputSpec,
+        options: Options,
+        cache_config: CacheConfig | None = None,
     ) -> None:
         self.teachers = teachers
         credentials = Credentials.of() if options.credentials is None else options.credentials
@@ -74,9 +78,9 @@ class LabelSession:
             CredentialFiles.of(credentials) if teachers else None
         )  # what is wrong with them shows here and now
         self._thread = EventLoopThread.acquire(for_grpc=bool(teachers))
-        self._caching = caching
+        self._cache_config = cache_config
         self._offline: CacheView | None = None
-        self._keeper: CacheQueue | None = None
+        self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
         self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
         self._options = options
@@ -89,23 +93,23 @@ class LabelSession:
         self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
-        self._labels: list[CacheKeyTemplate] = []
+        self._cache_keys: list[CacheKeyTemplate] = []
         self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
-        self._said_unknown = False
-        self._following: list[TeacherWatcher] = []
-        self._weights: list[AnswerSizeEstimator] = []
+        self._warned_unversioned = False
+        self._watchers: list[TeacherWatcher] = []
+        self._answer_sizes: list[AnswerSizeEstimator] = []
         self._epoch: Epoch | None = None
-        self._begins = False
+        self._epoch_begins = False
         self._traceparent = ""
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
         try:
-            if caching is not None:
-                self._offline = offline_view(caching, output_spec) if not teachers else None
-                self._keeper = CacheQueue(options.cache_queue_bytes)
+            if cache_config is not None:
+                self._offline = offline_view(cache_config, output_spec) if not teachers else None
+                self._cache_queue = CacheQueue(options.cache_queue_bytes)
             if options.shared_memory:
                 self._arena = Arena(2 * options.memory_bytes)
             for group, identity in zip(teachers, service_identities(teachers), strict=True):
-                self._add(
+                self._add_service(
                     group,
                     identity,
                     replace(
@@ -117,9 +121,9 @@ class LabelSession:
         except BaseException:
             self.close()
             raise
-        _OPEN.add(self)
+        _OPEN_SESSIONS.add(self)
 
-    def _add(self, group: Teachers, identity: str, output_spec: OutputSpec) -> None:
+    def _add_service(self, group: Teachers, identity: str, output_spec: OutputSpec) -> None:
         engine = Engine(
             group.described,
             output_spec,
@@ -132,13 +136,15 @@ class LabelSession:
             limits=MessageLimits(self._options.max_answer_bytes, self._options.max_request_bytes),
         )
         self._engines.append(engine)
-        self._labels.append(CacheKeyTemplate(output_spec, self._caching.dataset if self._caching else "", identity))
-        self._weights.append(AnswerSizeEstimator(output_spec))
+        self._cache_keys.append(
+            CacheKeyTemplate(output_spec, self._cache_config.dataset if self._cache_config else "", identity)
+        )
+        self._answer_sizes.append(AnswerSizeEstimator(output_spec))
 
         def changed(snapshot: Snapshot) -> None:
             self._thread.call(engine.set_teachers, snapshot)
 
-        self._following.append(TeacherWatcher(group, changed))
+        self._watchers.append(TeacherWatcher(group, changed))
 
     @property
     def services(self) -> int:
@@ -148,7 +154,7 @@ class LabelSession:
     @property
     def depth(self) -> int:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
-        return max(8, 4 * max((engine.room for engine in self._engines), default=0))
+        return max(8, 4 * max((engine.capacity for engine in self._engines), default=0))
 
     @property
     def backlog(self) -> float:
@@ -158,7 +164,7 @@ class LabelSession:
         """
         pairs = zip(self._submitted, self._engines, strict=True)
         waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
-        together = max((engine.gathers for engine in self._engines), default=0)
+        together = max((engine.gather_limit for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
 
     def check(self) -> None:
@@ -167,10 +173,10 @@ class LabelSession:
             raise ClosedError("the reader is closed")
         self._thread.check()
 
-    def estimate(self, chunk: Chunk) -> None:
+    def estimate_answers(self, chunk: Chunk) -> None:
         """Say what the answers to a chunk will weigh, as far as can be told."""
-        for index, (engine, weight) in enumerate(zip(self._engines, self._weights, strict=True)):
-            nbytes = weight.expected(chunk.rows, engine.await_spec(0.0))
+        for index, (engine, size_estimator) in enumerate(zip(self._engines, self._answer_sizes, strict=True)):
+            nbytes = size_estimator.expected(chunk.rows, engine.await_spec(0.0))
             chunk.answers_nbytes[index] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
 
@@ -184,15 +190,15 @@ class LabelSession:
             SourceError: the model cannot take these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
-            self._take_cached(chunk, 0, look_up_offline(self._offline, chunk.ids))
+            self._store_cached(chunk, 0, look_up_offline(self._offline, chunk.ids))
             self._cached += chunk.rows
         for index, engine in enumerate(self._engines):
-            spec = self._spec(engine, stopped)
+            spec = self._await_spec(engine, stopped)
             if spec is None:
                 return
-            missing = self._look_up(chunk, index, spec)
+            missing = self._look_up_cache(chunk, index, spec)
             if missing is not None and missing.found.complete:
-                self._take_cached(chunk, index, dict(missing.found.outputs))
+                self._store_cached(chunk, index, dict(missing.found.outputs))
                 continue
             fields = select_inputs(spec, chunk.fields)
             if missing is not None and missing.found.outputs:
@@ -204,17 +210,19 @@ class LabelSession:
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
-            answer = _AnswerHandler(chunk, index, changed, missing, self._keeper, self._weights[index])
+            answer = _AnswerHandler(chunk, index, changed, missing, self._cache_queue, self._answer_sizes[index])
             engine.submit(LabelJob(number, payload, answer, changed))
         changed()
 
-    def _take_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
-        chunk.surplus_nbytes += _weigh(chunk, service, outputs, self._weights[service] if self._weights else None)
+    def _store_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
+        chunk.surplus_nbytes += _count_answer_nbytes(
+            chunk, service, outputs, self._answer_sizes[service] if self._answer_sizes else None
+        )
         chunk.outputs[service] = outputs
 
     def max_rows(self, stopped: Callable[[], bool]) -> int:
         """Rows that teachers take in one request, 0 if any number. Waits for them, and fails, as `submit` does."""
-        limits = [engine.max_rows for engine in self._engines if self._spec(engine, stopped) is not None]
+        limits = [engine.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
@@ -226,20 +234,20 @@ class LabelSession:
         ]
         return min(fitting, default=0)
 
-    def _look_up(self, chunk: Chunk, index: int, spec: ModelSpec) -> CacheMiss | None:
-        if self._caching is None or chunk.ids is None:
+    def _look_up_cache(self, chunk: Chunk, index: int, spec: ModelSpec) -> CacheMiss | None:
+        if self._cache_config is None or chunk.ids is None:
             return None
         if not spec.version:
-            self._say_unknown(index, chunk.rows)
+            self._warn_unversioned(index, chunk.rows)
             return None
         self._engines[index].check_cacheable(chunk.fields)
-        cache = self._caching.cache
-        labels = self._labels[index]
+        cache = self._cache_config.cache
+        labels = self._cache_keys[index]
         if not labels.inputs:
-            labels = self._labels[index] = replace(labels, inputs=tuple(chunk.fields))
+            labels = self._cache_keys[index] = replace(labels, inputs=tuple(chunk.fields))
         view = self._views.get((index, spec.name, spec.version))
         if view is None:
-            own = [each.service for each in self._labels]
+            own = [each.service for each in self._cache_keys]
             view = open_view(cache, labels.key(spec, spec.version), own)
             self._views[index, spec.name, spec.version] = view
         found = view.get(chunk.ids)
@@ -247,11 +255,11 @@ class LabelSession:
         ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
         return CacheMiss(found, view, ids, cache, labels, spec)
 
-    def _say_unknown(self, index: int, rows: int) -> None:
-        if self._keeper is not None:
-            self._keeper.leave_out(rows)
-        if not self._said_unknown:
-            self._said_unknown = True
+    def _warn_unversioned(self, index: int, rows: int) -> None:
+        if self._cache_queue is not None:
+            self._cache_queue.count_dropped(rows)
+        if not self._warned_unversioned:
+            self._warned_unversioned = True
             logger.warning(
                 "the teachers of %s do not say which version of the model they have: their labels are not kept in the "
                 "cache, since those of another model could not be told from them. Name the version with version=",
@@ -265,40 +273,40 @@ class LabelSession:
             NoTeacherError: none told within `teacher_timeout_s` what its model is.
             SettingsError: it does not say the model's version.
         """
-        spec = self.model()
+        spec = self.model_spec()
         if not spec.version:
             raise SettingsError(
                 f"the teachers of {self._engines[0].name} do not say which version of model {spec.name!r} they have, "
                 "which labels are kept by: name it with --model-version (version=)"
             )
-        return open_view(cache, replace(self._labels[0], inputs=inputs).key(spec, spec.version), ())
+        return open_view(cache, replace(self._cache_keys[0], inputs=inputs).key(spec, spec.version), ())
 
-    def model(self, service: int = 0) -> ModelSpec:
+    def model_spec(self, service: int = 0) -> ModelSpec:
         """What the teachers of a service say of their model; waits for the first of them.
 
         Raises:
             NoTeacherError: none told within `teacher_timeout_s`.
         """
-        spec = self._spec(self._engines[service], lambda: self._closed)
+        spec = self._await_spec(self._engines[service], lambda: self._closed)
         if spec is None:
             raise ClosedError("the reader is closed")
         return spec
 
-    def settle(self) -> None:
+    def prepare_epoch(self) -> None:
         """Before an epoch: let the cache take in the answers of the one before, and follow the teachers' version."""
-        if self._keeper is not None:
-            self._keeper.settle()
+        if self._cache_queue is not None:
+            self._cache_queue.drain()
         elif self._options.mixed_versions != "refuse":
             return
-        if self._begins:
-            self._begins = False
+        if self._epoch_begins:
+            self._epoch_begins = False
             for engine in self._engines:
-                engine.follow_version()
+                engine.select_version()
 
-    def wanted(self, chunk: Chunk) -> None:
+    def prioritize(self, chunk: Chunk) -> None:
         """The training loop waits for this chunk now."""
         for index, number in chunk.jobs:
-            self._thread.call(self._engines[index].wanted, number)
+            self._thread.call(self._engines[index].prioritize, number)
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
         """Nobody wants these chunks any more."""
@@ -312,7 +320,7 @@ class LabelSession:
             for index, gone in numbers.items():
                 self._thread.call(self._engines[index].cancel, gone)
 
-    def delivered(self, rows: int) -> None:
+    def record_delivery(self, rows: int) -> None:
         """So many rows went to the training loop."""
         self._delivered += rows
         now = time.monotonic()
@@ -321,7 +329,7 @@ class LabelSession:
             logger.info("%s, %.0f rows/s", self.stats().line(), rate)
             self._progress_at, self._progress_rows = now + self._options.progress_s, self._delivered
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """The training loop waited so long."""
         self._wait_s += seconds
 
@@ -335,8 +343,8 @@ class LabelSession:
             rows_buffered=epoch.rows if epoch is not None else 0,
             bytes_held=epoch.nbytes if epoch is not None else 0,
             wait_s=self._wait_s,
-            rows_not_cached=self._keeper.dropped_rows if self._keeper is not None else 0,
-            cache_queue_bytes=self._keeper.queued_bytes if self._keeper is not None else 0,
+            rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
+            cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )
 
     def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
@@ -349,7 +357,7 @@ class LabelSession:
         self.check()
         if self._epoch is not None:
             self._end_epoch(self._epoch)
-        self._begins = True
+        self._epoch_begins = True
         self._traceparent = current_traceparent()
         for engine in self._engines:
             self._thread.call(engine.begin_epoch)
@@ -359,7 +367,7 @@ class LabelSession:
     def start(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
         """Start an epoch over an iterator."""
         self.check()
-        cutter.time_share.always = self._options.check_all_bytes
+        cutter.time_budget.always = self._options.check_all_bytes
         cutter.fit = self.rows_that_fit
         epoch = self._epoch = Epoch(self, source, cutter)
         if self._closed:  # by a signal handler, or another thread, before the epoch was there to be closed as well
@@ -393,7 +401,7 @@ class LabelSession:
                 "timeout), or wait longer with Options(source_timeout_s=...)"
             )
 
-    def let_go(self) -> None:
+    def close_without_waiting(self) -> None:
         """`close` for a finalizer, which may run in any thread and in the middle of any function: waits for nothing."""
         if not self._closed and os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):  # by another thread, meanwhile
@@ -411,32 +419,32 @@ class LabelSession:
         if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
             return
         self._closed = True
-        _OPEN.discard(self)
+        _OPEN_SESSIONS.discard(self)
         with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
             if self._arena is not None:
                 stack.callback(self._arena.close)
-            if self._keeper is not None:
-                stack.callback(self._keeper.close)
+            if self._cache_queue is not None:
+                stack.callback(self._cache_queue.close)
             stack.callback(self._thread.release)
             for engine in self._engines:
                 stack.callback(self._close_engine, engine)
-            for following in self._following:
-                stack.callback(following.close)
+            for watcher in self._watchers:
+                stack.callback(watcher.close)
             if self._epoch is not None:
-                stack.callback(self._leave_source, self._epoch)
+                stack.callback(self._join_source, self._epoch)
                 stack.callback(self._epoch.close)
 
-    def _leave_source(self, epoch: Epoch) -> None:
+    def _join_source(self, epoch: Epoch) -> None:
         if not epoch.join(_SOURCE_STOP_S):
             logger.warning("the data source is still busy %g s after its reader was closed; left alone", _SOURCE_STOP_S)
 
     def _close_engine(self, engine: Engine) -> None:
         self._thread.run(engine.close(), _CLOSE_S)
 
-    def _spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
+    def _await_spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
         """Wait for the first teacher; None if the epoch was closed meanwhile."""
         begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
-        told = False
+        warned = False
         while not stopped():
             spec = engine.await_spec(0.2)
             if spec is not None:
@@ -444,21 +452,21 @@ class LabelSession:
             waited_s = time.monotonic() - begin
             if waited_s > timeout_s:
                 raise engine.no_teacher()
-            if not told and waited_s > _SAY_AFTER_S:
-                told = True
+            if not warned and waited_s > _SAY_AFTER_S:
+                warned = True
                 logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, timeout_s)
         return None
 
 
-_OPEN: set[LabelSession] = set()
+_OPEN_SESSIONS: set[LabelSession] = set()
 """Those that are to be closed when the program ends."""
 
 
 @atexit.register
 def _close_open() -> None:
     with contextlib.ExitStack() as stack:
-        for labeller in _OPEN.copy():
-            stack.callback(labeller.close)
+        for session in _OPEN_SESSIONS.copy():
+            stack.callback(session.close)
 
 
 @dataclass(frozen=True)
@@ -469,8 +477,8 @@ class _AnswerHandler:
     service: int
     changed: Callable[..., None]
     missing: CacheMiss | None
-    keeper: CacheQueue | None
-    weight: AnswerSizeEstimator
+    cache_queue: CacheQueue | None
+    size_estimator: AnswerSizeEstimator
 
     def __call__(self, result: Outputs | EDLError, version: str) -> None:
         surplus_nbytes = 0
@@ -487,28 +495,30 @@ class _AnswerHandler:
         except SettingsError as exc:
             self.chunk.error = exc
             return 0
-        surplus_nbytes = _weigh(self.chunk, self.service, whole, self.weight)
+        surplus_nbytes = _count_answer_nbytes(self.chunk, self.service, whole, self.size_estimator)
         self.chunk.outputs[self.service] = whole
         self._keep(outputs, version)
         return surplus_nbytes
 
     def _keep(self, outputs: Outputs, version: str) -> None:
-        if self.missing is None or self.keeper is None:
+        if self.missing is None or self.cache_queue is None:
             return
         missing = self.missing
         if version == missing.spec.version:
-            self.keeper.keep(missing.view, missing.ids, outputs)
+            self.cache_queue.put(missing.view, missing.ids, outputs)
         elif version:
-            self.keeper.keep(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
+            self.cache_queue.put(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
         else:
-            self.keeper.leave_out(len(missing.ids))
+            self.cache_queue.count_dropped(len(missing.ids))
 
 
-def _weigh(chunk: Chunk, service: int, outputs: Outputs, weight: AnswerSizeEstimator | None) -> int:
+def _count_answer_nbytes(
+    chunk: Chunk, service: int, outputs: Outputs, size_estimator: AnswerSizeEstimator | None
+) -> int:
     """Note what an answer weighs, before it is there to be taken; by how many bytes that is more than was estimated."""
     nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[service]
     chunk.answers_nbytes[service] = nbytes
-    if weight is not None:
-        weight.came(chunk.rows, nbytes)
+    if size_estimator is not None:
+        size_estimator.came(chunk.rows, nbytes)
     return surplus_nbytes

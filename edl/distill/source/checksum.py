@@ -27,9 +27,9 @@ _GRACE_S = 0.02
 """So long the first arrays of an epoch are looked at whole: some fifty of 4.8 MB, and a source that fills a buffer
 again does so from its second item on."""
 
-_TAKEN_AT_ONCE = 500
+_WORDS_AT_ONCE = 500
 """Words, for which numpy keeps the GIL. To get it back behind other threads takes ten times as long as to read them."""
-_PLACES_SERVE = 16
+_ARRAYS_PER_DRAW = 16
 """So many arrays are looked at in the same places, which take as long to draw as to look at."""
 
 _random = np.random.default_rng()  # another seed in each process, so that no data can be as the places want it
@@ -37,7 +37,7 @@ _random = np.random.default_rng()  # another seed in each process, so that no da
 
 class TimeBudget:
     """Says whether there is time to look at whole arrays, a share of all the time since it was made, and where to look
-    otherwise. `places` is for one thread at a time.
+    otherwise. `positions` is for one thread at a time.
 
     Attributes:
         always: look at whole arrays, whatever it takes.
@@ -47,10 +47,10 @@ class TimeBudget:
         self.always = always
         self._share = share
         self._left_s, self._left_at = _GRACE_S, time.perf_counter()
-        self._places: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
+        self._positions: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
 
     @property
-    def left(self) -> bool:
+    def available(self) -> bool:
         """Whether there is some left. What an epoch that waits does not use is not saved up for when it goes on."""
         now = time.perf_counter()
         self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
@@ -61,15 +61,15 @@ class TimeBudget:
         """So much was spent."""
         self._left_s -= seconds
 
-    def places(self, words: int) -> Array:
+    def positions(self, words: int) -> Array:
         """Where to look at an array of so many words: one at random in each of as many equal pieces."""
-        left, places = self._places.get(words, (0, None))
-        if not left or places is None:
-            left, places = _PLACES_SERVE, _drawn(words)
-            if len(self._places) >= _MOST_SIZES:
-                self._places.clear()
-        self._places[words] = left - 1, places
-        return places
+        left, positions = self._positions.get(words, (0, None))
+        if not left or positions is None:
+            left, positions = _ARRAYS_PER_DRAW, _draw_positions(words)
+            if len(self._positions) >= _MOST_SIZES:
+                self._positions.clear()
+        self._positions[words] = left - 1, positions
+        return positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,51 +85,51 @@ class Checksum:
 
     nbytes: int
     content: bytes
-    places: Array | None = None
+    positions: Array | None = None
     words: bytes = b""
     columns: bytes = b""
 
     @classmethod
-    def of(cls, array: Array, time_share: TimeBudget) -> Checksum:
+    def of(cls, array: Array, time_budget: TimeBudget) -> Checksum:
         """Look at an array of numbers."""
         data = _memory(array)
         if data.nbytes <= SMALL_NBYTES:
             return cls(data.nbytes, data.tobytes())
         words = _words(data)
-        places = time_share.places(len(words))
+        positions = time_budget.positions(len(words))
         columns = b""
         if data.nbytes <= _WHOLE_NBYTES:
             columns = _columns(words)
-        elif time_share.left:
+        elif time_budget.available:
             begin = time.perf_counter()
             columns = _columns(words)
-            time_share.spend(time.perf_counter() - begin)
-        return cls(data.nbytes, _rest(data), places, _taken(words, places), columns)
+            time_budget.spend(time.perf_counter() - begin)
+        return cls(data.nbytes, _rest(data), positions, _words_at(words, positions), columns)
 
-    def fits(self, array: Array, time_share: TimeBudget) -> bool:
+    def matches(self, array: Array, time_budget: TimeBudget) -> bool:
         """Whether an array has the same bytes, as far as they were looked at."""
         data = _memory(array)
         if data.nbytes != self.nbytes:
             return False
-        if self.places is None:
+        if self.positions is None:
             return data.tobytes() == self.content
         words = _words(data)
-        if _taken(words, self.places) != self.words or _rest(data) != self.content:
+        if _words_at(words, self.positions) != self.words or _rest(data) != self.content:
             return False
         if not self.columns:
             return True
         begin = time.perf_counter()
         same = _columns(words) == self.columns
         if self.nbytes > _WHOLE_NBYTES:
-            time_share.spend(time.perf_counter() - begin)
+            time_budget.spend(time.perf_counter() - begin)
         return same
 
 
-def _drawn(words: int) -> Array:
+def _draw_positions(words: int) -> Array:
     count = min(max(words // _WORDS_SHARE, _LEAST_WORDS), _MOST_WORDS)
     piece = words // count
-    places: Array = np.arange(0, count * piece, piece) + _random.integers(0, piece, count)
-    return places
+    positions: Array = np.arange(0, count * piece, piece) + _random.integers(0, piece, count)
+    return positions
 
 
 def _memory(array: Array) -> Array:
@@ -147,9 +147,9 @@ def _words(data: Array) -> Array:
     return found
 
 
-def _taken(words: Array, places: Array) -> bytes:
-    pieces = range(0, len(places), _TAKEN_AT_ONCE)
-    return b"".join([words[places[at : at + _TAKEN_AT_ONCE]].tobytes() for at in pieces])
+def _words_at(words: Array, positions: Array) -> bytes:
+    pieces = range(0, len(positions), _WORDS_AT_ONCE)
+    return b"".join([words[positions[at : at + _WORDS_AT_ONCE]].tobytes() for at in pieces])
 
 
 def _rest(data: Array) -> bytes:

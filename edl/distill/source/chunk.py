@@ -78,7 +78,7 @@ class Item:
 
     value: Any
     parts: list[tuple[Chunk, int, int]]
-    unchanged: tuple[ItemFingerprint, ...] = ()
+    fingerprints: tuple[ItemFingerprint, ...] = ()
 
     @property
     def rows(self) -> int:

@@ -56,7 +56,7 @@ class Cutter(abc.ABC):
     ) -> None:
         self.getters, self.services, self.ids = getters, services, ids
         self.seen = self.max_rows = 0
-        self.time_share = TimeBudget(_CHECKING_SHARE)
+        self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
     @property
@@ -104,10 +104,10 @@ class BatchCutter(Cutter):
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        unchanged = ItemFingerprint(f"batch {self.seen}", value, found, self.time_share)
+        fingerprint = ItemFingerprint(f"batch {self.seen}", value, found, self.time_budget)
         fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
-        if unchanged.conversions_matter:
-            unchanged.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
+        if fingerprint.conversions_matter:
+            fingerprint.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
         rows = _common_rows(fields, self.seen)
         ids = _as_ids(self._get_ids(self.ids, value, "batch"), rows, self.seen) if self.ids is not None else None
         step = self._rows_like(fields)
@@ -121,9 +121,9 @@ class BatchCutter(Cutter):
             )
             chunks.append(chunk)
             parts.append((chunk, 0, stop - start))
-        chunks[0].rest_nbytes = unchanged.rest_nbytes
+        chunks[0].rest_nbytes = fingerprint.rest_nbytes
         self.seen += 1
-        return Item(value, parts, (unchanged,)), chunks
+        return Item(value, parts, (fingerprint,)), chunks
 
 
 class _RowGatherer(Cutter):
@@ -142,10 +142,10 @@ class _RowGatherer(Cutter):
 
     def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
         found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
-        unchanged = ItemFingerprint(f"sample {self.seen}", sample, found, self.time_share)
+        fingerprint = ItemFingerprint(f"sample {self.seen}", sample, found, self.time_budget)
         arrays = {name: as_array(part, f"sample {self.seen}, input {name!r}") for name, part in found.items()}
-        if unchanged.conversions_matter:
-            unchanged.add_sent(found, arrays, functools.partial(as_array, what=f"sample {self.seen}"))
+        if fingerprint.conversions_matter:
+            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=f"sample {self.seen}"))
         if not self._open.rows:
             self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
         for name, array in arrays.items():
@@ -156,12 +156,12 @@ class _RowGatherer(Cutter):
             self._ids.append(self._get_ids(self.ids, sample, "sample"))
         chunk = self._open
         chunk.rows += 1
-        chunk.rest_nbytes += unchanged.rest_nbytes
+        chunk.rest_nbytes += fingerprint.rest_nbytes
         self.seen += 1
         row = chunk.rows - 1
         if chunk.rows >= self._full:
             ready.append(self._sealed())
-        return chunk, row, unchanged
+        return chunk, row, fingerprint
 
     def _sealed(self) -> Chunk:
         fields = {name: rows.gathered() for name, rows in self._rows.items()}
@@ -185,8 +185,8 @@ class SampleCutter(_RowGatherer):
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         ready: list[Chunk] = []
-        chunk, row, unchanged = self._row(value, ready)
-        return Item(value, [(chunk, row, row + 1)], (unchanged,)), ready
+        chunk, row, fingerprint = self._row(value, ready)
+        return Item(value, [(chunk, row, row + 1)], (fingerprint,)), ready
 
 
 class SampleListCutter(_RowGatherer):
@@ -195,19 +195,19 @@ class SampleListCutter(_RowGatherer):
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
-        unchanged: list[ItemFingerprint] = []
+        fingerprints: list[ItemFingerprint] = []
         if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
             raise SourceError(
                 f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
             )
         for sample in value:
-            chunk, row, sample_unchanged = self._row(sample, ready)
-            unchanged.append(sample_unchanged)
+            chunk, row, fingerprint = self._row(sample, ready)
+            fingerprints.append(fingerprint)
             if parts and parts[-1][0] is chunk:
                 parts[-1] = (chunk, parts[-1][1], row + 1)
             else:
                 parts.append((chunk, row, row + 1))
-        return Item(value, parts, tuple(unchanged)), ready
+        return Item(value, parts, tuple(fingerprints)), ready
 
 
 def _stopped(what: str) -> SourceError:

@@ -52,12 +52,12 @@ class FingerprintPart:
     def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
         self.path, self._holder, self._same = path, holder, same
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether it has not changed."""
         return self._same()
 
     @property
-    def place(self) -> MemoryLocation:
+    def location(self) -> MemoryLocation:
         """Where it lies; parts of items that are both alive lie in one place if they share it."""
         return "object", id(self._holder)
 
@@ -70,11 +70,11 @@ class SmallArrayPart(FingerprintPart):
     def __init__(self, path: KeyPath, array: Array) -> None:
         self.path, self._holder, self._content = path, array, array.tobytes()
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         return bool(self._holder.tobytes() == self._content)
 
     @property
-    def place(self) -> MemoryLocation:
+    def location(self) -> MemoryLocation:
         return "memory", self._holder.__array_interface__["data"][0]
 
 
@@ -84,12 +84,12 @@ class LargeArrayPart(SmallArrayPart):
     __slots__ = ("_checksum", "_time")
     costly = True
 
-    def __init__(self, path: KeyPath, array: Array, time_share: TimeBudget) -> None:
-        self.path, self._holder, self._time = path, array, time_share
-        self._checksum = Checksum.of(array, time_share)
+    def __init__(self, path: KeyPath, array: Array, time_budget: TimeBudget) -> None:
+        self.path, self._holder, self._time = path, array, time_budget
+        self._checksum = Checksum.of(array, time_budget)
 
-    def same(self) -> bool:
-        return self._checksum.fits(self._holder, self._time)
+    def is_unchanged(self) -> bool:
+        return self._checksum.matches(self._holder, self._time)
 
 
 class ConvertedPart(FingerprintPart):
@@ -99,12 +99,12 @@ class ConvertedPart(FingerprintPart):
     costly = True
 
     def __init__(
-        self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_share: TimeBudget
+        self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
     ) -> None:
-        self.path, self._holder, self._convert, self._time = path, holder, convert, time_share
+        self.path, self._holder, self._convert, self._time = path, holder, convert, time_budget
         self._before = self._content(sent)
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         try:
             array = self._convert(self._holder)
         except Exception as exc:  # the user's own code, of a file that is closed by now, say
@@ -115,7 +115,7 @@ class ConvertedPart(FingerprintPart):
         shape, dtype, content = self._before
         if (array.shape, array.dtype) != (shape, dtype):
             return False
-        return content.fits(array, self._time) if isinstance(content, Checksum) else list(array.flat) == content
+        return content.matches(array, self._time) if isinstance(content, Checksum) else list(array.flat) == content
 
     def _content(self, array: Array) -> tuple[tuple[int, ...], np.dtype[Any], Checksum | list[Any]]:
         content = list(array.flat) if array.dtype.hasobject else Checksum.of(array, self._time)
@@ -136,9 +136,9 @@ class ItemFingerprint:
 
     __slots__ = ("_inputs", "_parts", "_time", "_what", "conversions_matter", "rest_nbytes")
 
-    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_share: TimeBudget) -> None:
+    def __init__(self, what: str, item: Any, inputs: Mapping[str, Any], time_budget: TimeBudget) -> None:
         self._what = what
-        self._time = time_share
+        self._time = time_budget
         self._parts: list[FingerprintPart] = []
         self.conversions_matter = False
         self.rest_nbytes = 0
@@ -170,23 +170,23 @@ class ItemFingerprint:
                 self._parts.append(ConvertedPart((name,), found, sent[name], convert, self._time))
 
     @property
-    def places(self) -> set[MemoryLocation]:
+    def locations(self) -> set[MemoryLocation]:
         """Where lies what is looked at."""
-        return {part.place for part in self._parts}
+        return {part.location for part in self._parts}
 
     def check(self) -> None:
         """Raise `SourceError` if anything has changed since."""
         for part in self._parts:
-            if not part.same():
+            if not part.is_unchanged():
                 raise self._error(part)
 
-    def check_places(self, places: Callable[[], Container[MemoryLocation]]) -> None:
+    def check_locations(self, places: Callable[[], Container[MemoryLocation]]) -> None:
         """`check` of what lies in certain places."""
         for part in self._parts:
             if part.costly:
-                if part.place in places() and not part.same():
+                if part.location in places() and not part.is_unchanged():
                     raise self._error(part)
-            elif not part.same() and part.place in places():
+            elif not part.is_unchanged() and part.location in places():
                 raise self._error(part)
 
     def _error(self, part: FingerprintPart) -> SourceError:
@@ -280,10 +280,10 @@ class ItemFingerprint:
         self.rest_nbytes += memoryview(buffer).nbytes
         before = Checksum.of(np.asarray(memoryview(buffer)), self._time) if len(buffer) else None
 
-        def same() -> bool:  # an array that was kept would not let the source resize its buffer
-            return before.fits(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
+        def is_unchanged() -> bool:  # an array that was kept would not let the source resize its buffer
+            return before.matches(np.asarray(memoryview(buffer)), self._time) if before is not None else not len(buffer)
 
-        self._parts.append(FingerprintPart(path, buffer, same))
+        self._parts.append(FingerprintPart(path, buffer, is_unchanged))
 
     def _add_elements(self, holder: Any, elements: Callable[[], list[Any]], path: KeyPath) -> None:
         before = elements()

@@ -16,7 +16,7 @@ class FingerprintedItem(Protocol):
     """An item that was looked at."""
 
     @property
-    def unchanged(self) -> Sequence[ItemFingerprint]: ...
+    def fingerprints(self) -> Sequence[ItemFingerprint]: ...
 
 
 class ReuseDetector:
@@ -26,8 +26,8 @@ class ReuseDetector:
     loop is the quicker one. An item that has changed then is not accused for that alone, since the training loop may
     work in place; but it is if the source yields the same memory, list or dictionary again.
 
-    No lock: `drawing` and `drawn` are for the feeding thread, `release` and `hand` for the training loop's, `clear` for
-    any.
+    No lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the training
+    loop's, `clear` for any.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class ReuseDetector:
         self._at_work = False
         self._error: SourceError | None = None
 
-    def drawing(self) -> None:
+    def begin_draw(self) -> None:
         """The source is asked for another item."""
         self._released.clear()
         self._at_work = True
 
-    def drawn(self, item: FingerprintedItem) -> None:
+    def check_drawn(self, item: FingerprintedItem) -> None:
         """The source has yielded this."""
         current = self._current  # before those released: `release` puts it there before it lets go of it
         earlier = [*self._released, *([current] if current is not None else [])]
@@ -50,15 +50,15 @@ class ReuseDetector:
             return
         found: list[set[MemoryLocation]] = []
 
-        def places() -> set[MemoryLocation]:
+        def locations() -> set[MemoryLocation]:
             if not found:  # most of the time nobody asks
-                found.append({place for unchanged in item.unchanged for place in unchanged.places})
+                found.append({location for fingerprint in item.fingerprints for location in fingerprint.locations})
             return found[0]
 
         try:
             for used in earlier:
-                for unchanged in used.unchanged:
-                    unchanged.check_places(places)
+                for fingerprint in used.fingerprints:
+                    fingerprint.check_locations(locations)
         except SourceError as exc:
             self._error = exc
             raise
@@ -73,11 +73,11 @@ class ReuseDetector:
         if error is not None:
             raise error
 
-    def hand(self, item: FingerprintedItem) -> None:
+    def check_delivered(self, item: FingerprintedItem) -> None:
         """The training loop gets this next. Raises `SourceError` if it has changed since it was sent."""
         self._current = item
-        for unchanged in item.unchanged:
-            unchanged.check()
+        for fingerprint in item.fingerprints:
+            fingerprint.check()
 
     def clear(self) -> None:
         """Let go of all items."""

@@ -57,13 +57,13 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-_NO_ID = "-" * 16  # as long as a stream's, so that a call of its own is as large
+_PLACEHOLDER_ID = "-" * 16  # as long as a stream's, so that a call of its own is as large
 _MOST_SPECS = 64
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
 _CONFIGURATION = "model_configuration"  # Triton's extension
 _MOST_NAMES, _LONGEST_NAME = 1000, 512  # of a model's metadata; what no model has, and nobody could read
 _MOST_DIGITS = 18  # of a number in text: what 64 bits hold; of thousands of digits Python makes an error
-_SMALL = 4096  # bytes; no server refuses a message for that
+_SMALL_NBYTES = 4096  # bytes; no server refuses a message for that
 
 
 class TeacherClient:
@@ -101,14 +101,16 @@ class TeacherClient:
         self._headers: dict[Any, bytes] = {}
         self._specs: dict[bytes, tuple[str, list[tuple[str, str, tuple[int, ...]]]]] = {}
         self._named_version = ""  # in requests: the one that is asked for, if the server lists any
-        self._must_say = False  # whether an answer that names no version may be of another one than was asked for
+        self._version_required = (
+            False  # whether an answer that names no version may be of another one than was asked for
+        )
         self._server_top_k = False
         self._server_checks_nan = False
         self._server_streams = False
         self._server_bundles = False
         self._stream: InferStream | None = None
         self._ids = RequestIds()
-        self._proven_nbytes = _SMALL
+        self._proven_nbytes = _SMALL_NBYTES
         self._max_batch = 0
         self._max_nbytes = limits.request_bytes
         self._closed = False
@@ -129,13 +131,13 @@ class TeacherClient:
             self._metadata = call_metadata(self.endpoint, self._files)
         except SettingsError as exc:
             raise RequestFailed(FailureKind.REJECTED, str(exc)) from exc
-        spec = await self._look_around(deadline)
+        spec = await self._discover_model(deadline)
         wanted = max_answer_nbytes(spec, self._limits)
         if wanted > self._answer_nbytes:  # which is said once for all of a channel, so there must be another one
             await self._channel.close()
             self._answer_nbytes = wanted
             self._connect()
-            spec = await self._look_around(deadline)
+            spec = await self._discover_model(deadline)
         if self.output_spec.version and not self._named_version:
             logger.warning(
                 "%s does not say which version of model %r it has: its labels are taken for those of version %r, as "
@@ -154,15 +156,15 @@ class TeacherClient:
             names.method("ModelInfer")
         )
 
-    async def _look_around(self, deadline: float) -> ModelSpec:
+    async def _discover_model(self, deadline: float) -> ModelSpec:
         ready = await self._call_method("ServerReady", kserve.ServerReadyRequest(), deadline)
         if not ready.ready:
             raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready")
         server = await self._call_method("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
         model = self.output_spec.model or await self._only_model(deadline)
-        listed = await self._listed(model, deadline) if self.output_spec.version else ()
+        listed = await self._list_versions(model, deadline) if self.output_spec.version else ()
         self._named_version = self.output_spec.version if listed else ""
-        self._must_say = len(listed) > 1
+        self._version_required = len(listed) > 1
         request = kserve.ModelReadyRequest(name=model, version=self._named_version)
         model_ready = await self._call_method("ModelReady", request, deadline)
         if not model_ready.ready:
@@ -189,7 +191,7 @@ class TeacherClient:
             if not (await self._call_method(method, request, deadline)).ready:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready any more")
 
-    async def look(self, timeout_s: float) -> ModelSpec:
+    async def fetch_spec(self, timeout_s: float) -> ModelSpec:
         """What the model looks like by now.
 
         Raises:
@@ -208,7 +210,7 @@ class TeacherClient:
         Returns:
             What cancels the request. None, and nothing done, if the stream cannot take it: then `infer` can.
         """
-        if not self._server_streams or self._lost:
+        if not self._server_streams or self._is_lost:
             return None
         region: str | None = None
         if payload.slot is not None and self.shares_memory:
@@ -217,19 +219,21 @@ class TeacherClient:
                 return None
         header = self._header(payload, timeout_s, region)
         raw = payload.raw if region is None else ()
-        if not self._proven(header, raw):
+        if not self._fits_proven_size(header, raw):
             return None
         stream = self._open_stream()
         if region is None:
             return functools.partial(
                 stream.cancel,
-                stream.start(header, raw, timeout_s, functools.partial(self._hand_over, payload.rows, done)),
+                stream.start(header, raw, timeout_s, functools.partial(self._deliver, payload.rows, done)),
             )
         retry = next(self._retry_numbers)
-        ended = functools.partial(self._ended, retry, payload, region, timeout_s, time.monotonic() + timeout_s, done)
+        ended = functools.partial(
+            self._shm_request_ended, retry, payload, region, timeout_s, time.monotonic() + timeout_s, done
+        )
         return functools.partial(self._cancel, retry, stream, stream.start(header, raw, timeout_s, ended))
 
-    def _ended(
+    def _shm_request_ended(
         self,
         retry: int,
         payload: Payload,
@@ -240,14 +244,14 @@ class TeacherClient:
         answer: RawResponse | RequestFailure | None,
     ) -> None:
         """A request in shared memory has an answer, or another chance."""
-        if not isinstance(answer, RequestFailure) or not _deserves_another_way(answer, region):
-            self._hand_over(payload.rows, done, answer)
+        if not isinstance(answer, RequestFailure) or not _may_succeed_otherwise(answer, region):
+            self._deliver(payload.rows, done, answer)
             return
         task = asyncio.get_running_loop().create_task(self._infer_again(payload, region, answer, timeout_s, deadline))
         self._retries[retry] = task
-        task.add_done_callback(functools.partial(self._retried, retry, done))
+        task.add_done_callback(functools.partial(self._retry_ended, retry, done))
 
-    def _retried(
+    def _retry_ended(
         self, retry: int, done: Callable[[Reply | RequestFailure | None], None], task: asyncio.Task[Reply]
     ) -> None:
         del self._retries[retry]
@@ -273,7 +277,7 @@ class TeacherClient:
         else:
             stream.cancel(number)
 
-    def _hand_over(
+    def _deliver(
         self,
         rows: int,
         done: Callable[[Reply | RequestFailure | None], None],
@@ -283,7 +287,7 @@ class TeacherClient:
             try:
                 reply = self._reply(answer, rows)
             except RequestFailed as exc:
-                answer = self._of_request(exc.failure)
+                answer = self._with_request_id(exc.failure)
             except Exception as exc:
                 # Whatever it was, the request has ended; it must not take the stream, and itself, along.
                 logger.exception("an answer of %s was not understood, in a way not foreseen", self.endpoint)
@@ -293,7 +297,7 @@ class TeacherClient:
                 return
         done(answer)
 
-    def _of_request(self, failure: RequestFailure) -> RequestFailure:
+    def _with_request_id(self, failure: RequestFailure) -> RequestFailure:
         """The failure, with the id of the request whose answer has just come over the stream."""
         number = self._stream.answering if self._stream is not None else ""
         return replace(failure, message=f"{failure.message} (request {number})")
@@ -307,7 +311,7 @@ class TeacherClient:
         Raises:
             RequestFailed: there is no usable answer.
         """
-        if self._lost:
+        if self._is_lost:
             raise RequestFailed(FailureKind.LOST, f"{self.endpoint}: the connection was lost while nobody asked")
         deadline = time.monotonic() + timeout_s
         region = await self._registered(payload, deadline)
@@ -315,7 +319,7 @@ class TeacherClient:
             answer = await self._send(payload, region, timeout_s, deadline)
         except RequestFailed as exc:
             failure = exc.failure
-            if region is None or not _deserves_another_way(failure, region):
+            if region is None or not _may_succeed_otherwise(failure, region):
                 raise
         else:
             return self._reply(answer, payload.rows)
@@ -333,7 +337,7 @@ class TeacherClient:
                 try:
                     return self._reply(await self._send(payload, again, timeout_s, deadline), payload.rows)
                 except RequestFailed as exc:
-                    if not _deserves_another_way(exc.failure, again):
+                    if not _may_succeed_otherwise(exc.failure, again):
                         raise
         return self._reply(await self._send(payload, None, timeout_s, deadline), payload.rows)
 
@@ -341,7 +345,7 @@ class TeacherClient:
         header = self._header(payload, timeout_s, region)
         raw = payload.raw if region is None else ()
         timeout_s = max(deadline - time.monotonic(), 0.001)
-        if self._server_streams and self._proven(header, raw):
+        if self._server_streams and self._fits_proven_size(header, raw):
             return await self._open_stream().infer(header, raw, timeout_s)
         return await self._call(header, raw, timeout_s, payload.traceparent)
 
@@ -373,7 +377,7 @@ class TeacherClient:
             await stream.close()
         await self._channel.close()
 
-    async def _listed(self, model: str, deadline: float) -> tuple[str, ...]:
+    async def _list_versions(self, model: str, deadline: float) -> tuple[str, ...]:
         """The versions of a model that the server has, among which is the one that is asked for; none if it lists none.
 
         Raises:
@@ -424,7 +428,7 @@ class TeacherClient:
     # Requests
 
     @property
-    def _lost(self) -> bool:
+    def _is_lost(self) -> bool:
         """Whether the stream has ended: who answers at this address now may be another, and know no region of ours."""
         return self._stream is not None and self._stream.broken and not self._stream.refused
 
@@ -439,7 +443,7 @@ class TeacherClient:
             )
         return self._stream
 
-    def _proven(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
+    def _fits_proven_size(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
         """Whether the server takes messages of this size. One that it does not take would end the whole stream."""
         return _nbytes(header, raw) <= self._proven_nbytes
 
@@ -448,7 +452,7 @@ class TeacherClient:
     ) -> RawResponse:
         number = next(self._ids)
         # Our own server knows a request's header again, if nothing in it is new.
-        request_id = _NO_ID if self._server_streams else number
+        request_id = _PLACEHOLDER_ID if self._server_streams else number
         own = ((names.REQUEST_ID, number), (names.TRACEPARENT, traceparent or self._ids.traceparent))
         message = codec.join_request(header + codec.id_field(request_id), raw)
         call = self._infer(message, timeout=timeout_s, metadata=(*self._metadata, *own))
@@ -509,11 +513,11 @@ class TeacherClient:
             return 0
         if not self._server_streams:
             return max(int(config.max_batch_size), 0)
-        nbytes = _count_in(config, names.MAX_BYTES)
+        nbytes = _config_number(config, names.MAX_BYTES)
         if nbytes:
             room = nbytes - min(HEADER_NBYTES, nbytes // 2)
             self._max_nbytes = min(room, self._limits.request_bytes)
-        return _count_in(config, names.MAX_ROWS)
+        return _config_number(config, names.MAX_ROWS)
 
     async def _call_method(self, method: str, request: Any, deadline: float) -> Any:
         answer_type = getattr(kserve, f"{method}Response")
@@ -562,7 +566,7 @@ class TeacherClient:
                     for tensor in message.outputs
                 }
             specs = [(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in message.outputs]
-            if len(self._specs) >= _MOST_SPECS or len(header) > _SMALL:
+            if len(self._specs) >= _MOST_SPECS or len(header) > _SMALL_NBYTES:
                 self._specs.clear()
             known = self._specs[header] = version, specs  # answers to requests of one shape have one header
         version, specs = known
@@ -612,7 +616,7 @@ class TeacherClient:
             what = f"{self.endpoint} has version {named!r} of its model now, and had {expected!r}"
             raise RequestFailed(FailureKind.LOST, what)
         if self.output_spec.version:
-            if named != expected and (named or self._must_say):
+            if named != expected and (named or self._version_required):
                 what = f"it answers with version {named!r}" if named else "its answer names no version, of several"
                 raise self._unusable(f"{what}, and version={expected!r} is asked for")
             return expected
@@ -665,15 +669,15 @@ class TeacherClient:
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint} (model {self.spec.name!r}): {what}")
 
 
-def _deserves_another_way(failure: RequestFailure, region: str) -> bool:
+def _may_succeed_otherwise(failure: RequestFailure, region: str) -> bool:
     """Whether what failed in shared memory may still succeed: the teacher refused it, and that may be the memory's."""
     return failure.kind is FailureKind.REJECTED or is_about_memory(failure, region)
 
 
-def _count_in(config: kserve.ModelConfig, name: str) -> int:
+def _config_number(config: kserve.ModelConfig, name: str) -> int:
     """A parameter of a model's configuration, 0 if it is none or no number."""
-    said = config.parameters[name].string_value
-    return int(said) if said.isdecimal() and len(said) <= _MOST_DIGITS else 0
+    text = config.parameters[name].string_value
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
 
 def _is_local(endpoint: str) -> bool:

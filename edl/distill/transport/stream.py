@@ -114,13 +114,13 @@ class InferStream:
         deadline = self._loop.time() + timeout_s
         nbytes = len(header) + sum([memoryview(part).nbytes for part in raw])
         self._waiting[number] = _PendingRequest(done, header, raw, nbytes, deadline, timeout_s)
-        self._expect(deadline)
+        self._arm_timer(deadline)
         self._queue(number)
         return number
 
     def cancel(self, number: str) -> None:
         """Tell the server that nobody waits any more. Does nothing for a request that is done."""
-        self._end(number, None)
+        self._finish(number, None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> RawResponse:
         """`start`, and wait for the answer. Cancelling cancels the request.
@@ -131,7 +131,7 @@ class InferStream:
         if self.broken:
             raise RequestFailed(FailureKind.LOST, f"{self._endpoint}: the stream has ended")
         future: asyncio.Future[RawResponse | RequestFailure | None] = self._loop.create_future()
-        number = self.start(header, raw, timeout_s, functools.partial(_hand_over, future))
+        number = self.start(header, raw, timeout_s, functools.partial(_set_result, future))
         try:
             answer = await future
         finally:
@@ -143,7 +143,7 @@ class InferStream:
 
     async def close(self) -> None:
         """End the stream; requests under way end with LOST."""
-        self._break(RequestFailure(FailureKind.LOST, f"{self._endpoint}: the connection was closed"))
+        self._fail_all(RequestFailure(FailureKind.LOST, f"{self._endpoint}: the connection was closed"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -155,31 +155,31 @@ class InferStream:
         if not self._wake.is_set():
             self._wake.set()
 
-    def _end(self, number: str, why: RequestFailure | None) -> None:
+    def _finish(self, number: str, why: RequestFailure | None) -> None:
         waiting = self._waiting.pop(number, None)
         if waiting is not None:
             if waiting.written:
                 self._queue(number)  # a number that nobody waits for is a cancellation
             waiting.done(why)
 
-    def _expect(self, deadline: float) -> None:
+    def _arm_timer(self, deadline: float) -> None:
         """See that a look is taken at `deadline`, or before. Answers do not put it off: they come more often."""
         if self._timer is None or deadline < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(deadline, self._expire)
+            self._timer = self._loop.call_at(deadline, self._expire_requests)
 
-    def _expire(self) -> None:
+    def _expire_requests(self) -> None:
         self._timer = None
         now = self._loop.time()
         for number, waiting in list(self._waiting.items()):
             if waiting.deadline <= now:
                 words = f"{self._endpoint}: no answer within {waiting.timeout_s:g} s (request {number})"
-                self._end(number, RequestFailure(FailureKind.TIMEOUT, words))
+                self._finish(number, RequestFailure(FailureKind.TIMEOUT, words))
         if self._waiting:
-            self._expect(min(waiting.deadline for waiting in self._waiting.values()))
+            self._arm_timer(min(waiting.deadline for waiting in self._waiting.values()))
 
-    def _break(self, failure: RequestFailure) -> None:
+    def _fail_all(self, failure: RequestFailure) -> None:
         if self.broken:
             return
         self.broken = True
@@ -189,8 +189,8 @@ class InferStream:
         waiting, self._waiting = self._waiting, {}
         if self._timer is not None:
             self._timer.cancel()
-        for one in waiting.values():
-            one.done(failure)
+        for request in waiting.values():
+            request.done(failure)
 
     # Out
 
@@ -252,7 +252,7 @@ class InferStream:
         data = b""
         try:
             while (data := await self._call.read()) is not grpc.aio.EOF:
-                self._take(data)
+                self._receive(data)
                 data = b""  # the next one may be long in coming: an answer that was taken would stay for as long
         except grpc.aio.AioRpcError as exc:
             failure = RequestFailure(_kind_of(exc.code()), f"{self._endpoint}: {exc.details() or exc.code().name}")
@@ -265,9 +265,9 @@ class InferStream:
         except ProtocolError as exc:
             failure = RequestFailure(FailureKind.BAD_OUTPUT, f"{self._endpoint}: {exc}{compression_hint(data)}")
         finally:
-            self._break(failure)
+            self._fail_all(failure)
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         for header, raw, number, error in bundles.split_responses(data):
             waiting = self._waiting.pop(number, None)
             if waiting is None:
@@ -296,7 +296,7 @@ def compression_hint(data: Buffer) -> str:
     )
 
 
-def _hand_over(
+def _set_result(
     future: asyncio.Future[RawResponse | RequestFailure | None], answer: RawResponse | RequestFailure | None
 ) -> None:
     if not future.done():

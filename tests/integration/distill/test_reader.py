@@ -154,7 +154,7 @@ def test_shared_memory_and_plain_grpc_give_the_same(start: Start, shared_memory:
     options = Options(shared_memory=shared_memory, teacher_timeout_s=60)
     with reader_of(start("echo"), options=options).set_sample_generator(samples(300)) as reader:
         check(list(reader()), 300)
-        arena = reader._labeller._arena  # type: ignore[union-attr]
+        arena = reader._session._arena  # type: ignore[union-attr]
         assert (arena is not None and bool(arena._regions)) == shared_memory
 
 

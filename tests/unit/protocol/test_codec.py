@@ -252,7 +252,7 @@ def test_an_error_with_a_header_that_cannot_be_read_ends_its_request() -> None:
         one: _PendingRequest(functools.partial(ended.__setitem__, one), b"", (), 0, 0.0, 1.0) for one in numbers
     }
     header = codec.id_field("00000000") + b"\x0a\x01\xff"  # a model's name that is no UTF-8
-    stream._take(b"\x0a\x01x" + b"\x12" + bytes([len(header)]) + header)
-    stream._take(codec.join_streamed_response(b"", [b"tensor"], codec.id_field("00000001")))
+    stream._receive(b"\x0a\x01x" + b"\x12" + bytes([len(header)]) + header)
+    stream._receive(codec.join_streamed_response(b"", [b"tensor"], codec.id_field("00000001")))
     assert isinstance(ended["00000000"], RequestFailure)
     assert isinstance(ended["00000001"], tuple)

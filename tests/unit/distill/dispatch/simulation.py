@@ -67,7 +67,9 @@ class Simulation:
         actions: list[Action] = []
         for attempt in [a for a, teacher in self._on_way.items() if teacher == name]:
             del self._on_way[attempt]
-            actions += self.dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "connection reset"), self.now)
+            actions += self.dispatcher.attempt_failed(
+                attempt, RequestFailure(FailureKind.LOST, "connection reset"), self.now
+            )
         return actions
 
     def run(self, until_s: float = 3600.0) -> None:
@@ -89,7 +91,7 @@ class Simulation:
                 raise AssertionError(f"stuck at {self.now:.3f} s with {self.delivered} of {self.tasks} delivered")
             assert self.now < until_s, f"{self.delivered} of {self.tasks} delivered after {until_s} s"
             self._feed()
-            self._apply(self.dispatcher.wanted(self.delivered, self.now))
+            self._apply(self.dispatcher.prioritize(self.delivered, self.now))
 
     def _feed(self) -> None:
         while self.delivered in self.answers or self.delivered in self.given_up:
@@ -97,13 +99,13 @@ class Simulation:
             self.delivered += 1
         if self.pace:
             return
-        depth = self.depth or max(8, 4 * self.dispatcher.room)
+        depth = self.depth or max(8, 4 * self.dispatcher.capacity)
         while len(self._added) < self.tasks and len(self._added) - self.delivered < depth:
             self._apply(self._add(len(self._added)))
 
     def _add(self, number: int) -> list[Action]:
         self._added[number] = self.now
-        return self.dispatcher.add(number, self.now)
+        return self.dispatcher.add_task(number, self.now)
 
     def _apply(self, actions: list[Action]) -> None:
         for action in actions:
@@ -125,7 +127,7 @@ class Simulation:
     def _reply(self, send: Send) -> list[Action]:
         if self._on_way.pop(send.attempt, None) is None:
             return []
-        return self.dispatcher.answered(send.attempt, self.now)
+        return self.dispatcher.attempt_answered(send.attempt, self.now)
 
 
 def stragglers(share: float, factor: float, seed: int) -> Callable[[], float]:

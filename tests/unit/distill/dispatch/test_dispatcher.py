@@ -107,10 +107,10 @@ def test_a_teacher_that_is_held_up_gets_nothing_more_while_others_can_take_it() 
         state = dispatcher.teachers[name]
         state.window.size, state.window.probing = 8, False
         state.window.base_s = state.window.median_s = state.window.usual_s = state.window.service_s = 0.01
-    assert [send.teacher for task in range(2) for send in sends(dispatcher.add(task, 0.0))] == ["a", "b"]
+    assert [send.teacher for task in range(2) for send in sends(dispatcher.add_task(task, 0.0))] == ["a", "b"]
     answered = next(number for number, attempt in dispatcher._attempts.items() if attempt.teacher == "b")
-    dispatcher.answered(answered, 0.01)
-    later = [send.teacher for task in range(2, 5) for send in sends(dispatcher.add(task, 0.02))]
+    dispatcher.attempt_answered(answered, 0.01)
+    later = [send.teacher for task in range(2, 5) for send in sends(dispatcher.add_task(task, 0.02))]
     assert later == ["b", "b", "b"], "a has been silent for twice its usual time"
 
 
@@ -124,11 +124,11 @@ def test_teachers_are_busy_when_each_that_has_room_has_enough_until_its_next_ans
     found = []
     attempts = []
     for task in range(4):
-        attempts += sends(dispatcher.add(task, 0.0))
+        attempts += sends(dispatcher.add_task(task, 0.0))
         found.append(dispatcher.busy)
     assert [send.teacher for send in attempts] == ["a", "b", "a", "b"]
     assert found == [False, False, False, True]
-    dispatcher.answered(attempts[0].attempt, 0.001)
+    dispatcher.attempt_answered(attempts[0].attempt, 0.001)
     assert not dispatcher.busy
     dispatcher.teacher_down("a")
     dispatcher.tick(0.002)
@@ -139,13 +139,13 @@ def test_teachers_are_quick_when_each_live_one_answered_so() -> None:
     dispatcher = Dispatcher()
     for name, latency_s in (("near", 0.001), ("far", 0.01)):
         dispatcher.teacher_up(name, 0.0)
-        assert not dispatcher.quick, "not measured yet"
-        (send,) = sends(dispatcher.add(len(name), 0.0))
+        assert not dispatcher.low_latency, "not measured yet"
+        (send,) = sends(dispatcher.add_task(len(name), 0.0))
         assert send.teacher == name
-        dispatcher.answered(send.attempt, latency_s)
-        assert dispatcher.quick == (name == "near")
+        dispatcher.attempt_answered(send.attempt, latency_s)
+        assert dispatcher.low_latency == (name == "near")
     dispatcher.teacher_down("far")
-    assert dispatcher.quick
+    assert dispatcher.low_latency
 
 
 def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:
@@ -174,8 +174,10 @@ def test_without_hedging_nothing_is_sent_twice() -> None:
 
 def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
     dispatcher = Dispatcher()
-    (first,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "queue full", 0.3), 0.1) == []
+    (first,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
+    assert (
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "queue full", 0.3), 0.1) == []
+    )
     assert dispatcher.next_event(0.1) == pytest.approx(0.4)
     assert dispatcher.tick(0.39) == []
     assert [send.task for send in sends(dispatcher.tick(0.41))] == [1]
@@ -184,19 +186,19 @@ def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
 def test_a_dropped_task_is_forgotten_and_its_late_answer_ignored() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
-    (send,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.drop(1) == [send.attempt]
-    assert dispatcher.answered(send.attempt, 1.0) == []
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.drop_task(1) == [send.attempt]
+    assert dispatcher.attempt_answered(send.attempt, 1.0) == []
     assert dispatcher.open_tasks == 0
 
 
 def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
-    first = sends(dispatcher.add(1, 0.0))
+    first = sends(dispatcher.add_task(1, 0.0))
     for task in (2, 3, 4):
-        dispatcher.add(task, 0.0)
-    again = sends(dispatcher.failed(first[0].attempt, RequestFailure(FailureKind.OVERLOADED, "", 0.0), 0.1))
+        dispatcher.add_task(task, 0.0)
+    again = sends(dispatcher.attempt_failed(first[0].attempt, RequestFailure(FailureKind.OVERLOADED, "", 0.0), 0.1))
     again += sends(dispatcher.tick(0.2))
     assert again[0].task == 1
 
@@ -204,15 +206,15 @@ def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
 def test_a_task_goes_only_where_it_is_not_too_large() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("small", 0.0, 8)
-    assert sends(dispatcher.add(1, 0.0, 20)) == []
-    assert (dispatcher.too_large(0.0), dispatcher.max_rows) == (20, 8)
-    (small,) = sends(dispatcher.add(2, 0.0, 8))
+    assert sends(dispatcher.add_task(1, 0.0, 20)) == []
+    assert (dispatcher.oversized_rows(0.0), dispatcher.max_rows) == (20, 8)
+    (small,) = sends(dispatcher.add_task(2, 0.0, 8))
     assert small.teacher == "small"
     (large,) = sends(dispatcher.teacher_up("large", 0.1, 30))
     assert (large.task, large.teacher) == (1, "large")
-    assert (dispatcher.too_large(0.1), dispatcher.max_rows) == (0, 8)
-    assert sends(dispatcher.add(3, 0.1, 31)) == []
-    assert dispatcher.too_large(0.1) == 31
+    assert (dispatcher.oversized_rows(0.1), dispatcher.max_rows) == (0, 8)
+    assert sends(dispatcher.add_task(3, 0.1, 31)) == []
+    assert dispatcher.oversized_rows(0.1) == 31
     assert [send.task for send in sends(dispatcher.teacher_up("any", 0.2))] == [3]
     dispatcher.teacher_removed("small")
     assert dispatcher.max_rows == 30
@@ -223,8 +225,8 @@ def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> No
         dispatcher = Dispatcher(Policy(hedge_budget=0.0))
         dispatcher.teacher_up("small", 0.0, 8)
         dispatcher.teacher_up("large", 0.0)
-        (send,) = sends(dispatcher.add(1, 0.0, 20))
-        then = dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1)
+        (send,) = sends(dispatcher.add_task(1, 0.0, 20))
+        then = dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1)
         if kind is FailureKind.REJECTED:
             assert [type(action) for action in then] == [GiveUp]
         else:
@@ -236,11 +238,11 @@ def test_a_late_task_is_not_sent_where_it_is_too_large() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("large", 0.0)
     for task in range(50):
-        (send,) = sends(dispatcher.add(task, task, 20))
-        dispatcher.answered(send.attempt, task + 0.01)
-    assert len(sends(dispatcher.add(50, 50.0, 20))) == 1
+        (send,) = sends(dispatcher.add_task(task, task, 20))
+        dispatcher.attempt_answered(send.attempt, task + 0.01)
+    assert len(sends(dispatcher.add_task(50, 50.0, 20))) == 1
     dispatcher.teacher_up("small", 50.0, 8)
-    assert sends(dispatcher.wanted(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
+    assert sends(dispatcher.prioritize(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
     assert [send.extra for send in sends(dispatcher.teacher_up("other", 60.0, 20))] == [True]
 
 
@@ -290,12 +292,12 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
         name = f"t{number}"
         if kind == "add":
             sizes.append(number)
-            take(dispatcher.add(added, now, number))  # type: ignore[arg-type]
+            take(dispatcher.add_task(added, now, number))  # type: ignore[arg-type]
             added += 1
         elif kind == "coming" and name not in connected:
-            dispatcher.teacher_coming(name)
+            dispatcher.teacher_connecting(name)
         elif kind == "not coming":
-            take(dispatcher.teacher_not_coming(name, now))  # type: ignore[arg-type]
+            take(dispatcher.teacher_unreachable(name, now))  # type: ignore[arg-type]
         elif kind == "up":
             connected.add(name)
             take(dispatcher.teacher_up(name, now, limits.get(name, 0)))  # type: ignore[arg-type]
@@ -309,18 +311,18 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
         elif kind == "tick":
             take(dispatcher.tick(now))  # type: ignore[arg-type]
         elif kind == "wanted":
-            take(dispatcher.wanted(number, now))  # type: ignore[arg-type]
+            take(dispatcher.prioritize(number, now))  # type: ignore[arg-type]
         elif kind == "drop" and number not in ended and number < added:
-            for attempt in dispatcher.drop(number):
+            for attempt in dispatcher.drop_task(number):
                 del on_way[attempt]
             dropped.add(number)
         elif kind in ("answer", "fail") and on_way:
             attempt = sorted(on_way)[number % len(on_way)]
             del on_way[attempt]
             if kind == "answer":
-                take(dispatcher.answered(attempt, now))  # type: ignore[arg-type]
+                take(dispatcher.attempt_answered(attempt, now))  # type: ignore[arg-type]
             else:
-                take(dispatcher.failed(attempt, RequestFailure(failure, "x"), now))  # type: ignore[arg-type]
+                take(dispatcher.attempt_failed(attempt, RequestFailure(failure, "x"), now))  # type: ignore[arg-type]
         assert dispatcher.hedged <= dispatcher.sent / 2
 
     # With one good teacher in the end, everything that is open is answered.
@@ -334,11 +336,11 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
         mine = [attempt for attempt, send in on_way.items() if send.teacher == "good"]
         for attempt in mine:
             del on_way[attempt]
-            take(dispatcher.answered(attempt, now))  # type: ignore[arg-type]
+            take(dispatcher.attempt_answered(attempt, now))  # type: ignore[arg-type]
         for attempt in list(on_way):
             if attempt in on_way and on_way[attempt].teacher != "good":
                 del on_way[attempt]
-                take(dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
+                take(dispatcher.attempt_failed(attempt, RequestFailure(FailureKind.LOST, "gone"), now))  # type: ignore[arg-type]
         take(dispatcher.tick(now))  # type: ignore[arg-type]
     assert ended | dropped == set(range(added))
 
@@ -348,9 +350,9 @@ def test_a_connection_that_breaks_is_counted_once_and_forgotten_when_it_is_back(
     dispatcher.teacher_up("a", 0.0)
     state = dispatcher.teachers["a"]
     state.window.size, state.window.probing = 16, False
-    attempts = [send.attempt for task in range(16) for send in sends(dispatcher.add(task, 0.0))]
+    attempts = [send.attempt for task in range(16) for send in sends(dispatcher.add_task(task, 0.0))]
     assert len(attempts) == 16
     dispatcher.teacher_down("a")
     for attempt in attempts:
-        dispatcher.failed(attempt, RequestFailure(FailureKind.LOST, "reset"), 0.1)
+        dispatcher.attempt_failed(attempt, RequestFailure(FailureKind.LOST, "reset"), 0.1)
     assert len(sends(dispatcher.teacher_up("a", 0.2))) == 1, "at once, and one first to measure"

@@ -14,8 +14,8 @@ def test_a_task_that_one_teacher_fails_goes_to_another() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "out of memory"), 0.1))
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "out of memory"), 0.1))
     assert second.task == 1
     assert second.teacher != first.teacher
 
@@ -24,9 +24,11 @@ def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
     dispatcher = Dispatcher()
     for name in "abc":
         dispatcher.teacher_up(name, 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.1))
-    (end,) = dispatcher.failed(second.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.2)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.1)
+    )
+    (end,) = dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.2)
     assert isinstance(end, GiveUp)
     assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
 
@@ -34,8 +36,8 @@ def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
 def test_the_only_teacher_is_believed_when_it_refuses() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
-    (send,) = sends(dispatcher.add(1, 0.0))
-    (end,) = dispatcher.failed(send.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    (end,) = dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1)
     assert isinstance(end, GiveUp)
 
 
@@ -43,9 +45,11 @@ def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "unknown model"), 0.1))
-    dispatcher.answered(second.attempt, 0.2)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "unknown model"), 0.1)
+    )
+    dispatcher.attempt_answered(second.attempt, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
     assert dispatcher.live(0.2) == 1
 
@@ -53,8 +57,8 @@ def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
 def test_unusable_outputs_set_a_teacher_aside_at_once() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
-    (send,) = sends(dispatcher.add(1, 0.0))
-    dispatcher.failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
     assert dispatcher.live(0.1) == 0
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
@@ -64,11 +68,13 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
     dispatcher = Dispatcher(policy)
     dispatcher.teacher_up("a", 0.0)
     now, pauses = 0.0, []
-    pending = [send for task in range(20) for send in sends(dispatcher.add(task, now))]
+    pending = [send for task in range(20) for send in sends(dispatcher.add_task(task, now))]
     for _ in range(5):
         while pending:
             now += 0.01
-            pending += sends(dispatcher.failed(pending.pop().attempt, RequestFailure(FailureKind.ERROR, "boom"), now))
+            pending += sends(
+                dispatcher.attempt_failed(pending.pop().attempt, RequestFailure(FailureKind.ERROR, "boom"), now)
+            )
         again = dispatcher.teachers["a"].closed_until
         pauses.append(round(again - now, 3))
         assert sends(dispatcher.tick(again - 0.01)) == []
@@ -78,7 +84,7 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
         now = again
         pending = sends(dispatcher.tick(now))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
-    dispatcher.answered(pending[0].attempt, now)
+    dispatcher.attempt_answered(pending[0].attempt, now)
     assert dispatcher.live(now) == 1
     assert dispatcher.teachers["a"].opened == 0
 
@@ -88,8 +94,8 @@ def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say()
     dispatcher.teacher_up("b", 0.0)
     dispatcher.teacher_down("b")
     dispatcher.teacher_up("a", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "once"), 0.1) == []
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "once"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.6)
     (again,) = sends(dispatcher.tick(0.6))
     assert (again.task, again.teacher) == (1, "a")
@@ -97,9 +103,9 @@ def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say()
 
 def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_is_given_up() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
-    (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
+    (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, waits = 0.0, []
-    while not (end := dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "boom"), now)):
+    while not (end := dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "boom"), now)):
         again = dispatcher.next_event(now)
         assert again is not None
         waits.append(again - now)
@@ -112,9 +118,9 @@ def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_i
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
 def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_coming("good")
-    (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    dispatcher.teacher_connecting("good")
+    (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
     assert dispatcher.tick(5.0) == []
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
 
@@ -123,13 +129,13 @@ def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: 
 @pytest.mark.parametrize("gone", ["not connected", "removed", "draining", "silent"])
 def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_coming("late")
-    (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    dispatcher.teacher_connecting("late")
+    (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(5.1), "a silent one is waited for no longer"
     now = 5.1 if gone == "silent" else 3.0
     if gone == "not connected":
-        actions = dispatcher.teacher_not_coming("late", now)
+        actions = dispatcher.teacher_unreachable("late", now)
     else:
         if gone != "silent":
             (dispatcher.teacher_removed if gone == "removed" else dispatcher.teacher_draining)("late")
@@ -147,14 +153,14 @@ def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: Failure
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
 def test_however_many_teachers_fail_at_it_first(kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_coming("good")
+    dispatcher.teacher_connecting("good")
     for name in "abc":
         dispatcher.teacher_up(name, 0.0)
-    pending = sends(dispatcher.add(1, 0.0))
+    pending = sends(dispatcher.add_task(1, 0.0))
     asked = []
     while pending:
         asked.append(pending[0].teacher)
-        actions = dispatcher.failed(pending[0].attempt, RequestFailure(kind, "no"), 0.1)
+        actions = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(kind, "no"), 0.1)
         pending = sends(actions)
         assert actions == pending, "it is not given up"
     assert sorted(asked) == ["a", "b", "c"]
@@ -165,12 +171,12 @@ def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.2) == []
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.2) == []
     assert dispatcher.next_event(0.2) == pytest.approx(0.7)
     (third,) = sends(dispatcher.tick(0.7))
-    (end,) = dispatcher.failed(third.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.8)
+    (end,) = dispatcher.attempt_failed(third.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.8)
     assert isinstance(end, GiveUp)
 
 
@@ -179,8 +185,8 @@ def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     dispatcher.set_aside("b", FailureKind.BAD_OUTPUT, "NaN", 0.0)
-    (send,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(0.6)
     assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
 
@@ -190,11 +196,11 @@ def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
     for name in ("a", "b"):
         dispatcher.teacher_up(name, 0.0, 8)
     dispatcher.teacher_up("small", 0.0, 1)
-    (first,) = sends(dispatcher.add(1, 0.0, 8))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    (first,) = sends(dispatcher.add_task(1, 0.0, 8))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
     for send in (first, second):
         dispatcher.teacher_removed(send.teacher)
-    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.LOST, "gone"), 0.2) == []
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.LOST, "gone"), 0.2) == []
     assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
 
 
@@ -203,14 +209,16 @@ def test_one_that_never_has_room_is_not_waited_for_without_an_end(kind: FailureK
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("full", 0.0)
-    (send,) = sends(dispatcher.add(1, 0.0))
+    (send,) = sends(dispatcher.add_task(1, 0.0))
     assert send.teacher == "a"
-    now, actions = 0.1, dispatcher.failed(send.attempt, RequestFailure(kind, "no"), 0.1)
+    now, actions = 0.1, dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1)
     while not actions or (isinstance(actions[0], Send) and actions[0].teacher == "full"):
         assert now < 10
         if actions:
             (send,) = sends(actions)
-            actions = dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01)
+            actions = dispatcher.attempt_failed(
+                send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01
+            )
         else:
             event = dispatcher.next_event(now)
             assert event is not None
@@ -229,66 +237,68 @@ def test_a_task_is_not_given_up_while_another_teacher_has_it_too() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     for task in range(50):
-        (send,) = sends(dispatcher.add(task, float(task)))
-        dispatcher.answered(send.attempt, task + 0.01)
-    (first,) = sends(dispatcher.add(50, 50.0))
-    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.wanted(50, 52.0))
+        (send,) = sends(dispatcher.add_task(task, float(task)))
+        dispatcher.attempt_answered(send.attempt, task + 0.01)
+    (first,) = sends(dispatcher.add_task(50, 50.0))
+    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.prioritize(50, 52.0))
     assert extra.extra
     dispatcher.teacher_draining("b")
-    assert dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
-    assert isinstance(dispatcher.answered(extra.attempt, 52.2)[0], Deliver)
+    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
+    assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
 
 
 def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add(1, 0.0))
+    pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, kind = 0.0, FailureKind.ERROR
     while now < 70:
         (send,) = pending
-        assert dispatcher.failed(send.attempt, RequestFailure(kind, "no", 0.05), now) == []
+        assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no", 0.05), now) == []
         kind = FailureKind.OVERLOADED
         event = dispatcher.next_event(now)
         assert event is not None
         assert event <= now + 0.5
         now = event
         pending = sends(dispatcher.tick(now))
-    assert isinstance(dispatcher.answered(pending[0].attempt, now)[0], Deliver)
+    assert isinstance(dispatcher.attempt_answered(pending[0].attempt, now)[0], Deliver)
 
 
 def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     for name, latency_s in (("a", 0.01), ("b", 0.1)):
         dispatcher.teacher_up(name, 0.0)
-        (send,) = sends(dispatcher.add(len(dispatcher.teachers), 0.0))
+        (send,) = sends(dispatcher.add_task(len(dispatcher.teachers), 0.0))
         assert send.teacher == name
-        dispatcher.answered(send.attempt, latency_s)
-    (first,) = sends(dispatcher.add(3, 1.0))
+        dispatcher.attempt_answered(send.attempt, latency_s)
+    (first,) = sends(dispatcher.add_task(3, 1.0))
     assert first.teacher == "a"
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.1), 1.01))
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.1), 1.01)
+    )
     assert second.teacher == "b"
-    dispatcher.answered(second.attempt, 1.11)
-    assert [send.teacher for send in sends(dispatcher.add(4, 2.0))] == ["a"]
+    dispatcher.attempt_answered(second.attempt, 1.11)
+    assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
 
 
 def test_one_that_comes_and_has_no_room_yet_is_asked_again() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_coming("good")
+    dispatcher.teacher_connecting("good")
     for name in "abc":
         dispatcher.teacher_up(name, 0.0)
-    pending = sends(dispatcher.add(1, 0.0))
+    pending = sends(dispatcher.add_task(1, 0.0))
     for _ in range(3):
-        pending = sends(dispatcher.failed(pending[0].attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
+        pending = sends(dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
     (send,) = sends(dispatcher.teacher_up("good", 1.0))
-    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
 
 
 def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
 
 
@@ -296,9 +306,9 @@ def test_what_one_refused_is_sent_again_where_there_was_an_error() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add(1, 0.0))
-    (second,) = sends(dispatcher.failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.failed(second.attempt, RequestFailure(FailureKind.ERROR, "boom"), 0.2) == []
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "boom"), 0.2) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.7))] == [second.teacher]
 
 
@@ -308,8 +318,8 @@ def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str)
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
     dispatcher.teachers["b"].closed_until = 3.0
-    (send,) = sends(dispatcher.add(1, 0.0))
-    assert dispatcher.failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(3.0)
     go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
     go("b")
@@ -320,11 +330,11 @@ def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str)
 def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:
     dispatcher = Dispatcher(Policy(task_losses=3))
     now, end = 0.0, []
-    pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add(1, now))
+    pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add_task(1, now))
     while not end:
         now += 1
         assert now < 10
         dispatcher.teacher_down("a")
-        end = dispatcher.failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
+        end = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)

@@ -9,50 +9,50 @@ TIMEOUT_S, REQUEST_S = 60.0, 20.0
 
 def test_a_time_without_teachers_is_said_recalled_and_ended() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.begin(100.0)
-    assert outage.look(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
-    assert outage.look(105.0, 0) == OutageStatus(False, 110.0)
-    assert outage.look(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
-    assert outage.look(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
-    assert outage.look(160.0, 0).over
+    outage.start_work(100.0)
+    assert outage.check(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
+    assert outage.check(105.0, 0) == OutageStatus(False, 110.0)
+    assert outage.check(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
+    assert outage.check(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
+    assert outage.check(160.0, 0).expired
 
 
 def test_a_teacher_that_comes_ends_it() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.begin(0.0)
-    outage.look(0.0, 0)
-    outage.progress(50.0)
-    assert outage.look(50.0, 1) == OutageStatus(False, 55.0)
-    assert outage.look(70.0, 0) == OutageStatus(False, 80.0, ": waiting up to 60 s")
+    outage.start_work(0.0)
+    outage.check(0.0, 0)
+    outage.record_answer(50.0)
+    assert outage.check(50.0, 1) == OutageStatus(False, 55.0)
+    assert outage.check(70.0, 0) == OutageStatus(False, 80.0, ": waiting up to 60 s")
 
 
 def test_teachers_that_are_there_and_never_answer_are_waited_for_no_longer_than_a_request_more() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.begin(0.0)
-    assert [outage.look(now, 2).over for now in (0.0, 79.9, 80.0)] == [False, False, True]
-    outage.begin(0.0)
-    assert [outage.look(now, live).over for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
+    outage.start_work(0.0)
+    assert [outage.check(now, 2).expired for now in (0.0, 79.9, 80.0)] == [False, False, True]
+    outage.start_work(0.0)
+    assert [outage.check(now, live).expired for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
 
 
 def test_a_silence_is_said_once_and_only_when_it_is_longer_than_usual() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.begin(0.0)
-    assert outage.look(0.0, 1) == OutageStatus(False, 5.0)
-    assert outage.look(5.0, 1) == OutageStatus(False, 80.0, silent_s=5.0)
-    assert outage.look(6.0, 1) == OutageStatus(False, 80.0)
-    outage.progress(10.0)
-    assert outage.look(16.0, 1) == OutageStatus(False, 30.0), "an answer takes ten seconds here"
-    assert outage.look(30.0, 1) == OutageStatus(False, 90.0, silent_s=20.0)
-    outage.progress(31.0)
-    outage.end()
-    outage.begin(500.0)
-    assert outage.look(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
+    outage.start_work(0.0)
+    assert outage.check(0.0, 1) == OutageStatus(False, 5.0)
+    assert outage.check(5.0, 1) == OutageStatus(False, 80.0, silent_s=5.0)
+    assert outage.check(6.0, 1) == OutageStatus(False, 80.0)
+    outage.record_answer(10.0)
+    assert outage.check(16.0, 1) == OutageStatus(False, 30.0), "an answer takes ten seconds here"
+    assert outage.check(30.0, 1) == OutageStatus(False, 90.0, silent_s=20.0)
+    outage.record_answer(31.0)
+    outage.finish_work()
+    outage.start_work(500.0)
+    assert outage.check(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
 
 
 def test_work_that_comes_after_a_time_without_waits_in_full() -> None:
     outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.begin(0.0)
-    outage.look(0.0, 0)
-    outage.end()
-    outage.begin(1000.0)
-    assert outage.look(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s")
+    outage.start_work(0.0)
+    outage.check(0.0, 0)
+    outage.finish_work()
+    outage.start_work(1000.0)
+    assert outage.check(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s")

@@ -46,12 +46,14 @@ def test_any_hint_gives_a_usable_pause(hint: Any) -> None:
 def test_without_a_hint_the_pause_grows(hint: float) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
-    actions, now, sent = dispatcher.add(1, 0.0), 0.0, 0
+    actions, now, sent = dispatcher.add_task(1, 0.0), 0.0, 0
     while now < 6.0:
         sent += sum(isinstance(action, Send) for action in actions)
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.failed(action.attempt, RequestFailure(FailureKind.OVERLOADED, "full", hint), now)
+            actions = dispatcher.attempt_failed(
+                action.attempt, RequestFailure(FailureKind.OVERLOADED, "full", hint), now
+            )
         event = dispatcher.next_event(now)
         assert event is not None, "it is asked again"
         assert event > now, "and not at once"
@@ -62,9 +64,9 @@ def test_without_a_hint_the_pause_grows(hint: float) -> None:
 def test_a_burst_of_refusals_counts_once() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
-    sends = [action for task in range(4) for action in dispatcher.add(task, 0.0) if isinstance(action, Send)]
+    sends = [action for task in range(4) for action in dispatcher.add_task(task, 0.0) if isinstance(action, Send)]
     for send in sends:
-        dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), 0.0)
+        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), 0.0)
     assert dispatcher.teachers["a"].closed_until == pytest.approx(0.05), f"after {len(sends)} refusals of one moment"
 
 
@@ -73,13 +75,13 @@ def test_an_answer_ends_the_growth() -> None:
     dispatcher.teacher_up("a", 0.0)
     now = 0.0
     for task in range(20):
-        (send,) = (action for action in dispatcher.add(task, now) if isinstance(action, Send))
-        dispatcher.failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), now)
+        (send,) = (action for action in dispatcher.add_task(task, now) if isinstance(action, Send))
+        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), now)
         state = dispatcher.teachers["a"]
         assert state.closed_until == pytest.approx(now + 0.05), "each one was answered in the end"
         now = state.closed_until
         (send,) = (action for action in dispatcher.tick(now) if isinstance(action, Send))
-        dispatcher.answered(send.attempt, now + 0.01)
+        dispatcher.attempt_answered(send.attempt, now + 0.01)
         now += 0.01
 
 
@@ -87,11 +89,11 @@ def test_an_answer_ends_the_growth() -> None:
 def test_a_teacher_may_fail_for_days(kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, task_failures=10**6))
     dispatcher.teacher_up("a", 0.0)
-    actions, now = dispatcher.add(1, 0.0), 0.0
+    actions, now = dispatcher.add_task(1, 0.0), 0.0
     for _ in range(2500):
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.failed(action.attempt, RequestFailure(kind, "no"), now)
+            actions = dispatcher.attempt_failed(action.attempt, RequestFailure(kind, "no"), now)
         event = dispatcher.next_event(now)
         assert event is not None, f"it is never asked again after {now:.0f} s"
         now, actions = event, dispatcher.tick(event)

@@ -48,7 +48,7 @@ class World:
         for name, course in self._courses.items():
             self._plan(name, course)
         for task, at in enumerate(tasks_at):
-            self.at(at, lambda task=task: self.dispatcher.add(task, self.now))  # type: ignore[misc]
+            self.at(at, lambda task=task: self.dispatcher.add_task(task, self.now))  # type: ignore[misc]
 
     def at(self, when: float, happens: Callable[[], Sequence[Action] | None]) -> None:
         heapq.heappush(self._events, (when, next(self._order), happens))
@@ -68,9 +68,9 @@ class World:
                 return
 
     def _plan(self, name: str, course: Course) -> None:
-        self.at(course.coming_at, lambda: self.dispatcher.teacher_coming(name))
+        self.at(course.coming_at, lambda: self.dispatcher.teacher_connecting(name))
         if course.up_after_s is None:
-            self.at(course.coming_at + 5.0, lambda: self.dispatcher.teacher_not_coming(name, self.now))
+            self.at(course.coming_at + 5.0, lambda: self.dispatcher.teacher_unreachable(name, self.now))
         else:
             self.at(course.coming_at + course.up_after_s, lambda: self.dispatcher.teacher_up(name, self.now))
         if course.stays_s is not None:
@@ -103,8 +103,8 @@ class World:
         if self._on_way.pop(attempt, None) is None:
             return ()
         if failure is None:
-            return self.dispatcher.answered(attempt, self.now)
-        return self.dispatcher.failed(attempt, failure, self.now)
+            return self.dispatcher.attempt_answered(attempt, self.now)
+        return self.dispatcher.attempt_failed(attempt, failure, self.now)
 
 
 seconds = st.floats(0, 20).map(lambda value: round(value, 2))

@@ -19,10 +19,10 @@ def spec(*shape: int, inputs: tuple[int, ...] = (-1,)) -> ModelSpec:
     return ModelSpec("m", "1", {"x": TensorMetadata("x", "FP32", inputs)}, {"y": TensorMetadata("y", "FP32", shape)})
 
 
-def agreement(known: ModelSpec | None, k: int | None = None) -> TeacherCompatibility:
-    one = TeacherCompatibility("s", OutputSpec(("y",), top_k=k))
-    one.spec = known
-    return one
+def agree(known: ModelSpec | None, k: int | None = None) -> TeacherCompatibility:
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",), top_k=k))
+    compatibility.spec = known
+    return compatibility
 
 
 INPUTS = [("x", "FP32", (2, 5))]
@@ -32,78 +32,86 @@ def answer(dtype: str) -> dict[str, Any]:
     return {"y": np.zeros((2, 9), dtype)}
 
 
-def words(one: TeacherCompatibility, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)) -> str:
-    failure = one.check_output("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
+def words(
+    compatibility: TeacherCompatibility, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)
+) -> str:
+    failure = compatibility.check_output("t", [("x", "FP32", inputs)], {"y": np.zeros((4, *shape), dtype)})
     return failure.message if failure is not None else ""
 
 
 def test_only_what_the_metadata_fixes_must_agree() -> None:
-    one = agreement(spec(-1, 997))
-    assert [words(one, length, 997) for length in (5, 7, 1, 5)] == [""] * 4
-    assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(one, 5, 998)
-    assert "1 dimensions, the teachers before it of float32 with 2" in words(one, 997)
-    assert "rows of float16 with 2" in words(one, 5, 997, dtype="float16")
+    compatibility = agree(spec(-1, 997))
+    assert [words(compatibility, length, 997) for length in (5, 7, 1, 5)] == [""] * 4
+    assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(compatibility, 5, 998)
+    assert "1 dimensions, the teachers before it of float32 with 2" in words(compatibility, 997)
+    assert "rows of float16 with 2" in words(compatibility, 5, 997, dtype="float16")
 
 
 def test_an_epoch_begins_anew_when_none_is_left_whose_answers_were_like_the_first() -> None:
-    one = agreement(spec(9))
+    compatibility = agree(spec(9))
     for teacher in ("a", "b"):
-        assert one.check_output(teacher, INPUTS, answer("float32")) is None
-    one.left("a")
-    one.begin_epoch()
-    assert one.check_output("c", INPUTS, answer("float16")) is not None, "b is left"
-    one.left("b")
-    assert one.check_output("c", INPUTS, answer("float16")) is None
-    assert one.check_output("d", INPUTS, answer("float32")) is not None
-    one.left("c")
-    assert one.check_output("d", INPUTS, answer("float32")) is not None, "some of this epoch's labels are float16"
-    one.begin_epoch()
-    assert one.check_output("d", INPUTS, answer("float32")) is None
-    one.begin_epoch()
-    assert one.check_output("d", INPUTS, answer("float16")) is None, "another server under the same name, unnoticed"
+        assert compatibility.check_output(teacher, INPUTS, answer("float32")) is None
+    compatibility.forget_teacher("a")
+    compatibility.begin_epoch()
+    assert compatibility.check_output("c", INPUTS, answer("float16")) is not None, "b is left"
+    compatibility.forget_teacher("b")
+    assert compatibility.check_output("c", INPUTS, answer("float16")) is None
+    assert compatibility.check_output("d", INPUTS, answer("float32")) is not None
+    compatibility.forget_teacher("c")
+    assert compatibility.check_output("d", INPUTS, answer("float32")) is not None, (
+        "some of this epoch's labels are float16"
+    )
+    compatibility.begin_epoch()
+    assert compatibility.check_output("d", INPUTS, answer("float32")) is None
+    compatibility.begin_epoch()
+    assert compatibility.check_output("d", INPUTS, answer("float16")) is None, (
+        "another server under the same name, unnoticed"
+    )
 
 
 def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> None:
-    one = agreement(ModelSpec("m", "1", {}, {}))
-    assert words(one, 5, 8, inputs=(4, 5)) == ""
-    assert words(one, 7, 8, inputs=(4, 7)) == ""
-    assert words(one, 5, 8, inputs=(9, 5)) == ""
-    assert "rows of shape [5, 9], the teachers before it [5, 8]" in words(one, 5, 9, inputs=(4, 5))
+    compatibility = agree(ModelSpec("m", "1", {}, {}))
+    assert words(compatibility, 5, 8, inputs=(4, 5)) == ""
+    assert words(compatibility, 7, 8, inputs=(4, 7)) == ""
+    assert words(compatibility, 5, 8, inputs=(9, 5)) == ""
+    assert "rows of shape [5, 9], the teachers before it [5, 8]" in words(compatibility, 5, 9, inputs=(4, 5))
 
 
 def test_top_k_has_k_classes_and_the_fixed_dimensions() -> None:
     inputs = [("x", "FP32", (2, 5))]
     for known, good, bad in (((-1, 9), (5, 9), None), ((3, 9), (3, 9), (4, 9)), ((-1, 2), (5, 2), None)):
-        one = agreement(spec(*known), k=3)
-        assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, *good), "f4"), min(3, good[-1]))}) is None
+        compatibility = agree(spec(*known), k=3)
+        assert (
+            compatibility.check_output("t", inputs, {"y": top_k(np.zeros((2, *good), "f4"), min(3, good[-1]))}) is None
+        )
         if bad is not None:
-            assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, *bad), "f4"), 3)}) is not None
-    one = agreement(spec(9), k=3)
-    assert one.check_output("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
+            assert compatibility.check_output("t", inputs, {"y": top_k(np.zeros((2, *bad), "f4"), 3)}) is not None
+    compatibility = agree(spec(9), k=3)
+    assert compatibility.check_output("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
 
 
 def test_a_teacher_whose_metadata_fixes_other_sizes_is_not_connected() -> None:
-    one, instance = agreement(spec(-1, 997)), Instance("s", "t", "127.0.0.1", 1)
-    assert one.incompatibility(instance, spec(-1, 997)) == ""
-    assert one.incompatibility(instance, spec(5, 997)) == ""
-    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in one.incompatibility(
+    compatibility, instance = agree(spec(-1, 997)), Instance("s", "t", "127.0.0.1", 1)
+    assert compatibility.incompatibility(instance, spec(-1, 997)) == ""
+    assert compatibility.incompatibility(instance, spec(5, 997)) == ""
+    assert "'y' with rows of shape [-1, 10], the teachers before it [-1, 997]" in compatibility.incompatibility(
         instance, spec(-1, 10)
     )
-    assert "rows of shape [997]" in one.incompatibility(instance, spec(997))
+    assert "rows of shape [997]" in compatibility.incompatibility(instance, spec(997))
 
 
 def test_kept_labels_need_inputs_of_one_shape_only_where_labels_follow_them() -> None:
     short, long = {"x": np.zeros((2, 5), "f4")}, {"x": np.zeros((2, 8), "f4")}
     for known, k in ((spec(9), None), (spec(-1), 3), (ModelSpec("m", "1", {}, {}), None)):
-        free = agreement(known, k)
+        free = agree(known, k)
         free.check_cacheable(short)
         free.check_cacheable(long)
-    one = agreement(spec(-1, 9))
-    one.check_cacheable(short)
-    one.check_cacheable({**short, "not sent": np.zeros((2, 1))})
-    one.check_cacheable({**short, "not sent": np.zeros((2, 2))})
+    compatibility = agree(spec(-1, 9))
+    compatibility.check_cacheable(short)
+    compatibility.check_cacheable({**short, "not sent": np.zeros((2, 1))})
+    compatibility.check_cacheable({**short, "not sent": np.zeros((2, 2))})
     with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
-        one.check_cacheable(long)
+        compatibility.check_cacheable(long)
 
 
 # Versions
@@ -121,33 +129,33 @@ def specs(*versions: str) -> list[ModelSpec]:
         (["2"], "2"),
         (["2", "2", "1"], "1"),  # it stays while somebody has it
         (["3", "2", "2"], "2"),  # else that of the most
-        (["3", "2"], "2"),  # of as many, the same one for every student
+        (["3", "2"], "2"),  # of as many, the same compatibility for every student
         (["2", "3"], "2"),
     ],
 )
 def test_the_version_follows_the_live_teachers(live: list[str], version: str) -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
-    (agreement.spec,) = specs("1")
-    agreement.follow(specs(*live))
-    assert agreement.spec is not None
-    assert agreement.spec.version == version
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (compatibility.spec,) = specs("1")
+    compatibility.select_version(specs(*live))
+    assert compatibility.spec is not None
+    assert compatibility.spec.version == version
 
 
 def test_another_version_may_give_another_dtype_and_take_another_length() -> None:
-    one = agreement(spec(-1))
-    assert one.check_output("a", INPUTS, answer("float32")) is None
-    assert one.check_output("b", INPUTS, answer("float32")) is None
-    one.check_cacheable({"x": np.zeros((2, 5), "f4")})
-    one.follow([replace(spec(-1), version="2")])
-    assert one.check_output("c", INPUTS, answer("float16")) is None
-    one.check_cacheable({"x": np.zeros((2, 8), "f4")})
+    compatibility = agree(spec(-1))
+    assert compatibility.check_output("a", INPUTS, answer("float32")) is None
+    assert compatibility.check_output("b", INPUTS, answer("float32")) is None
+    compatibility.check_cacheable({"x": np.zeros((2, 5), "f4")})
+    compatibility.select_version([replace(spec(-1), version="2")])
+    assert compatibility.check_output("c", INPUTS, answer("float16")) is None
+    compatibility.check_cacheable({"x": np.zeros((2, 8), "f4")})
 
 
 def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
-    (agreement.spec,) = specs("1")
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (compatibility.spec,) = specs("1")
     for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
-        agreement.follow(specs(*live))
+        compatibility.select_version(specs(*live))
     mixed, changed = [record.getMessage() for record in caplog.records]
     assert mixed == (
         "the teachers of s have versions '1', '2' of their model: labels of '1' are looked up, until none has that one"
@@ -158,59 +166,63 @@ def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixt
 def test_a_teacher_of_another_version_is_warned_of_unless_its_version_is_about_to_be_followed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
-    (agreement.spec,) = specs("1")
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (compatibility.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
-    agreement.selecting_version = True
-    assert agreement.incompatibility(other, specs("2")[0]) == ""
+    compatibility.selecting_version = True
+    assert compatibility.incompatibility(other, specs("2")[0]) == ""
     assert not caplog.records
-    agreement.selecting_version = False
-    assert agreement.incompatibility(other, specs("2")[0]) == ""
+    compatibility.selecting_version = False
+    assert compatibility.incompatibility(other, specs("2")[0]) == ""
     assert "labels of two models are mixed" in caplog.text
 
 
 def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)))
-    (agreement.spec,) = specs("1")
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (compatibility.spec,) = specs("1")
     for version in ("1", "2", "2", "1", "2", "3", ""):
-        assert agreement.check_version("t", version) is None
+        assert compatibility.check_version("t", version) is None
     words = [record.getMessage() for record in caplog.records]
     assert [text.partition("answers with version ")[2].partition(",")[0] for text in words] == ["'2'", "'3'", "''"]
     assert all("mixed_versions='refuse'" in text for text in words), "the remedy is named"
 
 
 def test_a_mixture_is_refused_where_told_to() -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)), "refuse")
-    (agreement.spec,) = specs("1")
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)), "refuse")
+    (compatibility.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
-    assert agreement.check_version("t", "1") is None
-    assert "version '2'" in agreement.incompatibility(other, specs("2")[0])
-    failure = agreement.check_version("t", "2")
+    assert compatibility.check_version("t", "1") is None
+    assert "version '2'" in compatibility.incompatibility(other, specs("2")[0])
+    failure = compatibility.check_version("t", "2")
     assert failure is not None
     assert "labels are of '1'" in failure.message
-    assert agreement.check_version("t", "") is not None, "an answer that does not say may be of any"
-    agreement.selecting_version = True
-    assert agreement.incompatibility(other, specs("2")[0]) == "", "between two epochs all versions are looked at"
-    agreement.selecting_version = False
-    agreement.follow(specs("2"))
-    assert agreement.check_version("t", "2") is None
-    assert agreement.refuses("1")
+    assert compatibility.check_version("t", "") is not None, "an answer that does not say may be of any"
+    compatibility.selecting_version = True
+    assert compatibility.incompatibility(other, specs("2")[0]) == "", "between two epochs all versions are looked at"
+    compatibility.selecting_version = False
+    compatibility.select_version(specs("2"))
+    assert compatibility.check_version("t", "2") is None
+    assert compatibility.refuses_version("1")
 
 
 @pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
 def test_another_models_name_is_refused(mixed_versions: Any) -> None:
-    agreement = TeacherCompatibility("s", OutputSpec(("y",)), mixed_versions)
-    (agreement.spec,) = specs("1")
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)), mixed_versions)
+    (compatibility.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)
     dogs = [replace(spec, name="dogs") for spec in specs("1", "1", "2")]
     for selecting_version in (False, True):
-        agreement.selecting_version = selecting_version
+        compatibility.selecting_version = selecting_version
         for dog in dogs:
-            words = agreement.incompatibility(other, dog)
-            assert "it serves model 'dogs'" in words, "two models are no versions of one, between two epochs as well"
+            words = compatibility.incompatibility(other, dog)
+            assert "it serves model 'dogs'" in words, (
+                "two models are no versions of compatibility, between two epochs as well"
+            )
             assert "'m'" in words
             assert "model=" in words, "the remedy is named"
-    agreement.follow(dogs)
-    assert (agreement.spec.name, agreement.spec.version) == ("m", "1"), "labels would be kept under another name"
-    agreement.follow([*dogs, *specs("2")])
-    assert (agreement.spec.name, agreement.spec.version) == ("m", "2")
+    compatibility.select_version(dogs)
+    assert (compatibility.spec.name, compatibility.spec.version) == ("m", "1"), (
+        "labels would be kept under another name"
+    )
+    compatibility.select_version([*dogs, *specs("2")])
+    assert (compatibility.spec.name, compatibility.spec.version) == ("m", "2")

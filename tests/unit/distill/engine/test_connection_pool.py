@@ -18,7 +18,7 @@ from edl.distill.engine.connection_pool import ConnectionPool
 
 
 @dataclass
-class FakeLink:
+class FakeConnection:
     """In place of a connection: up for as long as `spec` is not None."""
 
     instance: Instance
@@ -32,43 +32,43 @@ class World:
     """`ConnectionPool` over fakes."""
 
     def __init__(self) -> None:
-        self.made: list[FakeLink] = []
-        self.dropped: list[TeacherConnection] = []
+        self.made: list[FakeConnection] = []
+        self.on_dropped: list[TeacherConnection] = []
         self.dispatcher = Dispatcher(Policy())
-        self.links = ConnectionPool("s", self.dispatcher, self._connect, self.dropped.append, self._spawn)
+        self.pool = ConnectionPool("s", self.dispatcher, self._connect, self.on_dropped.append, self._spawn)
 
     def see(self, *ready: str, lapsed: str = "", revoked: str = "", draining: str = "", port: int = 1) -> None:
         """A new snapshot, of teachers with one letter each."""
         instances = [_teacher(name, port) for name in ready]
         instances += [_teacher(name, port, "draining") for name in draining]
         gone = tuple(_teacher(name, port) for name in lapsed)
-        self.links.follow(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
+        self.pool.apply_snapshot(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
 
-    def up(self, name: str) -> FakeLink:
+    def up(self, name: str) -> FakeConnection:
         """The teacher of that name is connected."""
-        link = self.link(name)
-        assert link is not None
-        link.spec, link.state, link.why = object(), "ready", ""
+        connection = self.connection(name)
+        assert connection is not None
+        connection.spec, connection.state, connection.why = object(), "ready", ""
         self.dispatcher.teacher_up(name, 0.0)
-        return link
+        return connection
 
     def down(self, name: str) -> None:
         """Its connection breaks."""
-        link = self.link(name)
-        assert link is not None
-        link.spec, link.state, link.why = None, "connecting", "reset"
-        self.links.lost(cast(TeacherConnection, link))
+        connection = self.connection(name)
+        assert connection is not None
+        connection.spec, connection.state, connection.why = None, "connecting", "reset"
+        self.pool.connection_lost(cast(TeacherConnection, connection))
 
-    def link(self, name: str) -> FakeLink | None:
-        return cast("FakeLink | None", self.links.by_name.get(name))
+    def connection(self, name: str) -> FakeConnection | None:
+        return cast("FakeConnection | None", self.pool.connections.get(name))
 
     @property
-    def usable(self) -> str:
+    def is_usable(self) -> str:
         """Teachers that the dispatcher would give work."""
-        return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.usable(1.0)))
+        return "".join(sorted(name for name, state in self.dispatcher.teachers.items() if state.is_usable(1.0)))
 
     def _connect(self, instance: Instance) -> TeacherConnection:
-        self.made.append(FakeLink(instance))
+        self.made.append(FakeConnection(instance))
         return cast(TeacherConnection, self.made[-1])
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -93,19 +93,19 @@ def world() -> World:
 
 def test_one_that_left_is_let_go(world: World) -> None:
     world.see("b")
-    assert world.usable == "b"
-    assert world.link("a") is None
+    assert world.is_usable == "b"
+    assert world.connection("a") is None
 
 
 def test_one_that_lapsed_and_answers_stays(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "edl.distill")
     for _ in range(3):
         world.see("b", lapsed="a")
-    assert world.usable == "ab"
-    assert "the registration of a has lapsed, though" in world.links.stale
+    assert world.is_usable == "ab"
+    assert "the registration of a has lapsed, though" in world.pool.stale
     assert len([record for record in caplog.records if "has lapsed" in record.getMessage()]) == 1, "said once"
     world.see("a", "b")
-    assert world.links.stale == ""
+    assert world.pool.stale == ""
     assert "registered again" in caplog.text
     assert len(world.made) == 2, "on the same connection all the time"
 
@@ -113,31 +113,31 @@ def test_one_that_lapsed_and_answers_stays(world: World, caplog: pytest.LogCaptu
 def test_one_that_the_registry_forgot_stays(world: World) -> None:
     world.see("b", lapsed="a")
     world.see("b")
-    assert world.usable == "ab", "Consul forgets in a minute what it cannot be told"
+    assert world.is_usable == "ab", "Consul forgets in a minute what it cannot be told"
     world.see("b", "a")
-    assert world.usable == "ab"
+    assert world.is_usable == "ab"
     world.see("b")
-    assert world.usable == "b", "registered again, it left on purpose"
+    assert world.is_usable == "b", "registered again, it left on purpose"
 
 
 def test_one_forgotten_goes_with_its_connection(world: World) -> None:
     world.see("b", lapsed="a")
     world.see("b")
     world.down("a")
-    assert world.usable == "b"
-    assert world.link("a") is None
-    assert world.dropped
+    assert world.is_usable == "b"
+    assert world.connection("a") is None
+    assert world.on_dropped
 
 
 def test_one_that_lapsed_is_tried_again(world: World) -> None:
     world.see("b", lapsed="a")
     world.down("a")
-    assert world.usable == "b"
-    assert world.link("a") is not None, "for as long as it is listed"
-    assert "a: its registration has lapsed; reset" in world.links.in_words()
-    assert world.links.stale == "", "one that does not answer is no fault of discovery"
+    assert world.is_usable == "b"
+    assert world.connection("a") is not None, "for as long as it is listed"
+    assert "a: its registration has lapsed; reset" in world.pool.describe()
+    assert world.pool.stale == "", "one that does not answer is no fault of discovery"
     world.see("b")
-    assert world.link("a") is None
+    assert world.connection("a") is None
 
 
 def test_one_that_is_renewed_is_tried_at_once(world: World) -> None:
@@ -145,44 +145,44 @@ def test_one_that_is_renewed_is_tried_at_once(world: World) -> None:
     world.down("a")
     world.see("a", "b")
     assert len(world.made) == 3, "not when the long pause of a lapsed one is over"
-    link = world.link("a")
-    assert link is not None
-    assert not link.lapsed
+    connection = world.connection("a")
+    assert connection is not None
+    assert not connection.lapsed
 
 
 def test_drain_and_revocation_end_lapsed_ones(world: World) -> None:
     world.see(lapsed="ab")
     world.see(draining="a", revoked="b")
-    assert world.usable == ""
+    assert world.is_usable == ""
     world.see(lapsed="a")
-    assert world.usable == "", "it said that it drains"
+    assert world.is_usable == "", "it said that it drains"
 
 
 def test_one_that_moved_is_connected_anew(world: World) -> None:
     world.see(lapsed="ab", port=2)
-    assert world.usable == ""
-    assert [link.instance.port for link in world.made] == [1, 1, 2, 2]
+    assert world.is_usable == ""
+    assert [connection.instance.port for connection in world.made] == [1, 1, 2, 2]
 
 
 def test_newcomers_try_the_lapsed() -> None:
     world = World()
     world.see(lapsed="a")
-    link = world.link("a")
-    assert link is not None
-    assert link.lapsed, "so that it checks who answers"
+    connection = world.connection("a")
+    assert connection is not None
+    assert connection.lapsed, "so that it checks who answers"
     world.up("a")
-    assert world.usable == "a"
+    assert world.is_usable == "a"
 
 
 def test_two_hundred_are_said_in_a_line() -> None:
     world = World()
     names = [f"teacher-{number:03}" for number in range(200)]
     instances = tuple(_teacher(name, 1) for name in names)
-    world.links.follow(Snapshot("s", instances))
+    world.pool.apply_snapshot(Snapshot("s", instances))
     for name in names:
         world.up(name)
-    world.links.follow(Snapshot("s", (), lapsed=instances))
-    assert len(world.usable) == 200 * len("teacher-000")
-    assert "and 197 more" in world.links.stale
-    assert len(world.links.stale) < 500
-    assert len(world.links.in_words()) < 3000
+    world.pool.apply_snapshot(Snapshot("s", (), lapsed=instances))
+    assert len(world.is_usable) == 200 * len("teacher-000")
+    assert "and 197 more" in world.pool.stale
+    assert len(world.pool.stale) < 500
+    assert len(world.pool.describe()) < 3000

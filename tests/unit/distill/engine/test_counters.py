@@ -17,10 +17,10 @@ from tests.interrupting import InterruptAt, deadline
 
 class Reader:
     def __init__(self) -> None:
-        self.tally = EngineCounters()
+        self.counters = EngineCounters()
 
     def stats(self) -> ReaderStats:
-        return self.tally.stats(Dispatcher(), lambda name: ("ready", ""), "")
+        return self.counters.stats(Dispatcher(), lambda name: ("ready", ""), "")
 
 
 def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
@@ -33,7 +33,7 @@ def series(registry: CollectorRegistry, name: str) -> dict[str, float]:
 
 
 def answer(reader: Reader, teacher: str, rows: int = 4) -> None:
-    counts = reader.tally.of(teacher)
+    counts = reader.counters.teacher(teacher)
     counts.rows += rows
     counts.requests += 1
 
@@ -42,10 +42,10 @@ def test_labels_of_those_that_left_go() -> None:
     reader, registry = Reader(), CollectorRegistry()
     collector = export(reader, registry=registry)
     for number in range(500):
-        reader.tally.begin(f"pod-{number}", "h:1")
+        reader.counters.add_teacher(f"pod-{number}", "h:1")
         answer(reader, f"pod-{number}")
-        reader.tally.end(f"pod-{number}")
-    reader.tally.begin("pod-500", "h:1")
+        reader.counters.remove_teacher(f"pod-{number}")
+    reader.counters.add_teacher("pod-500", "h:1")
     rows = series(registry, "edl_reader_teacher_rows_total")
     assert rows == {"departed": 2000.0, "pod-500": 0.0}
     assert series(registry, "edl_reader_teacher_in_flight") == {"pod-500": 0.0}, "a gauge of nobody is none"
@@ -56,9 +56,9 @@ def test_labels_of_those_that_left_go() -> None:
 
 def test_a_late_answer_counts_for_the_departed() -> None:
     reader = Reader()
-    reader.tally.begin("a", "h:1")
-    reader.tally.end("a")
-    reader.tally.end("a")
+    reader.counters.add_teacher("a", "h:1")
+    reader.counters.remove_teacher("a")
+    reader.counters.remove_teacher("a")
     answer(reader, "a")
     assert reader.stats().departed.rows == 4
     assert merged([reader.stats(), reader.stats()]).departed.rows == 8
@@ -71,12 +71,12 @@ def test_no_series_falls_but_by_coming_anew(events: list[tuple[str, str]]) -> No
     collector = export(reader, registry=registry)
     total, departed, answered = 0.0, 0.0, 0
     for teacher, event in events:
-        if event == "begin" and teacher in reader.tally._teachers.present:
+        if event == "begin" and teacher in reader.counters._teachers.present:
             continue
         if event == "begin":
-            reader.tally.begin(teacher, "h:1")
+            reader.counters.add_teacher(teacher, "h:1")
         elif event == "end":
-            reader.tally.end(teacher)
+            reader.counters.remove_teacher(teacher)
         else:
             answer(reader, teacher)
             answered += 4
@@ -91,9 +91,9 @@ def test_stats_within_stats() -> None:
     """As a signal handler asks for them, in the middle of any line."""
     reader = Reader()
     for teacher in ("a", "b"):
-        reader.tally.begin(teacher, "h:1")
+        reader.counters.add_teacher(teacher, "h:1")
         answer(reader, teacher)
-    reader.tally.end("b")
+    reader.counters.remove_teacher("b")
     expected = reader.stats()
     for number in itertools.count(1):
         seen: list[ReaderStats] = []

@@ -23,7 +23,9 @@ def test_a_request_that_is_cancelled_before_its_first_step_ends() -> None:
     engine = Engine(
         "x", OutputSpec(outputs=("y",)), thread=thread, arena=None, policy=Policy(), teacher_timeout_s=TIMEOUT_S
     )
-    job = LabelJob(0, Payload.of({"x": np.zeros((2, 3), "float32")}, None), lambda *_: None, lambda: None, running=1)
+    job = LabelJob(
+        0, Payload.of({"x": np.zeros((2, 3), "float32")}, None), lambda *_: None, lambda: None, open_attempts=1
+    )
 
     async def cancel_at_once() -> None:
         send = Send(attempt=7, task=0, teacher="gone", timeout_s=TIMEOUT_S, extra=False)
@@ -35,7 +37,7 @@ def test_a_request_that_is_cancelled_before_its_first_step_ends() -> None:
     try:
         thread.run(cancel_at_once(), TIMEOUT_S)
         assert not engine._attempts
-        assert job.running == 0
+        assert job.open_attempts == 0
         thread.run(engine.close(), TIMEOUT_S)
     finally:
         thread.release()

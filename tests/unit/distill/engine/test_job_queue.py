@@ -23,7 +23,7 @@ TIMEOUT_S = 20
 class Demand:
     full: bool = False
     busy: bool = False
-    gathers: int = 0
+    gather_limit: int = 0
 
 
 @dataclass
@@ -35,11 +35,11 @@ class Setup:
     taken: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inbox = JobQueue(self.thread, self.demand, lambda job: self.taken.append(job.number))
+        self.job_queue = JobQueue(self.thread, self.demand, lambda job: self.taken.append(job.number))
 
     def put(self, *numbers: int) -> None:
         for number in numbers:
-            self.inbox.put(job(number))
+            self.job_queue.put(job(number))
 
     def on_loop(self, function: Callable[[], None]) -> None:
         """Run it there, and wait for it and what was called before."""
@@ -68,39 +68,42 @@ def setup() -> Iterator[Setup]:
 
 def hurry(setup: Setup) -> None:
     """Let the inbox see a feeding thread that is quick, as far as the clock of this machine allows."""
-    inbox = cast(Any, setup.inbox)
-    inbox._gap_s, inbox._put_at = -1.0, time.monotonic()  # no hiccup between the puts of a test makes that positive
+    job_queue = cast(Any, setup.job_queue)
+    job_queue._gap_s, job_queue._put_at = (
+        -1.0,
+        time.monotonic(),
+    )  # no hiccup between the puts of a test makes that positive
 
 
 def test_a_job_is_taken_at_once_where_it_does_not_pay_to_gather(setup: Setup) -> None:
     setup.put(1)
     setup.until_taken(1)
-    setup.demand.gathers = 4
+    setup.demand.gather_limit = 4
     time.sleep(0.01)  # a slow feeding thread: the next job is not to be expected within a millisecond
     setup.put(2)
     setup.until_taken(1, 2)
 
 
 def test_a_job_that_nobody_follows_is_not_left_behind(setup: Setup) -> None:
-    setup.demand.gathers = 4
+    setup.demand.gather_limit = 4
     hurry(setup)
     setup.put(1)
     setup.until_taken(1)
 
 
 def test_jobs_wait_for_an_answer_while_the_teachers_are_busy(setup: Setup) -> None:
-    setup.demand.gathers, setup.demand.busy = 3, True
+    setup.demand.gather_limit, setup.demand.busy = 3, True
     hurry(setup)
     setup.put(1, 2)
-    setup.on_loop(setup.inbox.look)
+    setup.on_loop(setup.job_queue.send_if_due)
     assert setup.taken == [], "an answer has come, and there is enough to do until the next one"
     setup.demand.busy = False
-    setup.on_loop(setup.inbox.look)
+    setup.on_loop(setup.job_queue.send_if_due)
     setup.until_taken(1, 2)
 
 
 def test_jobs_that_are_enough_wake_the_loop_though_the_teachers_are_busy(setup: Setup) -> None:
-    setup.demand.gathers, setup.demand.busy = 3, True
+    setup.demand.gather_limit, setup.demand.busy = 3, True
     hurry(setup)
     setup.put(1, 2, 3)
     setup.until_taken(1, 2, 3)
@@ -111,22 +114,22 @@ def test_nothing_is_taken_while_the_teachers_are_full_until_an_answer_comes(setu
     setup.put(1, 2)
     setup.on_loop(lambda: None)
     assert setup.taken == []
-    setup.on_loop(setup.inbox.look)
+    setup.on_loop(setup.job_queue.send_if_due)
     assert setup.taken == [1, 2]
 
 
 def test_taking_in_is_taking_all(setup: Setup) -> None:
-    setup.demand.gathers, setup.demand.busy = 9, True
+    setup.demand.gather_limit, setup.demand.busy = 9, True
     hurry(setup)
     setup.put(1, 2)
-    setup.on_loop(setup.inbox.take_in)
+    setup.on_loop(setup.job_queue.send_all)
     assert setup.taken == [1, 2]
 
 
 def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Setup) -> None:
     """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
     count = 20_000
-    setup.demand.gathers = 4
+    setup.demand.gather_limit = 4
     open_jobs = 0
 
     def take(job: LabelJob) -> None:
@@ -140,10 +143,10 @@ def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Set
         nonlocal open_jobs
         open_jobs -= 1
         setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
-        setup.inbox.look()
+        setup.job_queue.send_if_due()
 
-    setup.inbox = JobQueue(setup.thread, setup.demand, take)
+    setup.job_queue = JobQueue(setup.thread, setup.demand, take)
     one = job(0)
     for number in range(count):
-        setup.inbox.put(LabelJob(number, one.payload, one.done, one.started))
+        setup.job_queue.put(LabelJob(number, one.payload, one.on_done, one.on_started))
     setup.until_taken(*range(count))

@@ -40,7 +40,7 @@ class View:
 
 
 @pytest.fixture
-def keeper() -> Iterator[CacheQueue]:
+def cache_queue() -> Iterator[CacheQueue]:
     found = CacheQueue(4 * MIB)
     yield found
     found.close()
@@ -54,68 +54,68 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_queue_is_bounded_in_bytes(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View()
     for number in range(100):
-        keeper.keep(view, [number], answer(MIB))
-    assert keeper.queued_bytes <= 4 * MIB, "100 answers of 1 MiB wait behind a slow disk, and 4 MiB are allowed"
-    assert keeper.dropped_rows == 97, "with what is around an array, three fit"
+        cache_queue.put(view, [number], answer(MIB))
+    assert cache_queue.queued_bytes <= 4 * MIB, "100 answers of 1 MiB wait behind a slow disk, and 4 MiB are allowed"
+    assert cache_queue.dropped_rows == 97, "with what is around an array, three fit"
     view.go_on.set()
-    assert keeper.settle()
+    assert cache_queue.drain()
     assert view.ids == [0, 1, 2]
-    assert keeper.queued_bytes == 0
+    assert cache_queue.queued_bytes == 0
     (words,) = messages(caplog)
     assert "cannot follow" in words
     assert "cache_queue_bytes=4194304" in words, "the remedy is named"
 
 
-def test_small_answers_are_not_counted_out(keeper: CacheQueue) -> None:
+def test_small_answers_are_not_counted_out(cache_queue: CacheQueue) -> None:
     view: Any = View()
     for number in range(1000):
-        keeper.keep(view, [number], answer(64))
+        cache_queue.put(view, [number], answer(64))
     view.go_on.set()
-    assert keeper.settle()
+    assert cache_queue.drain()
     assert view.ids == list(range(1000)), "their number is no bound, but their bytes are"
 
 
-def test_an_answer_above_the_bound_goes_alone(keeper: CacheQueue) -> None:
+def test_an_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     view: Any = View()
     view.go_on.set()
-    keeper.keep(view, [1], answer(16 * MIB))
-    assert keeper.settle()
+    cache_queue.put(view, [1], answer(16 * MIB))
+    assert cache_queue.drain()
     assert view.ids == [1], "nothing else waits, so that it is bounded all the same"
 
 
-def test_top_k_answers_are_weighed(keeper: CacheQueue) -> None:
+def test_top_k_answers_are_weighed(cache_queue: CacheQueue) -> None:
     view: Any = View()
     label = top_k(np.zeros((16, 4096), np.float32), 4096)
     for number in range(20):
-        keeper.keep(view, [number], {"y": label})
-    assert keeper.dropped_rows > 0, f"20 answers of {label.nbytes} bytes"
-    assert keeper.queued_bytes <= 4 * MIB
+        cache_queue.put(view, [number], {"y": label})
+    assert cache_queue.dropped_rows > 0, f"20 answers of {label.nbytes} bytes"
+    assert cache_queue.queued_bytes <= 4 * MIB
     view.go_on.set()
 
 
-def test_an_unforeseen_error_ends_the_cache(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unforeseen_error_ends_the_cache(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View(failure=KeyError("a bug"))
     for number in range(10):
-        keeper.keep(view, [number], answer(64))
+        cache_queue.put(view, [number], answer(64))
     view.go_on.set()
     started = time.monotonic()
-    assert not keeper.settle()
+    assert not cache_queue.drain()
     assert time.monotonic() - started < module._SETTLE_S / 2, "nothing is waited for that never comes"
-    keeper.keep(view, [10], answer(64))
-    assert keeper.dropped_rows == 11
-    assert keeper.off
+    cache_queue.put(view, [10], answer(64))
+    assert cache_queue.dropped_rows == 11
+    assert cache_queue.failed
     assert [words for words in messages(caplog) if "no more labels" in words and "a bug" in words], messages(caplog)
     assert len(messages(caplog)) == 1, "said once"
 
 
 def test_close_returns_though_the_thread_died() -> None:
-    keeper, view = CacheQueue(4 * MIB), View(failure=KeyError("a bug"))
-    closing = threading.Thread(target=keeper.close, daemon=True)
+    cache_queue, view = CacheQueue(4 * MIB), View(failure=KeyError("a bug"))
+    closing = threading.Thread(target=cache_queue.close, daemon=True)
     for number in range(300):
-        keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
+        cache_queue.put(view, [number], answer(64))  # type: ignore[arg-type]
     view.go_on.set()
     closing.start()
     closing.join(WAIT_S)
@@ -123,50 +123,50 @@ def test_close_returns_though_the_thread_died() -> None:
 
 
 def test_even_the_end_of_the_thread_is_noticed(
-    keeper: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is no `Exception` ends the thread itself."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     view: Any = View(failure=SystemExit(1))
-    keeper.keep(view, [1], answer(64))
+    cache_queue.put(view, [1], answer(64))
     view.go_on.set()
-    assert not keeper.settle()
-    assert keeper.off
+    assert not cache_queue.drain()
+    assert cache_queue.failed
     assert len(messages(caplog)) == 1
 
 
-def test_foreseen_errors_cost_their_rows_only(keeper: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreseen_errors_cost_their_rows_only(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     bad: Any = View(failure=SettingsError("rows are of another shape"))
     good: Any = View()
     bad.go_on.set()
     good.go_on.set()
     for number in range(50):
-        keeper.keep(bad, [number], answer(64))
-    keeper.keep(good, [50], answer(64))
-    assert keeper.settle()
+        cache_queue.put(bad, [number], answer(64))
+    cache_queue.put(good, [50], answer(64))
+    assert cache_queue.drain()
     assert good.ids == [50]
-    assert keeper.dropped_rows == 50
-    assert not keeper.off
+    assert cache_queue.dropped_rows == 50
+    assert not cache_queue.failed
     assert len(messages(caplog)) == 1, "the same words are said once, and not 50 times"
 
 
 def test_settle_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "_SETTLE_S", 0.05)
-    keeper, view = CacheQueue(4 * MIB), View()
-    keeper.keep(view, [1], answer(64))  # type: ignore[arg-type]
-    assert not keeper.settle()
+    cache_queue, view = CacheQueue(4 * MIB), View()
+    cache_queue.put(view, [1], answer(64))  # type: ignore[arg-type]
+    assert not cache_queue.drain()
     assert "are still on their way into the soft-label cache" in " ".join(messages(caplog))
     view.go_on.set()
-    keeper.close()
+    cache_queue.close()
 
 
 def test_close_keeps_what_waits() -> None:
-    keeper, view = CacheQueue(4 * MIB), View()
+    cache_queue, view = CacheQueue(4 * MIB), View()
     for number in range(3):
-        keeper.keep(view, [number], answer(64))  # type: ignore[arg-type]
+        cache_queue.put(view, [number], answer(64))  # type: ignore[arg-type]
     view.go_on.set()
-    keeper.close()
-    keeper.close()
+    cache_queue.close()
+    cache_queue.close()
     assert view.ids == [0, 1, 2]
-    keeper.keep(view, [3], answer(64))  # type: ignore[arg-type]
-    assert keeper.dropped_rows == 1
+    cache_queue.put(view, [3], answer(64))  # type: ignore[arg-type]
+    assert cache_queue.dropped_rows == 1

@@ -28,18 +28,18 @@ class View:
 def test_keeper_is_closed_before_any_line() -> None:
     for number in itertools.count(1):
         view: Any = View()
-        keeper = CacheQueue(1 << 20)
+        cache_queue = CacheQueue(1 << 20)
         timer = threading.Timer(0.02, view.go_on.set)
         with deadline(10, f"closed before line {number} of keep and settle"):
             timer.start()
-            with InterruptAt(number, keeper.close, "edl/") as interrupt:
+            with InterruptAt(number, cache_queue.close, "edl/") as interrupt:
                 for row in range(2):
-                    keeper.keep(view, [row], {"y": np.zeros(4)})
-                keeper.settle()
+                    cache_queue.put(view, [row], {"y": np.zeros(4)})
+                cache_queue.drain()
             view.go_on.set()
-            keeper.close()
+            cache_queue.close()
         timer.cancel()
-        assert len(view.ids) + keeper.dropped_rows == 2, "a row was neither kept nor counted"
+        assert len(view.ids) + cache_queue.dropped_rows == 2, "a row was neither kept nor counted"
         if not interrupt.reached:
             assert number > 20, "nothing was interrupted"
             break

@@ -15,10 +15,10 @@ from edl.distill.source.checksum import Checksum, TimeBudget
 
 def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "_PLACES_SERVE", 10_000)  # to draw others, once in so many looks, lets go of it
-    time_share = TimeBudget(0.0)
-    time_share.spend(1.0)  # so that only words are looked at
+    time_budget = TimeBudget(0.0)
+    time_budget.spend(1.0)  # so that only words are looked at
     arrays = [np.full(4_816_896, number, np.uint8) for number in range(4)]
-    known = [Checksum.of(array, time_share) for array in arrays]
+    known = [Checksum.of(array, time_budget) for array in arrays]
     turns, ended = [0], threading.Event()
 
     def take_turns() -> None:
@@ -34,8 +34,8 @@ def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(200):
             time.sleep(0.0001)  # the other thread gets the GIL, and waits for it again
             before = turns[0]
-            assert known[number % 4].fits(arrays[number % 4], time_share)
-            Checksum.of(arrays[number % 4], time_share)
+            assert known[number % 4].fits(arrays[number % 4], time_budget)
+            Checksum.of(arrays[number % 4], time_budget)
             assert turns[0] == before, "another thread ran in the middle of a look"
     finally:
         sys.setswitchinterval(interval)

@@ -39,9 +39,9 @@ def item_of(value: Any, cutter: type[Cutter] = BatchCutter, **getters: Any) -> A
 def expect(item: Any, changed: bool) -> None:
     if changed:
         with pytest.raises(SourceError, match="yield a new array each time"):
-            ReuseDetector().hand(item)
+            ReuseDetector().check_delivered(item)
     else:
-        ReuseDetector().hand(item)
+        ReuseDetector().check_delivered(item)
 
 
 class EchoLabels:
@@ -53,16 +53,16 @@ class EchoLabels:
     backlog = 0.0
 
     def check(self) -> None: ...
-    def settle(self) -> None: ...
+    def prepare_epoch(self) -> None: ...
     def max_rows(self, stopped: Callable[[], bool]) -> int:
         return 0
 
-    def wanted(self, chunk: Chunk) -> None: ...
+    def prioritize(self, chunk: Chunk) -> None: ...
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
-    def delivered(self, rows: int) -> None: ...
-    def waited(self, seconds: float) -> None: ...
+    def record_delivery(self, rows: int) -> None: ...
+    def record_wait(self, seconds: float) -> None: ...
 
-    def estimate(self, chunk: Chunk) -> None: ...
+    def estimate_answers(self, chunk: Chunk) -> None: ...
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         rows = {"y": chunk.fields["x"].copy()}
 
@@ -266,7 +266,7 @@ def test_any_array_is_like_itself(array: Any, view: int) -> None:
         array = array.T[::-1] if array.ndim else array
     if view == 2:
         array = np.broadcast_to(array, (3, *array.shape))
-    assert Checksum.of(array, ALWAYS).fits(array, ALWAYS)
+    assert Checksum.of(array, ALWAYS).matches(array, ALWAYS)
 
 
 @given(st.integers(5_000, 60_000), st.integers(1, 2**62), st.data())
@@ -274,7 +274,7 @@ def test_a_whole_look_sees_every_byte(size: int, seed: int, data: st.DataObject)
     array = np.random.default_rng(seed).integers(0, 256, size * 8 + seed % 8, np.uint8)
     before = Checksum.of(array, ALWAYS)
     array[data.draw(st.integers(0, len(array) - 1))] ^= data.draw(st.integers(1, 255))
-    assert not before.fits(array, ALWAYS)
+    assert not before.matches(array, ALWAYS)
 
 
 def test_a_look_at_some_words_misses_little() -> None:
@@ -283,7 +283,7 @@ def test_a_look_at_some_words_misses_little() -> None:
     words = random.integers(0, 2**63, 500_000)
     changed = words.copy()
     changed[random.permutation(len(words))[: len(words) // 100]] += 1
-    assert sum(Checksum.of(words, NEVER).fits(changed, NEVER) for _ in range(200)) <= 1
+    assert sum(Checksum.of(words, NEVER).matches(changed, NEVER) for _ in range(200)) <= 1
     assert not Checksum.of(words, NEVER).columns
 
 
@@ -424,7 +424,7 @@ def test_input_that_is_gone_is_an_error() -> None:
     item = item_of((wrapped, 1))
     del wrapped.array
     with pytest.raises(SourceError, match="cannot be looked at again"):
-        ReuseDetector().hand(item)
+        ReuseDetector().check_delivered(item)
 
 
 PASSED: dict[str, tuple[Any, Callable[[Any], Any]]] = {

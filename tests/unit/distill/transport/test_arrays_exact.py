@@ -90,8 +90,8 @@ def test_batches_arrive_bit_for_bit(arena: Arena, array: Any, layout: str) -> No
     item, (chunk,) = BatchCutter(X, None, 1).put((value,))
     assert bits(taught(chunk.fields)) == bits(array)
     assert bits(taught(chunk.fields, arena)) == bits(array), "by way of shared memory"
-    for unchanged in item.unchanged:
-        unchanged.check()
+    for fingerprint in item.fingerprints:
+        fingerprint.check()
 
 
 @settings(max_examples=100)

@@ -26,7 +26,8 @@ class ClampWarnings:
     """
 
     def __init__(self, where: str, remedy: str) -> None:
-        self._where, self._remedy = where, remedy
+        self._where = where
+        self._remedy = remedy
         self._warned: set[str] = set()
 
     def before(self, name: str, array: Array) -> None:

@@ -121,7 +121,11 @@ class _Run:
         view: CacheView,
         tell: Callable[[LabelProgress], None],
     ) -> None:
-        self._data, self._plan, self._session, self._view, self._tell = data, plan, session, view, tell
+        self._data = data
+        self._plan = plan
+        self._session = session
+        self._view = view
+        self._tell = tell
         self._started = time.monotonic()
         self._known = self._labelled = self.lost = 0
         self._unsettled: list[SampleId] = []

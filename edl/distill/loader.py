@@ -71,7 +71,9 @@ class DistillLoader(Generic[B], abc.ABC):
         if batch_rows is not None and not is_count(batch_rows):
             raise SettingsError(f"batch_rows={batch_rows!r}: must be a whole number of at least 1, or None")
         self.loader = loader
-        self._getters, self._batch_rows, self._device = getters, batch_rows, device
+        self._getters = getters
+        self._batch_rows = batch_rows
+        self._device = device
         self._outputs = output_spec.outputs
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
         if (cache_config is None) != (ids is None):

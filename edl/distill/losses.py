@@ -190,7 +190,9 @@ class DistillLoss(nn.Module):
         if soft == "mse" and teacher_is != "logits":
             raise SettingsError("soft='mse' compares logits: it cannot use a teacher that gives probabilities")
         _check_reduction(reduction)
-        self.temperature, self.alpha, self.soft = temperature, alpha, soft
+        self.temperature = temperature
+        self.alpha = alpha
+        self.soft = soft
         self.teacher_is: TeacherIs = teacher_is
         self.reduction: Reduction = reduction
 

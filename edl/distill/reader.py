@@ -259,7 +259,8 @@ class DistillReader:
             raise SettingsError(
                 f"{reader!r} is not callable: pass a function that returns an iterator, not the iterator"
             )
-        self._kind, self._source = kind, reader
+        self._kind = kind
+        self._source = reader
         return self
 
     def _not_started(self, method: str) -> None:

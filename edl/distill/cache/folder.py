@@ -52,7 +52,8 @@ class SegmentFolder:
     """
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        self.path, self.limit_bytes = path, limit_bytes
+        self.path = path
+        self.limit_bytes = limit_bytes
         self.evicted = 0
         self._last_ns = 0
         self._written: set[CacheKey] = set()  # whose file is there, unless it was evicted since

@@ -47,7 +47,8 @@ class Namespace:
     """
 
     def __init__(self, root: Path, key: CacheKey, handles: FileHandles) -> None:
-        self.key, self.path = key, root / key.folder
+        self.key = key
+        self.path = root / key.folder
         self.layout: RowLayout | None = None
         self.pending: dict[SampleId, bytes] = {}
         self.skipped = self.damaged_rows = 0
@@ -221,7 +222,8 @@ class Namespace:
             raise BadSegmentError(f"its rows are {layout}; others of the same key are {self.layout}")
 
     def _add(self, segment: Segment) -> None:
-        number, self._next = self._next, self._next + 1
+        number = self._next
+        self._next = self._next + 1
         self._segments[number] = segment
         self._numbers[segment.path.name] = number
         base = number << _ROW_BITS

@@ -164,7 +164,8 @@ class SoftLabelCache:
         if not self._writer.flush(timeout_s):
             raise TemporaryError(f"soft-label cache {self._folder.path}: not written within {timeout_s:g} s")
         with self.lock:
-            lost, self._writer.lost_rows = self._writer.lost_rows, 0
+            lost = self._writer.lost_rows
+            self._writer.lost_rows = 0
             if lost:
                 raise TemporaryError(
                     f"soft-label cache {self._folder.path}: {lost} rows could not be written: {self._writer.failure}"

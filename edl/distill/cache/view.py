@@ -91,7 +91,10 @@ class CacheView:
     ) -> None:
         self.key = key
         self.hits = self.misses = 0
-        self._cache, self._lock, self._memory, self._writer = cache, cache.lock, memory, writer
+        self._cache = cache
+        self._lock = cache.lock
+        self._memory = memory
+        self._writer = writer
         self._rows = memory.rows()
         self._layout: RowLayout | None = None
         where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"

@@ -45,8 +45,10 @@ class SegmentWriter:
     """
 
     def __init__(self, folder: SegmentFolder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
-        self._folder, self._lock = folder, lock
-        self._segment_bytes, self._interval_s = segment_bytes, interval_s
+        self._folder = folder
+        self._lock = lock
+        self._segment_bytes = segment_bytes
+        self._interval_s = interval_s
         self._gathering: dict[tuple[int, type], _Batch] = {}
         self._waiting: deque[_Batch] = deque()
         self._writing: _Batch | None = None

@@ -23,7 +23,9 @@ class _Field:
     """A part of a sample: by key, by position, or the sample itself. A class, so that worker processes can have it."""
 
     def __init__(self, key: str, position: int | None, *, alone: bool = False) -> None:
-        self._key, self._position, self._alone = key, position, alone
+        self._key = key
+        self._position = position
+        self._alone = alone
 
     def __call__(self, sample: Any) -> Any:
         if isinstance(sample, Mapping):

@@ -96,7 +96,9 @@ class SequenceData(_Indexed):
     def __init__(self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0) -> None:
         super().__init__(len(samples), None)
         self.inputs = tuple(fields)
-        self._samples, self._stack, self._workers = samples, _Stack(fields), workers
+        self._samples = samples
+        self._stack = _Stack(fields)
+        self._workers = workers
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         index = self.unknown(known)
@@ -126,7 +128,8 @@ class _Taken:
     """What is taken of each sample, in whichever process loads it."""
 
     def __init__(self, samples: Any, stack: _Stack) -> None:
-        self._samples, self._stack = samples, stack
+        self._samples = samples
+        self._stack = stack
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -151,7 +154,9 @@ class IterableData(LabelDataset):
         id_field: Callable[[Any], Any] | None = None,
     ) -> None:
         self.inputs = tuple(fields)
-        self._make, self._stack, self._id_field = make, _Stack(fields), id_field
+        self._make = make
+        self._stack = _Stack(fields)
+        self._id_field = id_field
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
         waiting: list[tuple[SampleId, dict[str, Array]]] = []

@@ -12,7 +12,7 @@ __all__ = ["Action", "Deliver", "RequestFailure", "FailureKind", "GiveUp", "Send
 
 
 class FailureKind(enum.Enum):
-    """What went wrong with one request."""
+    """Kinds of failed requests."""
 
     LOST = "lost"  # the connection broke: nothing is said about the request
     OVERLOADED = "overloaded"  # the teacher's queue is full
@@ -24,9 +24,14 @@ class FailureKind(enum.Enum):
 
 @dataclass(frozen=True)
 class RequestFailure:
-    """One failed request. `retry_after_s` is the teacher's own hint, 0 without one.
+    """Describe a failed request. Values only.
 
-    Whatever the teacher wrote, `message` is one line of printable text, and not long.
+    `message` is a single printable line of limited length, whatever text the teacher sent.
+
+    Attributes:
+        kind: decides what the dispatcher does about it.
+        message: for logs and errors.
+        retry_after_s: seconds after which the teacher asks to be tried again; 0 without such a hint.
     """
 
     kind: FailureKind
@@ -39,7 +44,15 @@ class RequestFailure:
 
 @dataclass(frozen=True)
 class Send:
-    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends."""
+    """Action: send task `task` to `teacher`, and report how attempt `attempt` ends.
+
+    Attributes:
+        attempt: number of the attempt.
+        task: number of the task.
+        teacher: the teacher's id.
+        timeout_s: seconds until the attempt fails with TIMEOUT.
+        extra: whether this is a hedge, beside an attempt that is late.
+    """
 
     attempt: int
     task: int
@@ -50,7 +63,12 @@ class Send:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Action: fail task `task`; `failures` are (teacher, failure) in order."""
+    """Action: fail task `task`.
+
+    Attributes:
+        task: number of the task.
+        failures: (teacher, failure) in the order in which they came.
+    """
 
     task: int
     failures: tuple[tuple[str, RequestFailure], ...]
@@ -58,7 +76,7 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Deliver:
-    """Action: the attempt's answer is the one to deliver for `task`."""
+    """Action: deliver the attempt's answer as the answer to `task`."""
 
     task: int
     teacher: str

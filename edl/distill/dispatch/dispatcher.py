@@ -1,7 +1,7 @@
-"""Which request goes to which teacher, when it goes elsewhere, and when it is given up: decisions without I/O.
+"""Decides which request goes to which teacher, when it goes elsewhere, and when it is given up. No I/O.
 
 `Dispatcher` is a plain state machine. Events come in with the time at which they happened; actions go out, for
-`edl.distill.engine` to carry out. It knows tasks by number and teachers by name, and nothing of tensors or networks.
+`edl.distill.engine` to carry out. It knows tasks by number and teachers by name, and neither tensors nor networks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ __all__ = ["Dispatcher"]
 
 
 _STARVING_S = 1.0
-_ENOUGH = 2  # requests: one to compute, and one for until the next is there
-_QUICK_S = 0.002
-_LEAST_FULL_S = 0.01
+"""Seconds of a standing training loop that are worth a hedge beyond the budget: a person notices from here on."""
+_BUSY_REQUESTS = 2
+"""Requests that keep a teacher busy: the first is computed while the second is received. With 1 it would idle between
+two; with more, work would wait at a teacher that may be lost."""
+_LOW_LATENCY_S = 0.002
+"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.job_queue`."""
+_MIN_FULL_PAUSE_S = 0.01
 """The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
-_FULL_S, _LONGEST_FULL_S = 0.05, 2.0
-"""The pause of one that gives no usable hint: a few batches' time, doubled until it has room, up to what a person waits
-for without asking why."""
-_MOST_TOKENS = 4.0
-_EARNED = 0.9
-"""Of the hedging budget, so that with a full purse, too, extra requests stay below it in any thousand."""
+_FULL_PAUSE_S = 0.05
+"""The first pause of a full teacher without a usable hint: a few batches' time. It doubles until there is room."""
+_MAX_FULL_PAUSE_S = 2.0
+"""The longest such pause: what a person waits for without asking why."""
+_MAX_HEDGE_TOKENS = 4.0
+"""Hedges that may be saved up: enough for a burst of stragglers, and too few to double a teacher's load."""
+_HEDGE_EARNINGS = 0.9
+"""Share of the hedging budget that a request earns, so that with a full purse, too, extra requests stay below the
+budget in any thousand."""
 
 
 @dataclass
@@ -62,18 +69,31 @@ class _Task:
 
 
 class Dispatcher:
-    """State of all open tasks and known teachers. Not thread-safe; every method takes the time `now` in seconds."""
+    """Keep the state of all open tasks and known teachers. Not thread-safe.
+
+    Every method takes the time `now` in seconds, of any clock that does not go back.
+
+    Args:
+        policy: limits and deadlines; the defaults of `Policy` if None.
+
+    Attributes:
+        policy: as given.
+        teachers: state by teacher id; read only.
+        sent: attempts so far.
+        resent: tasks sent again after a failure.
+        hedged: extra attempts for late tasks.
+        pauses: how often a teacher was given no work for a while, by the kind of its last failure.
+        full: whether, at the last event, no teacher could be given more.
+        busy: whether, at the last event, every teacher that could be given more had enough to do until its next answer.
+    """
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self.teachers: dict[str, TeacherState] = {}
         self.sent = self.resent = self.hedged = 0
         self.pauses: Counter[FailureKind] = Counter()
-        """How often a teacher was given nothing for a while, by what its last failure was."""
         self.full = True
-        """Whether, at the last event, no teacher could be given more."""
         self.busy = True
-        """Whether, at the last event, every teacher that could be given more had enough to do until its next answer."""
         self._tasks: dict[int, _Task] = {}
         self._attempts: dict[int, _Attempt] = {}
         self._waiting: list[int] = []  # heap: the oldest task goes first, so a resent one overtakes
@@ -88,13 +108,30 @@ class Dispatcher:
     # Events
 
     def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
-        """A new task of so many rows and bytes, numbered in the order of delivery."""
+        """Take in a new task.
+
+        Args:
+            task: its number, rising in the order of delivery.
+            now: seconds.
+            rows: rows of its request.
+            nbytes: bytes of its request's tensors.
+
+        Returns:
+            What is to be done.
+        """
         self._tasks[task] = _Task(rows, nbytes)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
 
     def drop_task(self, task: int) -> list[int]:
-        """Forget a task. Returns the attempts under way, which the caller should cancel and need not report."""
+        """Forget a task.
+
+        Args:
+            task: its number; unknown numbers are ignored.
+
+        Returns:
+            The attempts under way, which the caller should cancel and need not report.
+        """
         gone = self._tasks.pop(task, None)
         if gone is None:
             return []
@@ -104,41 +141,57 @@ class Dispatcher:
         return attempts
 
     def teacher_connecting(self, teacher: str) -> None:
-        """A teacher is being connected to for the first time: what the others fail at waits for it."""
+        """Note that a teacher is being connected to for the first time: tasks that failed at the others wait for it."""
         self._connecting.add(teacher)
 
     def teacher_unreachable(self, teacher: str, now: float) -> list[Action]:
-        """That came to nothing; it is tried again, and no longer waited for."""
+        """Note that a first attempt to connect failed. It is repeated, and tasks no longer wait for the teacher."""
         self._connecting.discard(teacher)
         self._changed = True
         return self._assign(now)
 
     def teacher_up(self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0) -> list[Action]:
-        """A teacher is connected, for the first time or again. It takes so much in a task; 0 if any number."""
+        """Note that a teacher is connected, for the first time or again.
+
+        Args:
+            teacher: its id.
+            now: seconds.
+            max_rows: most rows that it takes in a request; 0 for any number.
+            max_nbytes: most bytes of tensors that it takes in a request; 0 for any number.
+
+        Returns:
+            What is to be done.
+        """
         self._connecting.discard(teacher)
         state = self.teachers.setdefault(teacher, TeacherState(Window(self.policy.window)))
         if not state.live:
             state.window.reset()
-            state.closed_until, state.failures, state.half_open, state.why = 0.0, 0, False, ""
-        state.live, state.draining, state.max_rows, state.max_nbytes = True, False, max_rows, max_nbytes
+            state.closed_until = 0.0
+            state.failures = 0
+            state.half_open = False
+            state.why = ""
+        state.live = True
+        state.draining = False
+        state.max_rows = max_rows
+        state.max_nbytes = max_nbytes
         self._changed = True
         return self._assign(now)
 
     def teacher_draining(self, teacher: str) -> None:
-        """A teacher finishes what it has and takes no more."""
+        """Note that a teacher finishes what it has and takes no more."""
         self._connecting.discard(teacher)
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].draining = True
 
     def teacher_down(self, teacher: str) -> None:
-        """A teacher's connection broke. Its attempts fail one by one."""
+        """Note that a teacher's connection broke. Its attempts are reported as failed separately."""
         self._changed = True
         if teacher in self.teachers:
             self.teachers[teacher].live = False
 
     def teacher_removed(self, teacher: str) -> None:
-        """A teacher left for good."""
+        """Forget a teacher that left for good."""
         self._connecting.discard(teacher)
         self._changed = True
         state = self.teachers.pop(teacher, None)
@@ -146,14 +199,30 @@ class Dispatcher:
             state.live = False
 
     def set_aside(self, teacher: str, kind: FailureKind, why: str, now: float) -> None:
-        """A teacher cannot be used for a while, for a reason that a person should see."""
+        """Give a teacher no work for `Policy.aside_s`.
+
+        Args:
+            teacher: its id.
+            kind: why, for the counters.
+            why: in words, for a person.
+            now: seconds.
+        """
         state = self.teachers.get(teacher)
         if state is not None:
             self.pauses[kind] += 1
-            state.closed_until, state.why = now + self.policy.aside_s, why
+            state.closed_until = now + self.policy.aside_s
+            state.why = why
 
     def attempt_answered(self, attempt: int, now: float) -> list[Action]:
-        """A good answer came. There is an `Deliver` among the actions if it is the first for its task."""
+        """Take in a good answer.
+
+        Args:
+            attempt: its number.
+            now: seconds.
+
+        Returns:
+            What is to be done; a `Deliver` is among it if this is the first answer to its task.
+        """
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -161,7 +230,8 @@ class Dispatcher:
         state = self.teachers.get(ended.teacher)
         if state is not None:
             state.failures = state.opened = state.unhinted = 0
-            state.half_open, state.why = False, ""
+            state.half_open = False
+            state.why = ""
             state.moved_at = now
             state.window.record_latency(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
@@ -174,7 +244,16 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def attempt_failed(self, attempt: int, failure: RequestFailure, now: float) -> list[Action]:
-        """An attempt failed: send its task elsewhere, or give it up, and treat its teacher accordingly."""
+        """Send the task of a failed attempt elsewhere, or give it up, and treat its teacher accordingly.
+
+        Args:
+            attempt: its number.
+            failure: what went wrong.
+            now: seconds.
+
+        Returns:
+            What is to be done.
+        """
         ended = self._end(attempt)
         if ended is None:
             return []
@@ -204,22 +283,22 @@ class Dispatcher:
         return actions + self._assign(now)
 
     def tick(self, now: float) -> list[Action]:
-        """Time went by: hedge what is late, use teachers whose time-out is over."""
+        """Hedge late tasks, and use teachers whose pause is over."""
         return self._assign(now)
 
     def prioritize(self, task: int, now: float) -> list[Action]:
-        """The consumer waits for `task` now."""
+        """Note that the training loop waits for `task` now."""
         self._awaited_task = task
         return self._assign(now)
 
     def is_running(self, attempt: int) -> bool:
-        """Whether the end of this attempt is still to be reported."""
+        """Return whether the end of this attempt is still to be reported."""
         return attempt in self._attempts
 
     # Questions
 
     def next_event(self, now: float) -> float | None:
-        """When `tick` should be called next, None if nothing is waiting for time to pass."""
+        """Return when `tick` should be called next, in seconds; None if no event is due."""
         if self._changed:
             return now
         states = (state for state in self.teachers.values() if state.live and not state.draining)
@@ -233,11 +312,11 @@ class Dispatcher:
         return min(times, default=None)
 
     def live(self, now: float) -> int:
-        """Teachers that may be given work, now or when they have room."""
+        """Count the teachers that may be given work, now or when they have room."""
         return sum(state.is_usable(now) for state in list(self.teachers.values()))
 
     def oversized_rows(self, now: float) -> int:
-        """Rows of the largest task that waits while there are teachers, but none that takes it; 0 if there is none."""
+        """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
         is_usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
         if not is_usable or any(state.accepts(math.inf, math.inf) for state in is_usable):
             return 0
@@ -253,25 +332,25 @@ class Dispatcher:
 
     @property
     def max_rows(self) -> int:
-        """Rows that every known teacher takes in one task, those included that may be back; 0 if any number."""
+        """Rows that every known teacher takes in a request, lost teachers included; 0 if any number."""
         return min((state.max_rows for state in self.teachers.values() if state.max_rows), default=0)
 
     @property
     def max_nbytes(self) -> int:
-        """Bytes that every known teacher takes in one task, as `max_rows`."""
+        """Bytes that every known teacher takes in a request, as `max_rows`."""
         return min((state.max_nbytes for state in self.teachers.values() if state.max_nbytes), default=0)
 
     @property
     def waiting(self) -> int:
-        """Tasks that no teacher has now."""
+        """Tasks that are at no teacher now."""
         waiting = (*self._waiting, *self._parked)
         return sum(task in self._tasks and not self._tasks[task].attempts for task in waiting)
 
     @property
     def low_latency(self) -> bool:
-        """Whether each live teacher answers so quickly that the way there and back is most of it."""
+        """Whether all live teachers answer so quickly that the way there and back is most of the latency."""
         states = self.teachers.values()
-        return all(state.window.base_s < _QUICK_S for state in states if state.live and not state.draining)
+        return all(state.window.base_s < _LOW_LATENCY_S for state in states if state.live and not state.draining)
 
     def _has_unassigned(self) -> bool:
         return any(task in self._tasks and not self._tasks[task].attempts for task in self._waiting)
@@ -303,9 +382,9 @@ class Dispatcher:
             state.window.overloaded()
             self.pauses[failure.kind] += now >= state.closed_until
             if failure.retry_after_s > 0:
-                pause_s = max(failure.retry_after_s, _LEAST_FULL_S)
+                pause_s = max(failure.retry_after_s, _MIN_FULL_PAUSE_S)
             elif now >= state.closed_until:
-                pause_s = _doubled(_FULL_S, state.unhinted, _LONGEST_FULL_S)
+                pause_s = _doubled(_FULL_PAUSE_S, state.unhinted, _MAX_FULL_PAUSE_S)
                 state.unhinted += 1
             else:
                 pause_s = 0.0  # of those refused together, only the first counts
@@ -326,17 +405,18 @@ class Dispatcher:
             state.failures = 0
             state.half_open = True
             self.pauses[failure.kind] += 1
-            state.closed_until, state.why = now + pause, failure.message
+            state.closed_until = now + pause
+            state.why = failure.message
 
     def _give_up(self, number: int) -> GiveUp:
         return GiveUp(number, tuple(self._tasks.pop(number).failures))
 
     def _awaits_teachers_until(self, task: _Task) -> float:
-        """Until when a task that failed waits for teachers that are being connected to."""
+        """Return until when a task that failed waits for teachers that are being connected to."""
         return task.first_failed_at + self.policy.coming_s if self._connecting else -math.inf
 
     def _is_hopeless(self, task: _Task, now: float) -> bool:
-        """Whether it makes no sense to send a task that failed anywhere else, or once more."""
+        """Return whether a task that failed should be sent neither elsewhere nor once more."""
         if now < self._awaits_teachers_until(task):
             return False
         if len(task.failures) >= self.policy.task_failures:
@@ -348,13 +428,32 @@ class Dispatcher:
         return len(rejected) >= 2 or (bool(there) and rejected.issuperset(there))
 
     def _assign(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        put_back: list[int] = []
+        """Use the teachers that have room: for waiting tasks first, then for late tasks that other teachers have."""
+        self._requeue_parked(now)
+        actions, free = self._place_waiting(now)
+        self.full = not free
+        self.busy = all(len(state.in_flight) >= _BUSY_REQUESTS for _, state in free)
+        if free and self._attempts and self.policy.hedge_budget > 0:
+            actions.extend(self._hedge(free, now))
+        return actions
+
+    def _requeue_parked(self, now: float) -> None:
+        """Let parked tasks wait for a teacher again, if their time has come or teachers came or went."""
         if self._parked and (self._changed or now >= self._parked_until):
             for number in self._parked:
                 heapq.heappush(self._waiting, number)
-            self._parked, self._parked_until = [], math.inf
+            self._parked = []
+            self._parked_until = math.inf
         self._changed = False
+
+    def _place_waiting(self, now: float) -> tuple[list[Action], list[tuple[str, TeacherState]]]:
+        """Send waiting tasks, the oldest first, to teachers that have room.
+
+        Returns:
+            The actions, and the teachers that still have room.
+        """
+        actions: list[Action] = []
+        put_back: list[int] = []
         free = [(name, state) for name, state in self.teachers.items() if state.has_room(now)]
         while self._waiting and free:
             number = heapq.heappop(self._waiting)
@@ -362,18 +461,13 @@ class Dispatcher:
             if task is None or task.attempts:
                 continue
             choice = self._choose(free, task, now)
-            if choice is None and task.failures:
-                there = self._reachable_soon(task, now)
-                if there and all(task.failed_at(name) for name in there):
-                    if self._is_hopeless(task, now):  # since a teacher that was waited for did not come
-                        actions.append(self._give_up(number))
-                        continue
-                    again_at = max(self._awaits_teachers_until(task), task.again_at)
-                    if now < again_at:
-                        self._parked.append(number)
-                        self._parked_until = min(self._parked_until, again_at)
-                        continue
-                    choice = self._choose(free, task, now, again=True)
+            if choice is None and self._failed_everywhere(task, now):
+                if self._is_hopeless(task, now):  # since a teacher that was waited for did not come
+                    actions.append(self._give_up(number))
+                    continue
+                if self._park(number, task, now):
+                    continue
+                choice = self._choose(free, task, now, again=True)
             if choice is None:
                 put_back.append(number)
                 continue
@@ -382,16 +476,29 @@ class Dispatcher:
                 free = [(name, state) for name, state in free if name != choice]
         for number in put_back:
             heapq.heappush(self._waiting, number)
-        self.full = not free
-        self.busy = all(len(state.in_flight) >= _ENOUGH for _, state in free)
-        if free and self._attempts and self.policy.hedge_budget > 0:
-            actions.extend(self._hedge(free, now))
-        return actions
+        return actions, free
+
+    def _failed_everywhere(self, task: _Task, now: float) -> bool:
+        """Return whether a task has failed at all teachers that it could be sent to soon."""
+        if not task.failures:
+            return False
+        reachable = self._reachable_soon(task, now)
+        return bool(reachable) and all(task.failed_at(name) for name in reachable)
+
+    def _park(self, number: int, task: _Task, now: float) -> bool:
+        """Let a task that failed everywhere wait until it may be sent where it failed; False if that is now."""
+        again_at = max(self._awaits_teachers_until(task), task.again_at)
+        if now >= again_at:
+            return False
+        self._parked.append(number)
+        self._parked_until = min(self._parked_until, again_at)
+        return True
 
     def _reachable_soon(self, task: _Task, now: float) -> list[str]:
-        """The teachers that a task that failed may be sent to within the time that is waited for one to be connected.
+        """Return the teachers that a failed task may be sent to within the time that it waits for connections.
 
-        And after that time none that never had room for it: it is asked whenever it is free, but not waited for.
+        After that time, teachers that never had room for it are left out: they are asked whenever they are free, but
+        not waited for.
         """
         soon = now + self.policy.coming_s
         there = [
@@ -409,8 +516,10 @@ class Dispatcher:
     def _choose(
         self, free: list[tuple[str, TeacherState]], task: _Task, now: float, *, again: bool = False
     ) -> str | None:
-        """The teacher to send a task to, of those that are free; one that failed at it only `again`, and none that
-        refused it."""
+        """Return the free teacher that should answer a task first.
+
+        A teacher that failed at the task is chosen only `again`, and a teacher that refused it never.
+        """
         fit = [
             (name, state)
             for name, state in free
@@ -439,11 +548,11 @@ class Dispatcher:
             self.hedged += 1
             self._hedge_tokens -= 1
         else:
-            self._hedge_tokens = min(self._hedge_tokens + _EARNED * self.policy.hedge_budget, _MOST_TOKENS)
+            self._hedge_tokens = min(self._hedge_tokens + _HEDGE_EARNINGS * self.policy.hedge_budget, _MAX_HEDGE_TOKENS)
         return Send(attempt, number, teacher, self.policy.request_timeout_s, extra)
 
     def _late_at(self, attempt: _Attempt) -> float:
-        """From when on an attempt is late; never if it is not the only one of its task."""
+        """Return from when on an attempt is late; never if its task has other attempts."""
         task = self._tasks.get(attempt.task)
         if task is None or len(task.attempts) != 1:
             return math.inf
@@ -462,11 +571,13 @@ class Dispatcher:
         return max(self.policy.hedge_after * median, 1.2 * usual, self.policy.hedge_min_s)
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send elsewhere too what is late, and, with nothing else to do, what a faster teacher would end sooner."""
+        """Send late tasks to a second teacher too; with no other work, also tasks that a faster teacher would end
+        sooner.
+        """
         old = now - self.policy.hedge_min_s  # attempts are in the order of their sending
         candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
         late = [(attempt.task, number) for number, attempt in candidates if self._late_at(attempt) <= now]
-        head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
+        head_due = self._head_due() if self._hedge_tokens > _MAX_HEDGE_TOKENS / 2 else None
         if head_due is not None and head_due <= now and self._awaited_task is not None:
             late.extend((self._awaited_task, number) for number in self._tasks[self._awaited_task].attempts)
         for number, attempt in sorted(set(late)):
@@ -484,12 +595,12 @@ class Dispatcher:
             late_s = self._late_s(self.teachers.get(sent.teacher))
             if late_s is not None:
                 yield sent.sent_at + max(4 * late_s, _STARVING_S)
-            head_due = self._head_due() if self._hedge_tokens > _MOST_TOKENS / 2 else None
+            head_due = self._head_due() if self._hedge_tokens > _MAX_HEDGE_TOKENS / 2 else None
             if head_due is not None:
                 yield head_due
 
     def _starving(self, number: int, attempt: int, now: float) -> bool:
-        """Whether the training loop stands still for this task for so long that the budget does not matter."""
+        """Return whether the training loop stands still for this task for so long that the budget does not matter."""
         sent = self._attempts[attempt]
         late_s = self._late_s(self.teachers.get(sent.teacher))
         return (
@@ -497,7 +608,7 @@ class Dispatcher:
         )
 
     def _head_due(self) -> float | None:
-        """When the task that the consumer waits for is worth asking an idle teacher for, too."""
+        """Return when the task that the training loop waits for is worth asking an idle teacher for, too."""
         head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
         if head is None or len(head.attempts) != 1 or self._has_unassigned():
             return None

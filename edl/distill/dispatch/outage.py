@@ -1,4 +1,4 @@
-"""How long work waits while no teacher is live, or none answers, and what is said meanwhile: decisions without I/O."""
+"""Decides how long work waits while no teacher is live or answers, and what is logged meanwhile. No I/O."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SILENT_S = 5.0
 
 @dataclass(frozen=True)
 class OutageStatus:
-    """What follows for the work that is open.
+    """State of open work during an outage.
 
     Attributes:
-        over: it has waited for too long, and fails.
-        look_at: when to look again, if it has not.
-        say: how long it waits for a live teacher, in words for a person; empty where there is nothing new to say.
-        silent_s: for how long there are live teachers and none answers; 0 where it is not worth a word, or was said.
+        expired: whether the work has waited for too long, and fails.
+        check_at: when to check again, in seconds.
+        message: how long the work waits for a live teacher, in words for a person; empty without news.
+        silent_s: seconds for which live teachers have not answered; 0 where that is not worth a word, or was reported.
     """
 
     expired: bool
@@ -32,11 +32,12 @@ class Outage:
 
     Args:
         timeout_s: how long work may wait while no teacher is live.
-        request_timeout_s: how much longer it may wait for an answer while one is.
+        request_timeout_s: how much longer it may wait for an answer while a teacher is live.
     """
 
     def __init__(self, timeout_s: float, request_timeout_s: float) -> None:
-        self._timeout_s, self._request_timeout_s = timeout_s, request_timeout_s
+        self._timeout_s = timeout_s
+        self._request_timeout_s = request_timeout_s
         self._outage_since: float | None = None
         self._reminded_at = 0.0
         self._progress_at = 0.0
@@ -44,23 +45,29 @@ class Outage:
         self._silence_reported = self._had_outage = False
 
     def start_work(self, now: float) -> None:
-        """There is work, after a time without."""
-        self._progress_at, self._outage_since = now, None
+        """Start the clock: there is work, after a time without."""
+        self._progress_at = now
+        self._outage_since = None
         self._silence_reported = self._had_outage = False
 
     def record_answer(self, now: float) -> None:
-        """An answer came."""
+        """Note that an answer came."""
         if not self._had_outage:
             self._longest_silence_s = max(self._longest_silence_s, now - self._progress_at)
         self._progress_at = now
         self._silence_reported = self._had_outage = False
 
     def finish_work(self) -> None:
-        """There is no work any more."""
+        """Stop the clock: there is no work any more."""
         self._outage_since = None
 
     def check(self, now: float, live: int) -> OutageStatus:
-        """What follows for open work, with so many live teachers."""
+        """Return the state of open work.
+
+        Args:
+            now: seconds.
+            live: teachers that may be given work.
+        """
         stuck_at = self._progress_at + self._timeout_s + self._request_timeout_s
         if live:
             self._outage_since = None

@@ -1,4 +1,4 @@
-"""One teacher as the dispatcher sees it: whether it can be given a request now, and how long that would take."""
+"""What the dispatcher knows of a teacher: whether it can be given a request now, and how long that would take."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ __all__ = ["TeacherState"]
 
 @dataclass
 class TeacherState:
-    """What the dispatcher knows of one teacher; read it, do not write it.
+    """What the dispatcher knows of a teacher; read it, do not write it.
 
     Attributes:
+        window: how many requests it may have in flight.
         live: connected, and known to serve the right model.
         draining: takes no new requests.
-        closed_until: no requests before this time; `why` says why.
-        max_rows, max_nbytes: it takes in one request, 0 if any number.
+        closed_until: no requests before this time, in seconds.
+        why: why it is closed, in words for a person.
+        max_rows: most rows in a request, 0 if any number.
+        max_nbytes: most bytes of tensors in a request, 0 if any number.
+        in_flight: numbers of its attempts.
         moved_at: when it last answered, or began with something to do.
-        unhinted: how often in a row it had no room, and did not say when to come again.
+        failures: failures in a row.
+        opened: how often in a row it was closed for its failures.
+        unhinted: how often in a row it had no room, without a hint when to come again.
+        half_open: whether it gets a single request until it has answered well (a circuit breaker's half-open state).
     """
 
     window: Window
@@ -37,20 +44,23 @@ class TeacherState:
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:
+        """Return whether it may be given work, now or when it has room."""
         return self.live and not self.draining and now >= self.closed_until
 
     def accepts(self, rows: float, nbytes: float) -> bool:
+        """Return whether a request of so many rows and bytes is within its limits."""
         return (not self.max_rows or rows <= self.max_rows) and (not self.max_nbytes or nbytes <= self.max_nbytes)
 
     def has_room(self, now: float) -> bool:
+        """Return whether it may be given a request now."""
         allowed = 1 if self.half_open else self.window.allowed
         return self.is_usable(now) and len(self.in_flight) < allowed
 
     def expected_s(self, now: float) -> float:
-        """Expected time to an answer for a request sent now; optimistic about a teacher not yet measured.
+        """Return the expected seconds to an answer for a request sent now; 0 for a teacher not yet measured.
 
-        One that has been silent for longer than its answers usually take is held up, for as long again as far as
-        anyone can tell: what is sent there meanwhile would have to be hedged, too.
+        A teacher that has been silent for longer than its answers usually take is held up, for as long again as far as
+        can be told: what is sent there meanwhile would have to be hedged, too.
         """
         if self.window.median_s is None:
             return 0.0

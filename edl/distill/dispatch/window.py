@@ -1,9 +1,10 @@
-"""How many requests to keep in flight at one teacher: pure arithmetic on measured latencies.
+"""Computes how many requests to keep in flight at a teacher, from measured latencies.
 
 The rule is TCP Vegas's (Brakmo and Peterson, 1995), with requests in the place of packets. With `base` the latency of a
 request that found the teacher idle, w requests in flight that take `latency` each have w · (1 - base/latency) waiting
-in a queue. One waiting request keeps a teacher busy; more only make a lost teacher dearer. Where service takes less
-than a few milliseconds, the queue may hold that much time instead of one request, since scheduling is as slow.
+in a queue. A single waiting request keeps a teacher busy; more only make a lost teacher dearer. Where service takes
+less than a few milliseconds, the queue may hold that much time instead of a single request, since scheduling is as
+slow.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ _KEPT = 32
 
 @dataclass
 class Window:
-    """One teacher's window.
+    """Window of a teacher.
 
     Attributes:
+        limit: most requests in flight.
         size: requests to keep in flight.
-        probing: wait until nothing is in flight, then send one request alone.
+        probing: wait until the teacher is idle, then send a single request.
         base_s: latency of a request that found the teacher idle.
         median_s: median latency of the last answers, None before the first.
         usual_s: a latency that three in four of the last answers stayed below, None before the third.
-        service_s: latency divided by the requests in flight, averaged: what one more in flight adds; 0 at first.
+        service_s: latency divided by the requests in flight, averaged: what a further request adds; 0 at first.
     """
 
     limit: int = 32
@@ -58,7 +60,7 @@ class Window:
         return 1 if self.probing else self.size
 
     def record_latency(self, latency_s: float, in_flight: int, now: float) -> None:
-        """Take in one answer.
+        """Take in the latency of an answer.
 
         Args:
             latency_s: from sending to the answer.
@@ -102,7 +104,9 @@ class Window:
 
     def reset(self) -> None:
         """Forget what was measured: the teacher was away."""
-        self.size, self.probing, self.base_s = 1, True, float("inf")
+        self.size = 1
+        self.probing = True
+        self.base_s = float("inf")
         self._since_change = 0
         self.median_s = self.usual_s = None
         self.service_s = 0.0

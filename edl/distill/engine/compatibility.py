@@ -49,7 +49,8 @@ class TeacherCompatibility:
     def __init__(
         self, service: str, output_spec: OutputSpec, mixed_versions: Literal["warn", "refuse"] = "warn"
     ) -> None:
-        self._service, self._output_spec = service, output_spec
+        self._service = service
+        self._output_spec = output_spec
         self._refuses = mixed_versions == "refuse"
         self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}

@@ -76,13 +76,12 @@ class TeacherConnection:
         self.changed_spec: ModelSpec | None = None
         """What `refresh` found the model to be by now, if that is something else; it may take a while to connect."""
         self._shared_memory = shared_memory
-        self._files, self._limits = files, limits
-        self._check_model, self._on_connected, self._on_disconnected, self._on_connect_failed = (
-            check_model,
-            on_connected,
-            on_disconnected,
-            on_connect_failed,
-        )
+        self._files = files
+        self._limits = limits
+        self._check_model = check_model
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._on_connect_failed = on_connect_failed
         self._client: TeacherClient | None = None
         self._names: RegionNames = {}
         self._open_requests: dict[TeacherClient, int] = {}
@@ -161,7 +160,8 @@ class TeacherConnection:
         """See whether the model still is what it was, and connect anew if not: a server may load another one, and gRPC
         connects by itself to a server that took the address of the one before. Returns when that has been tried.
         """
-        client, self.changed_spec = self._client, None
+        client = self._client
+        self.changed_spec = None
         if client is not None:
             try:
                 spec = await client.fetch_spec(_CONNECT_TIMEOUT_S)
@@ -198,7 +198,8 @@ class TeacherConnection:
         """Disconnect; requests under way end with LOST."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        last, self._client = self._client, None
+        last = self._client
+        self._client = None
         clients = [client for client in self._open_requests if client is not last]
         if last is not None:
             clients.append(last)
@@ -208,7 +209,8 @@ class TeacherConnection:
 
     def _disconnect(self) -> None:
         """Stop using the present connection; requests under way on it may still end well."""
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         self.state = "connecting"
         self._attempted.clear()
         self._on_disconnected(self)
@@ -250,7 +252,8 @@ class TeacherConnection:
             self._attempted.set()
             if connected:
                 connected_at = time.monotonic()
-                self._client, self.why = client, ""
+                self._client = client
+                self.why = ""
                 self._version = spec.version
                 self._broken.clear()
                 self._on_connected(self)

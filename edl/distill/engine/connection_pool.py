@@ -50,8 +50,11 @@ class ConnectionPool:
         on_dropped: Callable[[TeacherConnection], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
-        self._service, self._dispatcher = service, dispatcher
-        self._connect, self._on_dropped, self._spawn = connect, on_dropped, spawn
+        self._service = service
+        self._dispatcher = dispatcher
+        self._connect = connect
+        self._on_dropped = on_dropped
+        self._spawn = spawn
         self._leaving: dict[str, str] = {}  # by name, why
         self._unlisted: set[str] = set()  # lapsed, and not even listed any more
         self._checking: asyncio.Task[None] | None = None

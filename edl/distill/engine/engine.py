@@ -70,9 +70,11 @@ class Engine:
     ) -> None:
         self.name = name
         self.output_spec = output_spec
-        self._thread, self._arena = thread, arena
+        self._thread = thread
+        self._arena = arena
         self._timeout_s = teacher_timeout_s
-        self._files, self._limits = files, limits
+        self._files = files
+        self._limits = limits
         self._dispatcher = Dispatcher(policy)
         self._compatibility = TeacherCompatibility(name, output_spec, mixed_versions)
         self._pool = ConnectionPool(name, self._dispatcher, self._connect, self._connection_dropped, self._spawn)
@@ -211,7 +213,8 @@ class Engine:
         self._job_queue.send_all()
         if self._timer is not None:
             self._timer.cancel()
-        jobs, self._jobs = list(self._jobs.values()), {}
+        jobs = list(self._jobs.values())
+        self._jobs = {}
         for job in jobs:
             job.finished = True
         await self._pool.close()
@@ -242,7 +245,8 @@ class Engine:
         self._counters.remove_teacher(connection.instance.id)
         self._compatibility.forget_teacher(connection.instance.id)
         if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
-            self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
+            self.max_rows = self._dispatcher.max_rows
+            self.max_nbytes = self._dispatcher.max_nbytes
         self._spawn(connection.close())
         self._set_timer()
 
@@ -255,7 +259,8 @@ class Engine:
         spec = connection.spec
         limits = (spec.max_rows, spec.max_nbytes) if spec is not None else (0, 0)
         actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
-        self.max_rows, self.max_nbytes = self._dispatcher.max_rows, self._dispatcher.max_nbytes
+        self.max_rows = self._dispatcher.max_rows
+        self.max_nbytes = self._dispatcher.max_nbytes
         self._spec_known.notify()
         self._apply(actions)
         self._job_queue.send_all()
@@ -406,7 +411,8 @@ class Engine:
     def _release(self, job: LabelJob) -> None:
         """Give the job's memory back once no request reads it."""
         if job.finished and not job.open_attempts:
-            slot, job.payload.slot = job.payload.slot, None
+            slot = job.payload.slot
+            job.payload.slot = None
             if slot is not None and self._arena is not None:
                 self._arena.give(slot)
 
@@ -421,7 +427,8 @@ class Engine:
             return
         due: float | None = now + _POLL_EVERY_S
         if now >= self._polled_at + _POLL_EVERY_S:
-            self._polled_at, self.capacity = now, self._dispatcher.capacity
+            self._polled_at = now
+            self.capacity = self._dispatcher.capacity
             bundles = self._dispatcher.low_latency and all(
                 connection.takes_bundles
                 for connection in self._pool.connections.values()
@@ -460,7 +467,8 @@ class Engine:
 
     def _fail_all(self, error: NoTeacherError) -> None:
         self._outage.finish_work()
-        jobs, self._jobs = self._jobs, {}
+        jobs = self._jobs
+        self._jobs = {}
         for number, job in jobs.items():
             self._dispatcher.drop_task(number)
             self._finish(job, error, "")

@@ -51,7 +51,8 @@ class EventLoopThread:
     def __init__(self) -> None:
         self._users: deque[None] = deque()
         self._ended = False  # takes no more users
-        self._first_start, self._first_stop = threading.Lock(), threading.Lock()
+        self._first_start = threading.Lock()
+        self._first_stop = threading.Lock()
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
@@ -198,7 +199,9 @@ class _GarbageGuard:
     @classmethod
     def after_in_child(cls) -> None:
         cls.lock = threading.RLock()  # another thread of the parent may hold the one inherited
-        turned_off, cls.turned_off, cls.forks = cls.turned_off, False, 0
+        turned_off = cls.turned_off
+        cls.turned_off = False
+        cls.forks = 0
         if EventLoopThread.used:
             EventLoopThread.inherited = True
             gc.freeze()

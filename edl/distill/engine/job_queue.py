@@ -52,7 +52,9 @@ class JobQueue:
     """
 
     def __init__(self, thread: EventLoopThread, demand: TeacherDemand, take: Callable[[LabelJob], None]) -> None:
-        self._thread, self._demand, self._take = thread, demand, take
+        self._thread = thread
+        self._demand = demand
+        self._take = take
         self._jobs: deque[LabelJob] = deque()
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None

@@ -25,7 +25,8 @@ class TeacherWatcher:
     """Tells `changed` of every snapshot, from a thread of its own, until closed."""
 
     def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
-        self._teachers, self._changed = teachers, changed
+        self._teachers = teachers
+        self._changed = changed
         self._closing = ReentrantEvent()  # closed by signal handlers as well
         self._thread: threading.Thread | None = None
         self._registry: Registry | None = None

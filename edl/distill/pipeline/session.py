@@ -82,7 +82,8 @@ class LabelSession:
         self._offline: CacheView | None = None
         self._cache_queue: CacheQueue | None = None
         self._arena: Arena | None = None
-        self.memory_bytes, self.linger_s = options.memory_bytes, options.linger_s
+        self.memory_bytes = options.memory_bytes
+        self.linger_s = options.linger_s
         self._options = options
         self._pid = os.getpid()
         self._closed = False
@@ -90,7 +91,8 @@ class LabelSession:
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
         self._wait_s = 0.0
-        self._progress_at, self._progress_rows = time.monotonic() + options.progress_s, 0
+        self._progress_at = time.monotonic() + options.progress_s
+        self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
         self._cache_keys: list[CacheKeyTemplate] = []
@@ -327,7 +329,8 @@ class LabelSession:
         if now >= self._progress_at:
             rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self._options.progress_s)
             logger.info("%s, %.0f rows/s", self.stats().line(), rate)
-            self._progress_at, self._progress_rows = now + self._options.progress_s, self._delivered
+            self._progress_at = now + self._options.progress_s
+            self._progress_rows = self._delivered
 
     def record_wait(self, seconds: float) -> None:
         """The training loop waited so long."""

@@ -46,7 +46,8 @@ class TimeBudget:
     def __init__(self, share: float, *, always: bool = False) -> None:
         self.always = always
         self._share = share
-        self._left_s, self._left_at = _GRACE_S, time.perf_counter()
+        self._left_s = _GRACE_S
+        self._left_at = time.perf_counter()
         self._positions: dict[int, tuple[int, Array]] = {}  # by number of words; for how many arrays more
 
     @property

@@ -62,11 +62,13 @@ class Chunk:
 
     def release(self) -> None:
         """Let the memory of inputs and answers go; all rows have been taken."""
-        self.fields, self.outputs = {}, [{} for _ in self.outputs]
+        self.fields = {}
+        self.outputs = [{} for _ in self.outputs]
 
     def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
         """Set what to send; rows are counted."""
-        self.fields, self.ids = fields, ids
+        self.fields = fields
+        self.ids = ids
         self.rows = self.left = next(iter(fields.values())).shape[0]
         self.nbytes = arrays_nbytes(fields.values())
         return self

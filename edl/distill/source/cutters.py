@@ -54,7 +54,9 @@ class Cutter(abc.ABC):
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
     ) -> None:
-        self.getters, self.services, self.ids = getters, services, ids
+        self.getters = getters
+        self.services = services
+        self.ids = ids
         self.seen = self.max_rows = 0
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows

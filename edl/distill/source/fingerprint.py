@@ -50,7 +50,9 @@ class FingerprintPart:
     costly = False
 
     def __init__(self, path: KeyPath, holder: Any, same: Callable[[], bool]) -> None:
-        self.path, self._holder, self._same = path, holder, same
+        self.path = path
+        self._holder = holder
+        self._same = same
 
     def is_unchanged(self) -> bool:
         """Whether it has not changed."""
@@ -68,7 +70,9 @@ class SmallArrayPart(FingerprintPart):
     __slots__ = ("_content",)
 
     def __init__(self, path: KeyPath, array: Array) -> None:
-        self.path, self._holder, self._content = path, array, array.tobytes()
+        self.path = path
+        self._holder = array
+        self._content = array.tobytes()
 
     def is_unchanged(self) -> bool:
         return bool(self._holder.tobytes() == self._content)
@@ -85,7 +89,9 @@ class LargeArrayPart(SmallArrayPart):
     costly = True
 
     def __init__(self, path: KeyPath, array: Array, time_budget: TimeBudget) -> None:
-        self.path, self._holder, self._time = path, array, time_budget
+        self.path = path
+        self._holder = array
+        self._time = time_budget
         self._checksum = Checksum.of(array, time_budget)
 
     def is_unchanged(self) -> bool:
@@ -101,7 +107,10 @@ class ConvertedPart(FingerprintPart):
     def __init__(
         self, path: KeyPath, holder: Any, sent: Array, convert: Callable[[Any], Array], time_budget: TimeBudget
     ) -> None:
-        self.path, self._holder, self._convert, self._time = path, holder, convert, time_budget
+        self.path = path
+        self._holder = holder
+        self._convert = convert
+        self._time = time_budget
         self._before = self._content(sent)
 
     def is_unchanged(self) -> bool:

@@ -69,7 +69,8 @@ class ReuseDetector:
         if current is not None and self._at_work:
             self._released.append(current)
         self._current = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

@@ -24,7 +24,9 @@ class RowBuffer:
     """
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
-        self._name, self._most, self._remedy = name, most, remedy
+        self._name = name
+        self._most = most
+        self._remedy = remedy
         self._count = 0
         self._rows: Array = np.empty(0)
 

@@ -372,7 +372,8 @@ class TeacherClient:
             call.cancel()
         if unregister and self._channel.get_state() is grpc.ChannelConnectivity.READY:
             await self._regions.close()
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         if stream is not None:
             await stream.close()
         await self._channel.close()

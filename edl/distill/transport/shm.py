@@ -116,7 +116,8 @@ class Arena:
         """Remove all shared memory from the system. Teachers that mapped it keep their mapping until they let go."""
         with self._lock:
             self._closed = True
-            regions, self._regions = self._regions, []
+            regions = self._regions
+            self._regions = []
             self._free.clear()
         for region in regions:
             region.close()

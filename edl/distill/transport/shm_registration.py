@@ -44,7 +44,9 @@ class ShmRegistrations:
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
-        self._call, self._endpoint, self._names = call, endpoint, names
+        self._call = call
+        self._endpoint = endpoint
+        self._names = names
         self._known: RegionNames = {}
         self._registering = asyncio.Lock()
 
@@ -81,7 +83,8 @@ class ShmRegistrations:
 
     async def close(self) -> None:
         """Have the teacher let go of the memory, as far as it does within half a second."""
-        names, self._known = list(self._known.values()), {}
+        names = list(self._known.values())
+        self._known = {}
         self._names.clear()
         deadline = time.monotonic() + _UNREGISTER_S
         await asyncio.gather(*(self._let_go(name, deadline) for name in names))

@@ -186,7 +186,8 @@ class InferStream:
         self._call.cancel()
         self._outbox.clear()
         self._wake.set()
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         if self._timer is not None:
             self._timer.cancel()
         for request in waiting.values():
@@ -259,7 +260,8 @@ class InferStream:
             hint = dict(exc.trailing_metadata() or ()).get(names.RETRY_AFTER_MS)
             found = failure_from_status(exc.code(), exc.details() or "", hint, self._endpoint).failure
             if found.kind is FailureKind.OVERLOADED and exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                failure, self.refused = found, True
+                failure = found
+                self.refused = True
             elif found.kind is FailureKind.BAD_OUTPUT:
                 failure = found
         except ProtocolError as exc:

@@ -1,4 +1,4 @@
-"""What all teachers of a service have in common: inputs, outputs and what a row looks like, as the first one has it."""
+"""Checks that all teachers of a service have inputs, outputs and rows alike, as the first teacher has them."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ _MOST_REMEMBERED = 1024
 
 
 class TeacherCompatibility:
-    """Of the teachers of one service.
+    """What the teachers of a service have in common.
 
-    Which dimensions of a row are fixed is what the first teacher's metadata says. Those that it leaves open, such as
-    the length of a text, may differ from one answer to the next.
+    Which dimensions of a row are fixed is what the first teacher's metadata says. Dimensions that it leaves open, such
+    as the length of a text, may differ from answer to answer.
 
     Args:
         service: for messages.
-        ask: what is asked for.
-        mixed_versions: what to make of labels of another version of the model than those before them in an epoch:
-            "warn" takes them, "refuse" does not.
+        output_spec: what is asked for.
+        mixed_versions: what to make of labels of another version of the model than the epoch's: "warn" takes them,
+            "refuse" does not.
 
     Attributes:
-        spec: what the model looks like, None while there was no teacher: that of the first, until `follow`. Its name
-            is that of all teachers, for good.
-        settling: `follow` comes next, and says what there is to say about versions.
+        spec: the model, None while there was no teacher: that of the first, until `select_version`. Its name is that of
+            all teachers, for good.
+        selecting_version: whether `select_version` comes next, and warns of several versions.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TeacherCompatibility:
         self._reported_versions: set[str] = set()  # versions beside that of `spec` that the user knows of
 
     def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
-        """Why a teacher with this model cannot be used, empty if it can."""
+        """Return why a teacher with this model cannot be used; empty if it can."""
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
@@ -100,7 +100,7 @@ class TeacherCompatibility:
         return ""
 
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:
-        """Why an answer is not used, by the version of the model that it is of; of a mixture the user is warned."""
+        """Return why an answer of this version is not used, None if it is. Warns once of each mixture."""
         known = self.spec
         if known is None or version == known.version:
             return None
@@ -119,7 +119,7 @@ class TeacherCompatibility:
         return None
 
     def refuses_version(self, version: str) -> bool:
-        """Whether labels of this version are not to be mixed with those of the epoch."""
+        """Return whether labels of this version must not be mixed with the epoch's."""
         return self._refuses and self.spec is not None and version != self.spec.version
 
     def _version_refusal(self, version: str) -> str:
@@ -130,12 +130,12 @@ class TeacherCompatibility:
         )
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:
-        """Before an epoch: whose version labels are kept under. It stays while a live teacher has it.
+        """Select, before an epoch, the version that labels are kept under. It stays while a live teacher has it.
 
-        The model's name is never followed: that is another model, and not the one that is asked for.
+        The model's name is never changed: another name is another model, and not what is asked for.
 
         Args:
-            live: the models of all teachers that can be asked now. Where there are none, nothing changes.
+            live: the models of all teachers that can be asked now. If empty, the version stays.
         """
         if self.spec is None:
             return
@@ -171,15 +171,24 @@ class TeacherCompatibility:
         self._reported_versions |= mixed
 
     def begin_epoch(self) -> None:
-        """What was delivered is over: labels to come need not be like it, if none of its teachers is left."""
+        """Allow answers unlike those delivered so far, if no teacher that gave them is left."""
         self._has_delivered = False
 
     def forget_teacher(self, teacher: str) -> None:
-        """A teacher is gone, or its connection: what comes under its name may be another one."""
+        """Note that a teacher, or its connection, is gone: another teacher may come under its name."""
         self._confirmed_by.discard(teacher)
 
     def check_output(self, teacher: str, inputs: InputTensors, outputs: Outputs) -> RequestFailure | None:
-        """Why an answer to a request with these inputs does not go together with those before it."""
+        """Check that an answer fits the answers before it.
+
+        Args:
+            teacher: its id.
+            inputs: name, datatype and shape (with rows) of the request's tensors.
+            outputs: of the answer.
+
+        Returns:
+            BAD_OUTPUT with the difference, None without a difference.
+        """
         why = self._difference(inputs, outputs)
         if why and not self._has_delivered and self._confirmed_by <= {teacher}:
             self._reset_shapes()  # none of those that gave such answers is left to give more of them
@@ -219,13 +228,16 @@ class TeacherCompatibility:
             self._clamp_warnings.after(name, array)
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """See that labels found by a sample's id fit its inputs as they are now.
+        """Check that labels found by a sample's id fit its inputs as they are now.
 
         Where the shape of a label follows that of the inputs, a sample that is padded to another length than when its
-        label was kept would get one of the wrong length.
+        label was kept would get a label of the wrong length.
+
+        Args:
+            fields: inputs [rows, ...] by name.
 
         Raises:
-            SettingsError: outputs have variable dimensions, and the inputs have other shapes than those before.
+            SettingsError: outputs have variable dimensions, and the inputs have other shapes than inputs before.
         """
         known = self.spec
         if known is None or not any(self._varies(name) for name in self._output_spec.outputs):

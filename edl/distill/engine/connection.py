@@ -1,4 +1,4 @@
-"""One teacher as the engine sees it: connect, check, and connect again until it is told to stop."""
+"""Keeps a teacher connected: connects, checks its model, and connects again until told to stop."""
 
 from __future__ import annotations
 
@@ -38,18 +38,26 @@ _STEADY_S = 2.0
 
 
 class TeacherConnection:
-    """Keeps one instance connected, on the event loop.
+    """Keeps a discovered instance connected, on the event loop.
 
     Args:
-        files: certificates and tokens; when they are replaced, the connection is made anew with the new ones.
+        instance: address, id and metadata of the teacher.
+        output_spec: what is asked for; its model's name gives way to the instance's.
+        shared_memory: whether to use shared memory if the teacher is on this host.
+        files: certificates and tokens; when they are replaced, the connection is made anew.
         limits: of messages.
-        accept: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
-        up, down: called when requests may be sent, and when they no longer may.
-        not_up: called when an attempt to connect came to nothing.
+        check_model: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
+        on_connected: called when requests may be sent.
+        on_disconnected: called when requests may no longer be sent.
+        on_connect_failed: called when an attempt to connect failed.
 
     Attributes:
-        lapsed: its registration has. Another server may have come to its address since, so that a connection is made
-            only to one that has the same version of the model, and not as often.
+        instance: as given.
+        state: "ready", "connecting" or "set aside".
+        why: why it is not ready, in words for a person.
+        lapsed: whether its registration lapsed. Another server may have come to its address since, so that a connection
+            is made only to a server with the same version of the model, and not as often.
+        changed_spec: what `refresh` found the model to be, if it changed; connecting again may take a while.
     """
 
     def __init__(
@@ -74,7 +82,6 @@ class TeacherConnection:
             output_spec if output_spec.model or not instance.model else replace(output_spec, model=instance.model)
         )
         self.changed_spec: ModelSpec | None = None
-        """What `refresh` found the model to be by now, if that is something else; it may take a while to connect."""
         self._shared_memory = shared_memory
         self._files = files
         self._limits = limits
@@ -93,22 +100,23 @@ class TeacherConnection:
 
     @property
     def shares_memory(self) -> bool:
+        """Whether the teacher reads shared memory of this host."""
         return self._client is not None and self._client.shares_memory
 
     @property
     def takes_bundles(self) -> bool:
-        """Whether requests are small, and several of them can go in one message."""
+        """Whether requests are small, and several of them can go in a message."""
         return self._client is not None and self._client.takes_bundles
 
     @property
     def spec(self) -> ModelSpec | None:
-        """What the teacher's model looks like, None while it is not connected."""
+        """The teacher's model, None while it is not connected."""
         return self._client.spec if self._client is not None else None
 
     def start(
         self, payload: Payload, timeout_s: float, done: Callable[[Reply | RequestFailure | None], None]
     ) -> Callable[[], None] | None:
-        """See `TeacherClient.start`."""
+        """Send a request without a task for it; see `TeacherClient.start`."""
         client = self._client
         cancel = client.start(payload, timeout_s, functools.partial(self._done, client, done)) if client else None
         if client is not None and cancel is not None:
@@ -116,7 +124,7 @@ class TeacherConnection:
         return cancel
 
     async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """See `TeacherClient.infer`. A lost connection is noticed here and made anew in the background."""
+        """Send a request; see `TeacherClient.infer`. A lost connection is made anew in the background."""
         client = self._client
         if client is None:
             raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
@@ -140,7 +148,7 @@ class TeacherConnection:
         done(result)
 
     def _request_ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
-        """One request less on a connection, which may have been lost, or left for another one before."""
+        """Count a request less on a connection, which may have been lost, or replaced before."""
         if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
             self.why = failure.message
             self._disconnect()
@@ -157,8 +165,9 @@ class TeacherConnection:
         task.add_done_callback(self._closing.discard)
 
     async def refresh(self) -> None:
-        """See whether the model still is what it was, and connect anew if not: a server may load another one, and gRPC
-        connects by itself to a server that took the address of the one before. Returns when that has been tried.
+        """Check that the model is unchanged, and connect anew if not. Returns when that has been tried.
+
+        A server may load another model, and gRPC connects by itself to a server that took the address of the former.
         """
         client = self._client
         self.changed_spec = None
@@ -177,7 +186,7 @@ class TeacherConnection:
         await self._attempted.wait()
 
     async def check(self) -> None:
-        """See whether the teacher still is ready, and leave the connection if not."""
+        """Check that the teacher is still ready, and leave the connection if not."""
         client = self._client
         if client is None:
             return
@@ -189,7 +198,11 @@ class TeacherConnection:
                 self.reconnect(exc.failure.message)
 
     def reconnect(self, why: str) -> None:
-        """Connect anew, and see whether the teacher still can be used."""
+        """Connect anew, and check again that the teacher can be used.
+
+        Args:
+            why: in words for a person.
+        """
         if self._client is not None:
             self.why = why
             self._disconnect()
@@ -273,7 +286,7 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     def _replacement_reason(self, spec: ModelSpec) -> str:
-        """Why this may be another server than the one that registered; empty if it is not, or is registered now."""
+        """Return why this may be another server than the registered instance; empty if it is not."""
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
         if not self._version:
@@ -295,7 +308,9 @@ class TeacherConnection:
                     self._disconnect()
 
     async def _explain_handshake(self, words: str) -> str:
-        """What is wrong with certificates where an attempt to connect failed; empty if nothing is, or it is known."""
+        """Return what is wrong with certificates where an attempt to connect failed; empty if they are right or it is
+        unknown.
+        """
         if not looks_like_handshake(words):
             return ""
         says_tls = self.instance.meta.get(names.TLS_META) == "1"

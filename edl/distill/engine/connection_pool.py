@@ -1,9 +1,10 @@
-"""Who of a service's teachers is there: a link to each, from when discovery names it until its last request has ended.
+"""Keeps connections to the teachers of a service, from when discovery names them until their last request has ended.
 
-A registration that lapsed does not end a link: whether its teacher is there, only the teacher tells. One that answers
-is used on, even when the registry has forgotten it; one that does not is tried again for as long as it is listed.
+A registration that lapsed does not end a connection: only the teacher itself tells whether it is there. A teacher that
+answers is used on, even when the registry has forgotten it; a teacher that does not is tried again for as long as it is
+listed.
 
-What does not belong here: what the teachers are asked (`engine`), and one connection (`connection`).
+What does not belong here: what the teachers are asked (`engine`), and a single connection (`connection`).
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ _MOST_TEACHERS = 20  # in an error, each with what is wrong with it
 
 
 class ConnectionPool:
-    """Of one service, on the event loop. The dispatcher is told who drains, who is lost and who is gone.
+    """Connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost, or are gone.
 
     Args:
         service: for messages.
-        connect: makes the link to a teacher, which calls `lost` of this object when it is down.
-        dropped: called with a link that is needed no more, for it to be closed.
+        dispatcher: is told of teachers.
+        connect: makes the connection to an instance; it calls `connection_lost` when it is down.
+        on_dropped: called with a connection that is no longer needed, for it to be closed.
         spawn: runs a coroutine until it ends or the engine does.
 
     Attributes:
@@ -63,7 +65,7 @@ class ConnectionPool:
 
     @property
     def stale(self) -> str:
-        """What is wrong with discovery, empty if nothing is. Any thread."""
+        """What is wrong with discovery; empty if it works. Any thread."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -78,7 +80,7 @@ class ConnectionPool:
         return "; ".join(filter(None, [self._stale, lapsed]))
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """The registry's present view."""
+        """Take over the registry's present view."""
         if snapshot.stale and snapshot.stale != self._stale:
             logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
         elif self._stale and not snapshot.stale:
@@ -108,12 +110,12 @@ class ConnectionPool:
         self._keep_lapsed(lapsed)
 
     def is_current(self, connection: TeacherConnection) -> bool:
-        """Whether this is still the link to its teacher, and the teacher stays."""
+        """Return whether this is still the connection to its teacher, and the teacher stays."""
         name = connection.instance.id
         return name not in self._leaving and self.connections.get(name) is connection
 
     def connection_lost(self, connection: TeacherConnection) -> None:
-        """A link is down; it connects again by itself."""
+        """Note that a connection is down; it connects again by itself."""
         level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
         logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
         self._dispatcher.teacher_down(connection.instance.id)
@@ -122,18 +124,18 @@ class ConnectionPool:
             self._drop(connection.instance.id)
 
     def end_if_idle(self, name: str) -> None:
-        """A request to this teacher has ended: if it was the last one of a teacher that leaves, so does the link."""
+        """Drop the connection to a teacher that leaves, if its last request has ended."""
         state = self._dispatcher.teachers.get(name)
         if name in self._leaving and (state is None or not state.in_flight):
             self._drop(name)
 
     def teacher_state(self, name: str) -> tuple[str, str]:
-        """A teacher's state, and why."""
+        """Return a teacher's state, and why, in words for a person."""
         connection = self.connections.get(name)
         return self._state(connection) if connection is not None else ("gone", "")
 
     def describe(self) -> str:
-        """What is known of each teacher. Any thread."""
+        """Return what is known of all teachers, for errors. Any thread."""
         known = [
             f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
             for each in list(self.connections.values())
@@ -153,7 +155,7 @@ class ConnectionPool:
             self._dispatcher.teacher_connecting(name)
 
     def _mark_renewed(self, name: str) -> None:
-        """Its registration is there, perhaps again."""
+        """Note that a teacher's registration is there, perhaps again."""
         connection = self.connections.get(name)
         if connection is None or not connection.lapsed:
             return
@@ -165,7 +167,7 @@ class ConnectionPool:
             logger.info("teacher %s of %s is registered again", name, self._service)
 
     def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
-        """Go on with those who answer, and try those who do not, or who are new."""
+        """Go on with teachers that answer though their registration lapsed; try those that are new or do not answer."""
         kept = []
         for name, instance in lapsed.items():
             if self._leaving.get(name) == "draining":
@@ -192,7 +194,7 @@ class ConnectionPool:
             await asyncio.sleep(_CHECK_S)
 
     def _retire(self, name: str, why: str) -> None:
-        """No new requests; the connection ends with the last request under way."""
+        """Send no new requests to a teacher; its connection ends with its last request."""
         if name in self._leaving:
             return
         logger.info("teacher %s of %s: %s", name, self._service, why)

@@ -1,4 +1,4 @@
-"""What an engine counts, of each teacher and of all."""
+"""Counts rows, requests and failures, of all teachers and of every teacher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Counts:
 
 @dataclass(frozen=True)
 class _Teachers:
-    """Counts by name, of those that are there and of those that left last, and sums over all that left."""
+    """Counts by id, of teachers that are there and that left last, and sums over all that left."""
 
     present: Mapping[str, _Counts] = field(default_factory=dict)
     gone: Mapping[str, _Counts] = field(default_factory=dict)
@@ -34,10 +34,10 @@ class _Teachers:
 
 @dataclass
 class EngineCounters:
-    """Rows, by what became of them. Written on the loop only, read from any thread.
+    """Rows, by what became of them. Written on the event loop only, read from any thread.
 
     Without a lock, which a signal handler that asks for `stats` could find taken by the very thread that it interrupts:
-    a teacher that comes or goes makes another `_Teachers`, so that nobody counts it twice, or not at all.
+    a teacher that comes or goes makes another `_Teachers`, so that its counts are neither doubled nor missing.
     """
 
     asked: int = 0
@@ -53,7 +53,7 @@ class EngineCounters:
         self._teachers = replace(before, present={**before.present, teacher: _Counts(endpoint)}, gone=gone)
 
     def remove_teacher(self, teacher: str) -> None:
-        """A teacher left: what it has done counts among that of all who left."""
+        """Add the counts of a teacher that left to the sums of departed teachers."""
         before = self._teachers
         if teacher not in before.present:
             return
@@ -69,16 +69,19 @@ class EngineCounters:
         self._teachers = _Teachers(present, gone, departed)
 
     def teacher(self, teacher: str) -> _Counts:
-        """To be counted up; of all who left if it is one of them, whose last request may end after that."""
+        """Return the counts of a teacher, for writing; the sums of departed teachers if it left before its last request
+        ended.
+        """
         teachers = self._teachers
         return teachers.present.get(teacher, teachers.departed)
 
     def stats(self, dispatcher: Dispatcher, state_of: Callable[[str], tuple[str, str]], stale: str) -> ReaderStats:
-        """All of it, with the dispatcher's gauges.
+        """Return all counters, with the dispatcher's gauges.
 
         Args:
-            state_of: a teacher's state, and why.
-            stale: what is wrong with discovery, empty if nothing is.
+            dispatcher: of the same service.
+            state_of: returns a teacher's state, and why.
+            stale: what is wrong with discovery; empty if it works.
         """
         counted = self._teachers
         teachers = {name: _seen(counts) for name, counts in counted.gone.items()}

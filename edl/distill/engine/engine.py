@@ -1,4 +1,4 @@
-"""The teachers of one service at work: carries out what the dispatcher decides, on the reader's event loop.
+"""Runs the requests of a service: carries out what the dispatcher decides, on the reader's event loop.
 
 `Engine` methods marked "any thread" may be called from anywhere; the rest runs on the loop. What does not belong here:
 the user's data source, the order of delivery, which teachers are there (`connection_pool`), and decisions, which are
@@ -45,14 +45,28 @@ _REFRESH_TIMEOUT_S = 1.0
 
 
 class Engine:
-    """All teachers of one service.
+    """All teachers of a service.
 
     Args:
         name: for messages: the service, or the fixed endpoints.
-        teacher_timeout_s: how long work may wait while no teacher is live.
+        output_spec: what is asked for.
+        thread: the event loop.
+        arena: shared memory of the reader; None without.
+        policy: of the dispatcher.
+        teacher_timeout_s: how long work may wait while no teacher is live, in seconds.
         files: certificates and tokens, None for neither.
         mixed_versions: see `TeacherCompatibility`.
         limits: of messages.
+
+    Attributes:
+        name: as given.
+        output_spec: as given.
+        capacity: requests that all live teachers together want in flight, as of some milliseconds ago.
+        gather_limit: jobs that are better sent together, where all live teachers are quick and on this host; else 0.
+        dispatched: jobs that were sent for the first time, or need not be any more. Written on the loop only.
+        max_rows: rows that every teacher takes in a request, as of when the last teacher came or left; 0 without a
+            limit.
+        max_nbytes: bytes of tensors likewise.
     """
 
     def __init__(
@@ -89,13 +103,9 @@ class Engine:
         self._counters = EngineCounters()
         self._closed = False
         self.capacity = 0
-        """Requests that all live teachers together want in flight, as of some milliseconds ago."""
         self.gather_limit = 0
-        """Jobs that are better sent together, where all live teachers are quick and on this host; else 0."""
         self.dispatched = 0
-        """Jobs that were sent for the first time, or need not be any more. Written on the loop only."""
         self.max_rows = self.max_nbytes = 0
-        """What every teacher takes in one request, as of when the last one came or left; 0 if none has a limit."""
 
     # Any thread
 
@@ -115,20 +125,20 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether each teacher has something to do, and an answer is on its way."""
+        """Whether all teachers have something to do, and an answer is on its way."""
         return self._dispatcher.busy and bool(self._attempts)
 
     def await_spec(self, timeout_s: float) -> ModelSpec | None:
-        """What the teachers' model looks like; None while no teacher has told within `timeout_s`."""
+        """Wait for the first teacher, and return its model; None if there is none within `timeout_s`."""
         self._spec_known.wait_for(lambda: self._compatibility.spec is not None, timeout_s)
         return self._compatibility.spec
 
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
-        """See `TeacherCompatibility.check_cacheable`; from one thread at a time."""
+        """Check that cached labels fit; see `TeacherCompatibility.check_cacheable`. From a single thread at a time."""
         self._compatibility.check_cacheable(fields)
 
     def select_version(self) -> None:
-        """Before an epoch whose labels are kept: see which version of the model the teachers have by now.
+        """Find out, before an epoch whose labels are kept, which version of the model the teachers have by now.
 
         Takes milliseconds where teachers answer, and a second at most.
         """
@@ -137,10 +147,10 @@ class Engine:
                 self._thread.run(self._follow_version(), 2 * _REFRESH_TIMEOUT_S)
 
     def no_teacher(self, oversized_rows: int = 0) -> NoTeacherError:
-        """The error for a wait that was in vain, with what is known of each teacher.
+        """Return the error for a wait that was in vain, with what is known of all teachers.
 
         Args:
-            too_large: rows of a request that is larger than what those take that are live; 0 if none is.
+            oversized_rows: rows of a request that is larger than what live teachers take; 0 without such a request.
         """
         if oversized_rows and (not self.max_rows or oversized_rows <= self.max_rows):
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
@@ -160,19 +170,19 @@ class Engine:
         return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
 
     def stats(self) -> ReaderStats:
-        """Counters and gauges of this service."""
+        """Return counters and gauges of this service."""
         return self._counters.stats(self._dispatcher, self._pool.teacher_state, self._pool.stale)
 
     # On the loop
 
     def set_teachers(self, snapshot: Snapshot) -> None:
-        """The registry's present view."""
+        """Take over the registry's present view."""
         if not self._closed:
             self._pool.apply_snapshot(snapshot)
             self._set_timer()
 
     def begin_epoch(self) -> None:
-        """Nothing is delivered yet that the answers to come must be like."""
+        """Allow answers unlike those of the epoch before; see `TeacherCompatibility.begin_epoch`."""
         self._compatibility.begin_epoch()
 
     def _submit(self, job: LabelJob) -> None:
@@ -186,13 +196,13 @@ class Engine:
         self._apply(self._dispatcher.add_task(job.number, self._now(), job.payload.rows, job.payload.nbytes))
 
     def prioritize(self, number: int) -> None:
-        """The training loop waits for this job."""
+        """Note that the training loop waits for this job."""
         self._job_queue.send_all()
         if number in self._jobs:
             self._apply(self._dispatcher.prioritize(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
-        """Nobody wants these jobs any more."""
+        """Drop jobs whose labels are no longer wanted."""
         self._job_queue.send_all()
         for number in numbers:
             job = self._jobs.pop(number, None)
@@ -321,7 +331,9 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; what cancels it. Most need no task of their own, which spares the loop some of its turns."""
+        """Send a request; return what cancels it. Most need no task of their own, which spares the loop some of its
+        turns.
+        """
         connection = self._pool.connections.get(send.teacher)
         if connection is not None and connection.spec is not None:
             ended = functools.partial(self._attempt_ended, send, job)
@@ -333,7 +345,7 @@ class Engine:
         return task.cancel
 
     def _attempt_never_began(self, send: Send, job: LabelJob) -> None:
-        """A task that is cancelled before its first step does nothing at all, not even end what it stands for."""
+        """End an attempt whose task was cancelled before its first step, and so ran no `finally`."""
         if send.attempt in self._attempts and not self._closed:
             self._attempt_ended(send, job, None)
 
@@ -358,7 +370,7 @@ class Engine:
             self._attempt_ended(send, job, result)
 
     def _attempt_ended(self, send: Send, job: LabelJob, result: Reply | RequestFailure | None) -> None:
-        """A request has ended: with a reply, a failure, or None where it was cancelled."""
+        """Take in the end of an attempt: a reply, a failure, or None where it was cancelled."""
         actions: list[Action] = []
         self._attempts.pop(send.attempt, None)
         try:
@@ -409,7 +421,7 @@ class Engine:
         self._release(job)
 
     def _release(self, job: LabelJob) -> None:
-        """Give the job's memory back once no request reads it."""
+        """Give the job's memory back when no request reads it any more."""
         if job.finished and not job.open_attempts:
             slot = job.payload.slot
             job.payload.slot = None
@@ -419,7 +431,7 @@ class Engine:
     # Time
 
     def _set_timer(self) -> None:
-        """See that the dispatcher is asked again when the time has come. Under load that is not found out each time."""
+        """Have the dispatcher asked again in time. Under load the time is computed every few milliseconds only."""
         if self._closed:
             return
         now = self._now()
@@ -449,7 +461,7 @@ class Engine:
         self._job_queue.send_all()
 
     def _check_outage(self, now: float) -> float | None:
-        """Keep track of a time without teachers, or without an answer; fail all open jobs when it gets too long."""
+        """Keep track of a time without teachers or answers; fail all open jobs when it gets too long."""
         if not self._jobs:
             self._outage.finish_work()
             return None

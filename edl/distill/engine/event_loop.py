@@ -1,9 +1,9 @@
-"""One event loop in one background thread, shared by all readers of a process.
+"""Runs the event loop that all readers of a process share, in a background thread.
 
-It starts with the first reader and ends with the last. grpc.aio wants all its channels on one loop, and a forked child
-inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there. So does the attempt to have a
-loop of its own where the parent has had one, be it closed: gRPC stays initialized for the life of a process, and waits
-in the child for threads that only the parent has.
+It starts with the first reader and ends with the last. grpc.aio wants all its channels on a single loop, and a forked
+child inherits neither thread nor loop: what belongs to the parent raises `ClosedError` there. So does the attempt to
+have a loop in the child where the parent has had one, be it closed: gRPC stays initialized for the life of a process,
+and waits in the child for threads that only the parent has.
 """
 
 from __future__ import annotations
@@ -38,15 +38,19 @@ _REMEDY = (
 
 
 class EventLoopThread:
-    """A counted reference to the process's event loop. `acquire` takes one, `release` gives it back."""
+    """A counted reference to the process's event loop. `acquire` takes a reference, `release` gives it back.
+
+    Attributes:
+        used: whether a loop was ever taken for gRPC, in this process or in a process that it was forked from.
+        inherited: whether that was before a fork.
+        loop: the event loop.
+    """
 
     # No lock: a signal handler may close a reader in the middle of any of these functions. What several threads do at a
     # time comes down to single steps of a deque; a lock is only ever tried, to find out who comes first.
     _loops: deque[EventLoopThread] = deque()  # the first that has not ended, of this process, is the one that is shared
     used = False
-    """Whether one was ever taken for gRPC, in this process or in one that it was forked from."""
     inherited = False
-    """Whether that was before a fork."""
 
     def __init__(self) -> None:
         self._users: deque[None] = deque()
@@ -59,10 +63,13 @@ class EventLoopThread:
 
     @classmethod
     def acquire(cls, *, for_grpc: bool = True) -> EventLoopThread:
-        """The process's loop, started if need be.
+        """Return the process's loop, and start it if need be.
+
+        Args:
+            for_grpc: whether gRPC will be used on it.
 
         Raises:
-            ClosedError: it is for gRPC, in a process forked from one that has used gRPC.
+            ClosedError: it is for gRPC, in a process forked from a process that has used gRPC.
         """
         if for_grpc and cls.inherited:
             raise ClosedError(
@@ -96,7 +103,7 @@ class EventLoopThread:
         return found
 
     def release(self) -> None:
-        """Give the reference back; the last one stops the loop and waits for its thread."""
+        """Give the reference back; the last user stops the loop and waits for its thread."""
         self._users.pop()
         if self._users or self._pid != os.getpid():
             return
@@ -118,6 +125,10 @@ class EventLoopThread:
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run a function on the loop soon, from any thread. Takes no lock: finalizers call it as well.
 
+        Args:
+            function: called with `args`; its result is dropped.
+            *args: of the function.
+
         Raises:
             ClosedError: the loop has ended.
         """
@@ -132,6 +143,10 @@ class EventLoopThread:
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine on the loop and wait for its result.
 
+        Args:
+            coroutine: to run.
+            timeout_s: how long to wait, in seconds.
+
         Raises:
             TimeoutError: it took longer than `timeout_s`; it is cancelled then.
         """
@@ -144,7 +159,7 @@ class EventLoopThread:
             raise TimeoutError(f"no result within {timeout_s:g} s") from None
 
     def check(self) -> None:
-        """Raise if this process is not the one that started the loop."""
+        """Raise `ClosedError` if the loop has ended, or belongs to a parent process."""
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this reader belongs to process {self._pid} and cannot be used in process {os.getpid()}, forked "
@@ -173,7 +188,7 @@ class _GarbageGuard:
     A gRPC channel that waits for the parent's collector would be taken apart by the child's, which then waits for ever
     for a thread that only the parent has. Frozen, what is inherited is left alone; the child's own garbage is not.
 
-    Several threads may fork at once: the first of them turns the parent's collector off, the last one on again.
+    Several threads may fork at once: the first turns the parent's collector off, the last turns it on again.
     """
 
     lock = threading.RLock()  # a signal handler may fork in the middle of a fork; it leaves `forks` as it was

@@ -1,4 +1,4 @@
-"""One request's worth of rows on its way through the engine, and the error that it ends with if nobody labels it."""
+"""`LabelJob`: a request's worth of rows on its way through the engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ __all__ = ["LabelJob", "give_up_error"]
 
 @dataclass(eq=False)
 class LabelJob:
-    """One request's worth of rows.
+    """A request's worth of rows.
 
     Attributes:
+        number: rising in the order of delivery.
+        payload: the tensors.
         on_done: called on the loop, once, with outputs or an error, and the model's version.
         on_started: called on the loop when the job is sent for the first time.
+        open_attempts: requests under way for it.
+        sent: whether it was sent at least once.
+        finished: whether `on_done` was called, or will not be.
     """
 
     number: int
@@ -32,7 +37,7 @@ class LabelJob:
 
 
 def give_up_error(action: GiveUp) -> PermanentError:
-    """What the training loop is told of a task that was given up."""
+    """Return the error that the training loop gets for a task that was given up."""
     words = "; ".join(f"{teacher}: {failure.kind.value}: {failure.message}" for teacher, failure in action.failures)
     kinds = {failure.kind for _, failure in action.failures}
     if FailureKind.REJECTED in kinds:

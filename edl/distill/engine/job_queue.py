@@ -1,7 +1,7 @@
-"""Jobs on their way from the feeding thread to the event loop: when to wake the loop, and when to let them gather.
+"""Brings jobs from the feeding thread to the event loop; decides when to wake the loop, and when jobs gather.
 
 To wake the loop for a job, and to send a message for it, costs more than the job itself where a teacher on the same
-host answers within a millisecond. There jobs gather for a moment, while the feeding thread makes the next ones ready,
+host answers within a millisecond. There jobs gather for a moment, while the feeding thread makes the next jobs ready,
 and go out together. What does not belong here: what becomes of a job.
 """
 
@@ -33,22 +33,24 @@ class TeacherDemand(Protocol):
 
     @property
     def full(self) -> bool:
-        """No teacher could be given more, and an answer is on its way."""
+        """Whether no teacher could be given more, and an answer is on its way."""
 
     @property
     def busy(self) -> bool:
-        """Each teacher has something to do, and an answer is on its way."""
+        """Whether all teachers have something to do, and an answer is on its way."""
 
     @property
     def gather_limit(self) -> int:
-        """So many jobs are worth waiting for, to be sent together; 0 where none is."""
+        """Jobs that are worth waiting for, to be sent together; 0 if none."""
 
 
 class JobQueue:
     """Jobs that the loop has not taken yet.
 
     Args:
-        take: called with each job, on the loop.
+        thread: the event loop.
+        demand: of the teachers.
+        take: called with every job, on the loop.
     """
 
     def __init__(self, thread: EventLoopThread, demand: TeacherDemand, take: Callable[[LabelJob], None]) -> None:
@@ -76,7 +78,7 @@ class JobQueue:
         self._thread.call(self._wake)
 
     def send_if_due(self) -> None:
-        """On the loop, whenever an answer has come: take what is there, unless more of it is worth waiting for."""
+        """Send what is there, unless more is worth waiting for. On the loop, whenever an answer has come."""
         if not self._jobs:
             return
         if not self._gathering:
@@ -85,7 +87,7 @@ class JobQueue:
             self._timer = self._thread.loop.call_later(_PATIENCE_S, self.send_all)
 
     def send_all(self) -> None:
-        """On the loop: take all that is there."""
+        """Send all that is there. On the loop."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -22,7 +22,15 @@ logger = logging.getLogger("edl.distill")
 
 
 class TeacherWatcher:
-    """Tells `changed` of every snapshot, from a thread of its own, until closed."""
+    """Calls `changed` with every snapshot of a service, from a thread of its own, until closed.
+
+    Args:
+        teachers: the service, or fixed endpoints, of which there is a single snapshot.
+        changed: called with the snapshots.
+
+    Raises:
+        SettingsError: the registry's URL is wrong.
+    """
 
     def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
         self._teachers = teachers
@@ -42,7 +50,7 @@ class TeacherWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following."""
+        """Stop the thread, and close the registry."""
         self._closing.set()
         if self._thread is not None:
             self._thread.join(10.0)

@@ -1,9 +1,11 @@
 """Takes the user's data from its source to the training loop: read ahead, labelled, and delivered in order.
 
-- `session` outlives epochs: engines, shared memory and the cache of one reader;
-- `epoch` is one pass: a thread feeds the teachers ahead of the training loop, within the bounds of `open_chunks`;
+- `session` outlives epochs: engines, shared memory and the cache of a reader;
+- `epoch` is a pass over the data: a thread feeds the teachers ahead of the training loop, within the bounds of
+  `open_chunks`;
 - `combine` puts answers together for an item, `epoch_iterator` is what the training loop iterates;
-- `cache_lookup` asks the soft-label cache before the teachers, `cache_queue` puts their answers into it.
+- `cache_lookup` asks the soft-label cache before the teachers, `cache_queue` puts their answers into it;
+- `answer_size` estimates what answers will take in memory.
 
 What does not belong here: which teacher answers, and the formats of the cache.
 """

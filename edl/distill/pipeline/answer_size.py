@@ -1,4 +1,4 @@
-"""Bytes of answers, and estimates of those that are still to come, for the bound on memory."""
+"""Counts the bytes of answers, and estimates those still to come, for the bound on memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ _FORGET = 0.05
 
 
 def outputs_nbytes(outputs: Outputs) -> int:
-    """Bytes that the outputs of one answer hold."""
+    """Return the bytes that the outputs of an answer hold."""
     return sum(output.nbytes if isinstance(output, TopK) else arrays_nbytes([output]) for output in outputs.values())
 
 
 class AnswerSizeEstimator:
-    """Estimates what a service's answers weigh: by those that came, before the first of them by the model's spec."""
+    """Estimates the bytes of a service's answers: from past answers, or from the model's metadata before the first.
+
+    Args:
+        output_spec: what is asked for.
+    """
 
     def __init__(self, output_spec: OutputSpec) -> None:
         self._output_spec = output_spec
         self._row_nbytes: float | None = None
 
     def expected(self, rows: int, spec: ModelSpec | None) -> int | None:
-        """Bytes of an answer to so many rows; None while nobody can tell."""
+        """Return the bytes of an answer to so many rows; None while that cannot be told."""
         if self._row_nbytes is not None:
             return math.ceil(rows * self._row_nbytes)
         outputs = [spec.outputs.get(name) if spec is not None else None for name in self._output_spec.outputs]
@@ -40,13 +44,18 @@ class AnswerSizeEstimator:
         return rows * sum(known) if len(known) == len(row_nbytes) else None
 
     def came(self, rows: int, nbytes: int) -> None:
-        """An answer to so many rows has come."""
+        """Take in the size of an answer.
+
+        Args:
+            rows: of the answer.
+            nbytes: that it holds.
+        """
         row_nbytes = nbytes / rows
         before = row_nbytes if self._row_nbytes is None else self._row_nbytes
         self._row_nbytes = max(row_nbytes, before + _FORGET * (row_nbytes - before))
 
     def _specified(self, spec: TensorMetadata | None) -> int | None:
-        """Bytes of a row of an output, where its metadata says it all."""
+        """Return the bytes of a row of an output, None where its metadata leaves them open."""
         if spec is None or -1 in spec.shape or spec.datatype == "BYTES":
             return None
         try:

@@ -31,11 +31,13 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class CacheKeyTemplate:
-    """Which labels one service's answers are, but for the model's version.
+    """Key of a service's labels, but for the model's version.
 
     Attributes:
+        output_spec: what is asked for.
+        dataset: see `CacheKey`.
         service: see `CacheKey`.
-        inputs: names of all that may be sent.
+        inputs: names of all inputs that may be sent.
     """
 
     output_spec: OutputSpec
@@ -44,7 +46,7 @@ class CacheKeyTemplate:
     inputs: tuple[str, ...] = ()
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
-        """What the labels of this version of the model depend on, besides the sample."""
+        """Return the key of the labels of a version of the model."""
         return CacheKey(
             model=spec.name,
             version=version,
@@ -59,10 +61,12 @@ class CacheKeyTemplate:
 
 
 def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> CacheView:
-    """The rows of a key. Where there are none yet, say which labels beside them are not used, and why.
+    """Return the rows of a key. If there are none yet, warn of labels of the same model from another service.
 
     Args:
-        own: the services of the ensemble, whose labels lie beside one another as they should.
+        cache: to look in.
+        key: of the rows.
+        own: the services of the ensemble, whose labels lie side by side as they should.
     """
     there = cache.keys()
     beside = [other for other in there if replace(other, service=key.service) == key and other.service not in own]
@@ -80,12 +84,12 @@ def open_view(cache: SoftLabelCache, key: CacheKey, own: Collection[str]) -> Cac
 
 
 def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheView:
-    """The only rows in the cache that fit what is asked, for a student without teachers.
+    """Return the only rows in the cache that fit what is asked, for a student without teachers.
 
-    Where nothing is said of the dtype, any fits; but those that teachers would be asked for in the same words go first.
+    Without a dtype in `output_spec` any fits; but labels that teachers would be asked for in the same words go first.
 
     Raises:
-        SettingsError: there are none, or those of several models or versions.
+        SettingsError: there are none, or labels of several models or versions.
     """
     fitting = [
         key
@@ -116,7 +120,11 @@ def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheVie
 
 
 def look_up_offline(view: CacheView, ids: Sequence[Any]) -> Outputs:
-    """Labels of all rows from the cache alone.
+    """Return the labels of all rows from the cache alone.
+
+    Args:
+        view: of the labels.
+        ids: [rows].
 
     Raises:
         NoTeacherError: some are not there.
@@ -133,7 +141,12 @@ class CacheMiss:
     """Rows of a chunk that the cache does not have, to be completed with their answer.
 
     Attributes:
-        spec: of the model for whose version the rows were looked up; those of another one are kept apart.
+        found: rows that the cache has.
+        view: where they were looked up.
+        ids: of the rows that it does not have.
+        cache: of the view.
+        labels: key of the labels, but for the version.
+        spec: the model for whose version the rows were looked up; labels of another version are kept apart.
     """
 
     found: Found
@@ -144,8 +157,9 @@ class CacheMiss:
     spec: ModelSpec
 
     def key(self, version: str) -> CacheKey:
-        """What an answer of this version is kept under."""
+        """Return the key that an answer of this version is kept under."""
         return self.labels.key(self.spec, version)
 
     def completed(self, answer: Outputs) -> Outputs:
+        """Return the outputs of all rows: those of the cache and the answer's."""
         return dict(self.found.filled(answer)) if self.found.outputs else answer

@@ -2,7 +2,7 @@
 
 What waits is bounded in bytes. What is left out is counted, and asked for again in the next epoch.
 
-No lock is taken: a signal handler may close the reader in the middle of `prepare_epoch`, in the thread that is in it.
+No lock is taken: a signal handler may close the reader in the middle of `drain`, in the thread that is in it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ _ENTRY_NBYTES = 512
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """Rows to keep. With `of`, in another view, that of this cache and key, and only those that it does not have."""
+    """Rows to put into a view.
+
+    Attributes:
+        of: cache and key of another view to put them in, as far as it does not have them.
+    """
 
     view: CacheView
     ids: Sequence[Any]
@@ -49,10 +53,11 @@ class CacheQueue:
     """A thread that puts answers into the cache, and the queue before it.
 
     Args:
-        limit_bytes: of answers that wait. One that is larger waits alone.
+        limit_bytes: of answers that wait. A larger answer waits alone.
 
     Attributes:
-        off: whether the thread met an error that nobody foresaw: nothing more is kept from then on.
+        limit_bytes: as given.
+        failed: whether the thread met an unforeseen error: no rows are put from then on.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -71,11 +76,15 @@ class CacheQueue:
     def put(
         self, view: CacheView, ids: Sequence[Any], outputs: Outputs, of: tuple[SoftLabelCache, CacheKey] | None = None
     ) -> None:
-        """Keep rows soon. Never waits: when the disk cannot follow, rows are left out, and asked for again later.
+        """Put rows into the cache soon. Never waits: when the disk cannot follow, rows are dropped, and asked for again
+        later.
 
         Args:
-            of: the cache and the key of the view to keep them in, if it is not `view`: labels of another version of the
-                model than was looked up. Those that are there are left alone: they would be written in each epoch.
+            view: where to put them.
+            ids: [rows].
+            outputs: [rows, ...] by name.
+            of: cache and key of the view to put them in, if it is not `view`: labels of another version of the model
+                than was looked up. Rows that it has are left alone: they would be written in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         if self._ended or self._closing:
@@ -100,11 +109,11 @@ class CacheQueue:
         )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that cannot be kept."""
+        """Count rows that cannot be put."""
         self._not_taken_rows += rows
 
     def drain(self) -> bool:
-        """Wait until all that was given before is in the cache, for a minute at most; whether it is."""
+        """Wait until all rows given before are in the cache, for a minute at most; return whether they are."""
         settled = self._changed.wait_for(self._is_idle, _SETTLE_S)
         if not settled:
             logger.warning(
@@ -123,20 +132,21 @@ class CacheQueue:
 
     @property
     def queued_bytes(self) -> int:
-        """Of the answers that wait, the one being put included."""
+        """Bytes of the answers that wait, including the answer that is being put."""
         return 0 if self._ended else self._given_bytes - self._put_bytes
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that were not kept, for whatever reason."""
+        """Rows that were not put, for any reason."""
         return self._not_taken_rows + self._not_put_rows
 
     def _is_idle(self) -> bool:
         # In this order: the thread is busy before it takes an entry out.
+        """Return whether no row waits or is being put."""
         return self._ended or not (self._entries or self._busy)
 
     def _drop_waiting(self) -> int:
-        """Let go of what waits; how many rows that is."""
+        """Drop what waits; return how many rows that is."""
         rows = 0
         with contextlib.suppress(IndexError):
             while True:

@@ -1,4 +1,4 @@
-"""What the training loop gets for an item: outputs of its rows, put together from chunks and services."""
+"""Puts together what the training loop gets for an item: outputs of its rows, from chunks and services."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[S
 
 
 def item_outputs(item: Item, service: int) -> Outputs:
-    """The item's outputs from one service: writable arrays [rows, ...] of its own, or `TopK`."""
+    """Return an item's outputs from a service: writable arrays [rows, ...] of its own, or `TopK`."""
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
         outputs = chunk.outputs[service]
@@ -44,13 +44,16 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
 
 
 class Combiner:
-    """Makes one value of each output out of what several services say.
+    """Makes a single value of each output from the answers of several services.
 
     Args:
-        how: "each" delivers them side by side; "mean" averages the outputs as they are; "mean_probabilities" averages
-            softmax(outputs) over the last axis and delivers its logarithm, which is logits again; a function gets the
-            list of outputs, in the order of the services.
+        how: `"each"` delivers them side by side; `"mean"` averages the outputs as they are; `"mean_probabilities"`
+            averages softmax(outputs) over the last axis and delivers its logarithm, which is logits again; a function
+            gets the list of outputs, in the order of the services.
         weights: of the services, scaled to sum to 1.
+
+    Raises:
+        SettingsError: `how` is none of these.
     """
 
     def __init__(self, how: Combine, weights: Sequence[float]) -> None:
@@ -61,10 +64,11 @@ class Combiner:
 
     @property
     def side_by_side(self) -> bool:
+        """Whether the services' outputs are delivered side by side."""
         return self.how == "each"
 
     def __call__(self, outputs: Sequence[Outputs]) -> list[Outputs]:
-        """One mapping, or with "each" one a service."""
+        """Return a single mapping, or a mapping per service if they are delivered side by side."""
         if self.side_by_side or len(outputs) == 1:
             return list(outputs)
         return [{name: self._one(name, [service[name] for service in outputs]) for name in outputs[0]}]
@@ -93,5 +97,5 @@ def _softmax(logits: Array) -> Array:
 
 
 def values_by_name(outputs: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
-    """Values in the order in which the user named them."""
+    """Return values in the order in which the user named them."""
     return [outputs[name] for name in names]

@@ -1,8 +1,8 @@
-"""One pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
+"""Runs a pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
 
-No lock is taken here. An iterator that nobody uses any more is closed wherever the garbage collector runs, and a reader
-wherever a signal handler is called: in the middle of any function below, in the thread that is in it. So each piece of
-state has one writer, or is changed by single steps that Python makes atomic, and who waits does so on a `Notifier`.
+No lock is taken here. An abandoned iterator is closed wherever the garbage collector runs, and a reader wherever a
+signal handler is called: in the middle of any function below, in the thread that is in it. So every piece of state has
+a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHORTEST_LOOK_S = 0.001
 
 
 class LabelService(Protocol):
-    """What an epoch needs of the labeller; see `Labeller`."""
+    """What an epoch needs of its session; see `LabelSession`."""
 
     memory_bytes: int
     linger_s: float
@@ -60,13 +60,18 @@ class Epoch:
     """An iterator over items whose chunks are done. Closing it drops what is under way.
 
     The feeding thread takes from `source` only while fewer chunks are open than the teachers can use, and less memory
-    is held than the labeller allows. It lends the cutter out while the source makes the next value. Where the training
+    is held than the session allows. It lends the cutter out while the source makes the next value. Where the training
     loop waits for a request that is not full, and the source has been silent for `linger_s`, a second thread seals and
     sends it.
 
-    The labeller keeps its epoch, and the finalizer of a reader keeps the labeller. So an epoch that has ended may hold
-    nothing of the user's, whose objects may hold the reader: neither the source, which only the thread has, nor an
-    error that was raised in the training loop, whose traceback leads to the reader.
+    The session keeps its epoch, and the finalizer of a reader keeps the session. So an epoch that has ended may hold no
+    object of the user's, which may hold the reader: neither the source, which only the thread has, nor an error that
+    was raised in the training loop, whose traceback leads to the reader.
+
+    Args:
+        session: labels the chunks.
+        source: yields items.
+        cutter: cuts them into chunks.
     """
 
     def __init__(self, session: LabelService, source: Iterator[Any], cutter: Cutter) -> None:
@@ -113,7 +118,7 @@ class Epoch:
             del found  # this frame, which the error's traceback holds, would hold the error
 
     def taken(self, item: Item) -> None:
-        """The item's outputs have been read; its memory may go."""
+        """Let an item's memory go: its outputs have been read."""
         for chunk, start, stop in item.parts:
             chunk.left -= stop - start
             if not chunk.left and chunk in self._open:
@@ -130,11 +135,11 @@ class Epoch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs of these rows, and of their answers; those to come as they are estimated."""
+        """Bytes of the inputs of these rows, and of their answers; answers to come as they are estimated."""
         return 0 if self._closed else self._open_chunks.nbytes
 
     def close(self) -> None:
-        """Drop what is under way. May be called twice; does nothing in a forked child, whose parent goes on.
+        """Drop what is under way. May be called twice; has no effect in a forked child, whose parent goes on.
 
         Never waits, and takes no lock: it is called by the garbage collector and by signal handlers as well, in the
         middle of anything.
@@ -156,13 +161,13 @@ class Epoch:
             self._session.cancel(chunks)
 
     def is_feeding(self) -> bool:
-        """Whether this is the feeding thread, in which the source runs."""
+        """Return whether this is the feeding thread, in which the source runs."""
         return threading.current_thread() is self._feeder
 
     def join(self, timeout_s: float) -> bool:
-        """After `close`, wait until no thread uses the source any more; False if one still does.
+        """Wait, after `close`, until no thread uses the source any more; return False if a thread still does.
 
-        At once in the feeding thread itself, where the source closes its own reader.
+        Returns at once in the feeding thread itself, where the source closes its own reader.
         """
         if self.is_feeding() or os.getpid() != self._pid:
             return True
@@ -177,7 +182,7 @@ class Epoch:
     # The training loop's thread
 
     def _next_done(self) -> Item | BaseException:
-        """The next item once all of its chunks are done, or the error that comes in its place."""
+        """Return the next item once all of its chunks are done, or the error that comes in its place."""
         self._reuse.release()
         item = self._next_item()
         if isinstance(item, BaseException):
@@ -203,7 +208,7 @@ class Epoch:
             self._for_loop.wait_for(lambda: self._items or self._fed or self._closed)
 
     def _await(self, chunk: Chunk) -> BaseException | None:
-        """Wait until a chunk is done; why it never will be."""
+        """Wait until a chunk is done; return why it never will be."""
         self._awaited = chunk
 
         def ended() -> bool:
@@ -279,7 +284,7 @@ class Epoch:
                 return not self._closed
 
     def _end(self, failure: BaseException | None) -> None:
-        """There is no more to come, be it that the source is at its end."""
+        """End the feeding, be it that the source is at its end or that it failed."""
         if failure is not None:
             self._failure = failure
             self._drop_unsent()
@@ -305,7 +310,7 @@ class Epoch:
                     return
 
     def _submit(self, chunks: list[Chunk]) -> bool:
-        """Send chunks, when there is room; False if the epoch is closed. For whoever has the cutter."""
+        """Send chunks, when there is room; return False if the epoch is closed. For the thread that has the cutter."""
         for chunk in chunks:
             self._session.estimate_answers(chunk)
             self._unsent = chunk
@@ -382,7 +387,7 @@ class Epoch:
     # The event loop's thread
 
     def _notify(self, surplus_nbytes: int = 0) -> None:
-        """A chunk was sent, or answered with so many bytes more than were estimated."""
+        """Wake threads that wait for a chunk that was sent, or answered with so many bytes more than were estimated."""
         if surplus_nbytes:
             self._open_chunks.add_answer(surplus_nbytes)
         # Whoever waits has said for what before it looked whether that is so, so this look misses nobody. Most of the
@@ -399,7 +404,7 @@ class Epoch:
 
 
 def _failure_of(error: BaseException) -> BaseException:
-    """What to raise in the training loop. `StopIteration` is not the source's end here, and would pass for it there."""
+    """Return what to raise in the training loop: `StopIteration` would pass for the source's end there."""
     if not isinstance(error, StopIteration):
         return error
     failure = SourceError("StopIteration was raised while an item of the source was taken apart")

@@ -1,4 +1,4 @@
-"""What a reader or loader returns for an epoch: a generator that does not end twice in different ways."""
+"""`EpochIterator`: what a reader or loader returns for an epoch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class EpochIterator(Iterator[T], Generic[T]):
-    """The values of a generator. Once it has raised an error, each further `next` is a ClosedError.
+    """The values of a generator. Once it has raised an error, every further `next` is a ClosedError.
 
     A generator says StopIteration after an error: to a loop that catches the error and goes on, as after a signal
     handler's timeout, the epoch would seem complete.

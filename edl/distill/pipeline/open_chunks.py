@@ -1,4 +1,4 @@
-"""What an epoch has sent and the training loop has not taken: chunks and bytes, counted without a lock."""
+"""Counts what an epoch has sent and the training loop has not taken: chunks and bytes, without a lock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["OpenChunks"]
 
 
 class OpenChunks:
-    """Counts open chunks. Each number has one thread that writes it, so that none needs a lock."""
+    """Counts open chunks. Every number has a single thread that writes it, so that no lock is needed."""
 
     def __init__(self) -> None:
         self._opened = self._opened_nbytes = 0  # by the thread that sends
@@ -22,7 +22,7 @@ class OpenChunks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of their inputs and answers, those to come as they are estimated."""
+        """Bytes of their inputs and answers, answers to come as they are estimated."""
         return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
 
     def add(self, chunk: Chunk) -> None:

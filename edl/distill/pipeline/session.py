@@ -1,6 +1,6 @@
-"""Soft labels for chunks of rows, from one service or several: engines, shared memory and the cache behind one front.
+"""Labels chunks of rows, from one or several services: engines, shared memory and the cache behind a single front.
 
-A `LabelSession` belongs to one reader and lives across its epochs. It is started by the first and ended by `close`.
+A `LabelSession` belongs to a reader and lives across its epochs. It is started by the first and ended by `close`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,22 @@ _SAY_AFTER_S = 5.0
 
 
 class LabelSession:
-    """See the module. `submit` is for the feeding thread, the rest for any."""
+    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any.
+
+    Args:
+        teachers: a group per service; without teachers, the cache must have all labels.
+        output_spec: what is asked for.
+        options: deadlines, memory, retries.
+        cache_config: the soft-label cache, None without.
+
+    Attributes:
+        teachers: as given.
+        memory_bytes: as in `Options`.
+        linger_s: as in `Options`.
+
+    Raises:
+        SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
+    """
 
     def __init__(
         self,
@@ -150,7 +165,7 @@ class LabelSession:
 
     @property
     def services(self) -> int:
-        """How many answers each chunk gets."""
+        """How many answers a chunk gets."""
         return max(len(self.teachers), 1)
 
     @property
@@ -162,7 +177,7 @@ class LabelSession:
     def backlog(self) -> float:
         """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches.
 
-        Where chunks gather to be sent together, it is enough when the next ones are there by then.
+        Where chunks gather to be sent together, it is enough when the next chunks are there by then.
         """
         pairs = zip(self._submitted, self._engines, strict=True)
         waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
@@ -176,16 +191,19 @@ class LabelSession:
         self._thread.check()
 
     def estimate_answers(self, chunk: Chunk) -> None:
-        """Say what the answers to a chunk will weigh, as far as can be told."""
+        """Estimate the bytes of the answers to a chunk, as far as can be told."""
         for index, (engine, size_estimator) in enumerate(zip(self._engines, self._answer_sizes, strict=True)):
             nbytes = size_estimator.expected(chunk.rows, engine.await_spec(0.0))
             chunk.answers_nbytes[index] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
-        """Ask every service for the chunk's labels; `changed` is called when it may be done, or was sent.
+        """Ask every service for the chunk's labels.
 
-        For an answer it is called with the bytes by which that weighs more than was estimated.
+        Args:
+            chunk: sealed.
+            changed: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the estimate.
+            stopped: whether the epoch was closed, which ends all waiting.
 
         Raises:
             NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
@@ -223,12 +241,14 @@ class LabelSession:
         chunk.outputs[service] = outputs
 
     def max_rows(self, stopped: Callable[[], bool]) -> int:
-        """Rows that teachers take in one request, 0 if any number. Waits for them, and fails, as `submit` does."""
+        """Return the rows that teachers take in a request, 0 if any number. Waits for them, and fails, as `submit`
+        does.
+        """
         limits = [engine.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
-        """Rows like these that every teacher takes in one request by their bytes, 0 if any number."""
+        """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""
         fitting = [
             rows_that_fit(fields, spec, engine.max_nbytes)
             for engine in self._engines
@@ -269,10 +289,14 @@ class LabelSession:
             )
 
     def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
-        """Where the labels of the only service are kept; waits for its first teacher.
+        """Return where the labels of the only service are kept; waits for its first teacher.
+
+        Args:
+            cache: of the labels.
+            inputs: names of all inputs that may be sent.
 
         Raises:
-            NoTeacherError: none told within `teacher_timeout_s` what its model is.
+            NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
             SettingsError: it does not say the model's version.
         """
         spec = self.model_spec()
@@ -284,10 +308,10 @@ class LabelSession:
         return open_view(cache, replace(self._cache_keys[0], inputs=inputs).key(spec, spec.version), ())
 
     def model_spec(self, service: int = 0) -> ModelSpec:
-        """What the teachers of a service say of their model; waits for the first of them.
+        """Return what the teachers of a service say of their model; waits for the first of them.
 
         Raises:
-            NoTeacherError: none told within `teacher_timeout_s`.
+            NoTeacherError: no teacher told within `teacher_timeout_s`.
         """
         spec = self._await_spec(self._engines[service], lambda: self._closed)
         if spec is None:
@@ -295,7 +319,7 @@ class LabelSession:
         return spec
 
     def prepare_epoch(self) -> None:
-        """Before an epoch: let the cache take in the answers of the one before, and follow the teachers' version."""
+        """Let the cache take in the answers of the epoch before, and follow the teachers' version."""
         if self._cache_queue is not None:
             self._cache_queue.drain()
         elif self._options.mixed_versions != "refuse":
@@ -306,12 +330,12 @@ class LabelSession:
                 engine.select_version()
 
     def prioritize(self, chunk: Chunk) -> None:
-        """The training loop waits for this chunk now."""
+        """Note that the training loop waits for this chunk now."""
         for index, number in chunk.jobs:
             self._thread.call(self._engines[index].prioritize, number)
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
-        """Nobody wants these chunks any more."""
+        """Drop chunks whose labels are no longer wanted."""
         numbers: dict[int, list[int]] = {}
         for chunk in chunks:
             for index, number in chunk.jobs:
@@ -323,7 +347,7 @@ class LabelSession:
                 self._thread.call(self._engines[index].cancel, gone)
 
     def record_delivery(self, rows: int) -> None:
-        """So many rows went to the training loop."""
+        """Count rows that went to the training loop, and log progress now and then."""
         self._delivered += rows
         now = time.monotonic()
         if now >= self._progress_at:
@@ -333,11 +357,11 @@ class LabelSession:
             self._progress_rows = self._delivered
 
     def record_wait(self, seconds: float) -> None:
-        """The training loop waited so long."""
+        """Count seconds that the training loop waited."""
         self._wait_s += seconds
 
     def stats(self) -> ReaderStats:
-        """Counters of this reader."""
+        """Return the counters of this reader."""
         epoch = self._epoch
         return replace(
             merged(engine.stats() for engine in self._engines),
@@ -351,7 +375,11 @@ class LabelSession:
         )
 
     def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
-        """Start an epoch, with an iterator made in the calling thread, after the one before it has ended.
+        """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
+
+        Args:
+            source: makes the iterable.
+            cutter: cuts its values into chunks.
 
         Raises:
             ClosedError: the reader is closed, or this is its own source.
@@ -381,7 +409,7 @@ class LabelSession:
     def _end_epoch(self, epoch: Epoch) -> None:
         """End an epoch whose source is about to be used again: two threads in one iterator would share its values out.
 
-        A loader may give the same iterator each time, as torch's does with `persistent_workers`.
+        A loader may give the same iterator every time, as torch's does with `persistent_workers`.
         """
         if epoch.is_feeding():
             raise ClosedError(
@@ -405,17 +433,17 @@ class LabelSession:
             )
 
     def close_without_waiting(self) -> None:
-        """`close` for a finalizer, which may run in any thread and in the middle of any function: waits for nothing."""
+        """Close from a finalizer, which may run in any thread and in the middle of any function."""
         if not self._closed and os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):  # by another thread, meanwhile
                 self._thread.call(self._close_apart)
 
     def _close_apart(self) -> None:
-        """On the loop, which is interrupted by no finalizer here, and is needed to close."""
+        """Close in another thread, since the loop, which this runs on, is needed for that."""
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
-        """End connections, threads and shared memory. Does nothing in a forked child, whose parent owns them.
+        """End connections, threads and shared memory. Has no effect in a forked child, whose parent owns them.
 
         May be called by a signal handler, in the middle of any of these methods.
         """
@@ -445,7 +473,7 @@ class LabelSession:
         self._thread.run(engine.close(), _CLOSE_S)
 
     def _await_spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher; None if the epoch was closed meanwhile."""
+        """Wait for the first teacher; return None if the epoch was closed meanwhile."""
         begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
         warned = False
         while not stopped():
@@ -492,7 +520,7 @@ class _AnswerHandler:
         self.changed(surplus_nbytes)
 
     def _take(self, outputs: Outputs, version: str) -> int:
-        """Hand the outputs over; by how many bytes they weigh more than was estimated."""
+        """Hand the outputs over; return by how many bytes they exceed the estimate."""
         try:
             whole = outputs if self.missing is None else self.missing.completed(outputs)
         except SettingsError as exc:
@@ -518,7 +546,7 @@ class _AnswerHandler:
 def _count_answer_nbytes(
     chunk: Chunk, service: int, outputs: Outputs, size_estimator: AnswerSizeEstimator | None
 ) -> int:
-    """Note what an answer weighs, before it is there to be taken; by how many bytes that is more than was estimated."""
+    """Note the bytes of an answer, before it is there to be taken; return by how many they exceed the estimate."""
     nbytes = outputs_nbytes(outputs)
     surplus_nbytes = nbytes - chunk.answers_nbytes[service]
     chunk.answers_nbytes[service] = nbytes

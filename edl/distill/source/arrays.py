@@ -1,4 +1,4 @@
-"""Makes numpy arrays of whatever a source yields, or refuses it with the remedy."""
+"""Makes numpy arrays of what a source yields, or refuses it with the remedy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ __all__ = ["as_array"]
 
 
 def as_array(value: Any, what: str) -> Array:
-    """A numpy array of whatever holds numbers or strings: arrays, tensors of any framework, lists.
+    """Return a numpy array of numbers or strings: of an array, a tensor of any framework, or a list.
 
     Args:
+        value: of any type.
         what: the value's place in the source, for messages.
 
     Returns:
@@ -51,7 +52,7 @@ def as_array(value: Any, what: str) -> Array:
 
 
 def _array_of_tensor(value: Any) -> Array:
-    """A tensor of torch or paddle, wherever it lies."""
+    """Return an array of a tensor of torch or paddle, on whichever device it lies."""
     try:
         tensor = value.detach().cpu()
         array: Array = (tensor.float() if "bfloat16" in str(tensor.dtype) else tensor).numpy()

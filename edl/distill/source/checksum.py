@@ -1,7 +1,7 @@
-"""Whether an array still has the bytes that it had, at a small part of the cost of keeping a copy of each.
+"""Tells whether an array still has the bytes that it had, at a small part of the cost of a copy.
 
-Small arrays are kept. Of larger ones a `Checksum` has the sums of 509 columns, into which all of the array goes, and
-words from random places. Of those above 64 KiB it has the words alone where there is no time for more.
+Small arrays are copied. Of larger arrays a `Checksum` has the sums of 509 columns, into which all of the array goes,
+and words from random places. Above 64 KiB it has the words alone where there is no time for more.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ _random = np.random.default_rng()  # another seed in each process, so that no da
 
 
 class TimeBudget:
-    """Says whether there is time to look at whole arrays, a share of all the time since it was made, and where to look
-    otherwise. `positions` is for one thread at a time.
+    """Tells whether there is time to look at whole arrays, a share of all time since it was made, and where to look if
+    not.
 
-    Attributes:
-        always: look at whole arrays, whatever it takes.
+    `positions` is for a single thread at a time.
+
+    Args:
+        share: of the time, from 0 to 1.
+        always: look at whole arrays, however long it takes.
     """
 
     def __init__(self, share: float, *, always: bool = False) -> None:
@@ -52,18 +55,18 @@ class TimeBudget:
 
     @property
     def available(self) -> bool:
-        """Whether there is some left. What an epoch that waits does not use is not saved up for when it goes on."""
+        """Whether there is time left. What an epoch that waits does not use is not saved up for when it goes on."""
         now = time.perf_counter()
         self._left_s = min(_GRACE_S, self._left_s + self._share * (now - self._left_at))
         self._left_at = now
         return self.always or self._left_s > 0.0
 
     def spend(self, seconds: float) -> None:
-        """So much was spent."""
+        """Count seconds that were spent."""
         self._left_s -= seconds
 
     def positions(self, words: int) -> Array:
-        """Where to look at an array of so many words: one at random in each of as many equal pieces."""
+        """Return where to look at an array of so many words: a random position in each of as many equal pieces."""
         left, positions = self._positions.get(words, (0, None))
         if not left or positions is None:
             left, positions = _ARRAYS_PER_DRAW, _draw_positions(words)
@@ -79,8 +82,9 @@ class Checksum:
 
     Attributes:
         nbytes: in all.
-        content: all bytes of a small array, the last few of another one.
-        places, words: of words of 8 bytes, at random places, at least one in each of as many equal pieces.
+        content: all bytes of a small array, the last few of a larger array.
+        positions: of the words that were looked at, random, at least one in every of as many equal pieces.
+        words: 8 bytes from each of these positions.
         columns: sums of words, modulo 2**64; empty where only some words were looked at.
     """
 
@@ -92,7 +96,7 @@ class Checksum:
 
     @classmethod
     def of(cls, array: Array, time_budget: TimeBudget) -> Checksum:
-        """Look at an array of numbers."""
+        """Return the checksum of an array of numbers."""
         data = _memory(array)
         if data.nbytes <= SMALL_NBYTES:
             return cls(data.nbytes, data.tobytes())
@@ -108,7 +112,7 @@ class Checksum:
         return cls(data.nbytes, _rest(data), positions, _words_at(words, positions), columns)
 
     def matches(self, array: Array, time_budget: TimeBudget) -> bool:
-        """Whether an array has the same bytes, as far as they were looked at."""
+        """Return whether an array has the same bytes, as far as they were looked at."""
         data = _memory(array)
         if data.nbytes != self.nbytes:
             return False
@@ -134,7 +138,7 @@ def _draw_positions(words: int) -> Array:
 
 
 def _memory(array: Array) -> Array:
-    """The array's bytes, each once; a view where they are without gaps in memory, in whatever order of axes."""
+    """Return the array's bytes, without repeats; a view where they lie without gaps in memory, in any order of axes."""
     array = np.asarray(array)  # a matrix stays two-dimensional whatever is done, and a masked array keeps its mask
     if not array.flags.c_contiguous:
         array = array[tuple([slice(1) if stride == 0 else slice(None) for stride in array.strides])]
@@ -154,7 +158,7 @@ def _words_at(words: Array, positions: Array) -> bytes:
 
 
 def _rest(data: Array) -> bytes:
-    """Bytes behind the last whole row of columns and the last word."""
+    """Return the bytes behind the last whole row of columns and the last word."""
     return data[len(data) // (8 * _COLUMNS) * (8 * _COLUMNS) :].tobytes()
 
 

@@ -16,19 +16,24 @@ __all__ = ["Chunk", "Item"]
 
 @dataclass(eq=False)
 class Chunk:
-    """Rows that are asked for together, and what came back.
+    """Rows that are asked for together, and their answers.
 
     Attributes:
-        outputs: one entry a service, None until its answer is there.
-        error: why there are no outputs; then the chunk counts as done.
+        services: how many services are asked.
+        rows: of the request.
         left: rows that the training loop has not taken yet.
         nbytes: of its inputs.
         rest_nbytes: of what its items hold besides, which waits for the training loop as well.
+        fields: inputs [rows, ...] by name.
+        ids: of the samples [rows], None without a cache.
+        outputs: by service, None until its answer is there.
+        jobs: (service, number of the job there).
+        error: why there are no outputs; then the chunk counts as done.
         sent: whether teachers were, or are being, asked for it.
         copied: whether `fields` are the chunk's own, and not the source's arrays.
-        answers_nbytes: what each service's answer weighs, estimated until it is there.
-        foreseen: whether there is such an estimate for each of them.
-        surplus_nbytes: by how much answers from a cache weigh more than was estimated.
+        answers_nbytes: bytes of each service's answer, estimated until it is there.
+        foreseen: whether all of them could be estimated.
+        surplus_nbytes: by how much answers from a cache exceed the estimate.
     """
 
     services: int
@@ -58,6 +63,7 @@ class Chunk:
 
     @property
     def done(self) -> bool:
+        """Whether all answers are there, or an error in their place."""
         return self.error is not None or all(outputs is not None for outputs in self.outputs)
 
     def release(self) -> None:
@@ -66,7 +72,7 @@ class Chunk:
         self.outputs = [{} for _ in self.outputs]
 
     def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:
-        """Set what to send; rows are counted."""
+        """Set what to send, and count the rows."""
         self.fields = fields
         self.ids = ids
         self.rows = self.left = next(iter(fields.values())).shape[0]
@@ -76,7 +82,13 @@ class Chunk:
 
 @dataclass(eq=False)
 class Item:
-    """One thing that the source yielded, and where its rows are: (chunk, first row, behind the last row)."""
+    """A value that the source yielded, and where its rows are.
+
+    Attributes:
+        value: as the source yielded it.
+        parts: (chunk, first row, behind the last row).
+        fingerprints: of the value, or of its samples.
+    """
 
     value: Any
     parts: list[tuple[Chunk, int, int]]
@@ -84,4 +96,5 @@ class Item:
 
     @property
     def rows(self) -> int:
+        """Rows of the item."""
         return sum(stop - start for _, start, stop in self.parts)

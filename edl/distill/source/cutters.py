@@ -1,7 +1,7 @@
-"""The user's data cut into requests: samples gathered, batches split, and where each row of an item went.
+"""Cuts the user's data into requests: gathers samples, splits batches, and notes where the rows of an item went.
 
-Pure: no threads and no network. Whatever a source yields that cannot be sent is a `SourceError` that names the item,
-the field and the remedy.
+Pure: no threads and no network. A value that cannot be sent is a `SourceError` that names the item, the field and the
+remedy.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ class Cutter(abc.ABC):
     """Turns what a source yields into items and the chunks that are ready to be sent.
 
     Args:
-        getters: for each input's name, how to find it in a sample or batch.
+        getters: by input name, how to find it in a sample or batch.
         chunk_rows: rows of a request; None for as many as is good, which is never more than teachers take.
-        services: how many services are asked for each chunk.
+        services: how many services are asked for a chunk.
         ids: how to find the sample ids, None without a cache.
 
     Attributes:
-        max_rows: that teachers take in one request, 0 if any number.
-        time_share: of the epoch, for seeing that whole items are delivered as they were sent.
-        fit: how many rows like those given teachers take in one request, by their bytes; 0 if any number.
+        seen: items so far.
+        max_rows: rows that teachers take in a request, 0 if any number.
+        time_budget: of the epoch, for checking that whole items are delivered as they were sent.
+        fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
+        usual_rows: most rows of a request where the user does not say.
     """
 
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
 
     usual_rows: int
-    """Of a request at most, where the user does not say."""
 
     def __init__(
         self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
@@ -67,13 +68,17 @@ class Cutter(abc.ABC):
         return self._chunk_rows or min(self.usual_rows, self.max_rows or self.usual_rows)
 
     def _rows_like(self, fields: Mapping[str, Array]) -> int:
-        """Rows of a full request of rows like these."""
+        """Return the rows of a full request of rows like these."""
         fitting = self.fit(fields) if not self._chunk_rows else 0
         return min(self.chunk_rows, fitting or self.chunk_rows)
 
     @abc.abstractmethod
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """One more item of the source; the chunks that are full with it."""
+        """Take in a further item of the source.
+
+        Returns:
+            The item, and the chunks that are full with it.
+        """
 
     @property
     def empty(self) -> bool:
@@ -100,11 +105,12 @@ class Cutter(abc.ABC):
 
 
 class BatchCutter(Cutter):
-    """Items are batches: fields are arrays [rows, ...]. Each is split into requests, never merged with another."""
+    """Cuts batches, whose fields are arrays [rows, ...]. A batch may be split into requests, and is never merged."""
 
     usual_rows = 256  # a quarter of what `edl serve` lets wait, and four times what it computes at once
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a batch."""
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
         fingerprint = ItemFingerprint(f"batch {self.seen}", value, found, self.time_budget)
         fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
@@ -176,25 +182,29 @@ class _RowGatherer(Cutter):
 
     @property
     def empty(self) -> bool:
+        """Whether no row waits for a request to be full."""
         return not self._open.rows
 
     def finish(self) -> list[Chunk]:
+        """Seal what is not full: the source is at its end, or silent."""
         return [self._sealed()] if self._open.rows else []
 
 
 class SampleCutter(_RowGatherer):
-    """Items are samples, each one row."""
+    """Gathers samples, each of them a row."""
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a sample."""
         ready: list[Chunk] = []
         chunk, row, fingerprint = self._row(value, ready)
         return Item(value, [(chunk, row, row + 1)], (fingerprint,)), ready
 
 
 class SampleListCutter(_RowGatherer):
-    """Items are lists of samples; a request may hold rows of several lists."""
+    """Gathers lists of samples; a request may hold rows of several lists."""
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a list of samples."""
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         fingerprints: list[ItemFingerprint] = []
@@ -213,7 +223,7 @@ class SampleListCutter(_RowGatherer):
 
 
 def _stopped(what: str) -> SourceError:
-    """The error for a `StopIteration` that is not the source's own end, and would end the epoch as if it were."""
+    """Return the error for a `StopIteration` that is not the source's own end, but would end the epoch."""
     return SourceError(f"{what} raised StopIteration: something that it goes through has no more to give")
 
 

@@ -1,11 +1,10 @@
-"""Whether an item is delivered as it was when its rows were sent to the teachers.
+"""Tells whether an item is delivered as it was when its rows were sent to the teachers.
 
-A source runs ahead of the training loop. If it fills a buffer again, or puts other arrays into the same list, what the
-training loop gets is another input than the one that the teacher saw. So what an item holds is looked at twice: when it
-is cut into requests, and when it is delivered. `reuse` looks once more where the source yields the same memory again
-meanwhile.
+A source runs ahead of the training loop. If it fills a buffer again, or puts other arrays into the same list, the
+training loop gets another input than the teacher saw. So what an item holds is looked at twice: when it is cut into
+requests, and when it is delivered. `reuse` looks once more where the source yields the same memory again meanwhile.
 
-Of inputs that hold objects of unknown types, which can be looked at only by making arrays of them, that is done again.
+Inputs that hold objects of unknown types can be looked at only by making arrays of them, so that is done again.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ MemoryLocation: TypeAlias = tuple[str, int]
 
 
 class FingerprintPart:
-    """One part of an item, and what it was like.
+    """A part of an item, and what it was like.
 
     Attributes:
         path: keys and positions on the way to it, for messages.
-        costly: whether to see that it is the same takes longer than to find its place.
+        costly: whether comparing it takes longer than finding its location.
     """
 
     __slots__ = ("_holder", "_same", "path")
@@ -55,17 +54,17 @@ class FingerprintPart:
         self._same = same
 
     def is_unchanged(self) -> bool:
-        """Whether it has not changed."""
+        """Return whether it is as it was."""
         return self._same()
 
     @property
     def location(self) -> MemoryLocation:
-        """Where it lies; parts of items that are both alive lie in one place if they share it."""
+        """Where it lies; parts of items that are both alive lie in the same location if they share it."""
         return "object", id(self._holder)
 
 
 class SmallArrayPart(FingerprintPart):
-    """An array of which a copy costs nothing; in a class of its own, since most samples have some."""
+    """An array that is cheap to copy; in a class of its own, since most samples have some."""
 
     __slots__ = ("_content",)
 
@@ -132,11 +131,13 @@ class ConvertedPart(FingerprintPart):
 
 
 class ItemFingerprint:
-    """What one item was like.
+    """What an item was like.
 
     Args:
         what: the item, for messages.
+        item: as the source yielded it.
         inputs: what was found in it for the teachers, by name; no longer looked at where only this mapping holds it.
+        time_budget: for whole arrays.
 
     Attributes:
         conversions_matter: whether it holds objects of unknown types, so that `add_sent` is to be called.
@@ -180,17 +181,21 @@ class ItemFingerprint:
 
     @property
     def locations(self) -> set[MemoryLocation]:
-        """Where lies what is looked at."""
+        """Where the parts lie."""
         return {part.location for part in self._parts}
 
     def check(self) -> None:
-        """Raise `SourceError` if anything has changed since."""
+        """Check that the item is as it was.
+
+        Raises:
+            SourceError: it has changed.
+        """
         for part in self._parts:
             if not part.is_unchanged():
                 raise self._error(part)
 
     def check_locations(self, places: Callable[[], Container[MemoryLocation]]) -> None:
-        """`check` of what lies in certain places."""
+        """Check, as `check`, the parts that lie in certain locations."""
         for part in self._parts:
             if part.costly:
                 if part.location in places() and not part.is_unchanged():
@@ -299,7 +304,7 @@ class ItemFingerprint:
         self._parts.append(FingerprintPart(path, holder, lambda: _same_objects(before, elements())))
 
     def _add_attribute(self, item: Any, found: Any) -> None:
-        """Of an object of the user's, that the attribute which is an input still is."""
+        """Add the attributes of an object of the user's that are inputs."""
         attributes = getattr(item, "__dict__", None)
         if isinstance(attributes, dict):
             for key, value in attributes.items():
@@ -323,12 +328,12 @@ def _same_objects(before: list[Any], after: list[Any]) -> bool:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this is a tensor of torch or paddle."""
+    """Return whether this is a tensor of torch or paddle."""
     return hasattr(value, "detach") and hasattr(value, "numpy")
 
 
 def _shared_memory(tensor: Any) -> Array | None:
-    """A tensor's own memory as an array, None if it cannot be had without a copy."""
+    """Return a tensor's own memory as an array, None if it cannot be had without a copy."""
     torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
     try:
         if torch is not None and isinstance(tensor, torch.Tensor):
@@ -346,7 +351,7 @@ def _torch_memory(torch: Any, tensor: Any) -> Array:
 
 
 def _version(tensor: Any) -> int | None:
-    """How often a tensor was written to in place, None if it does not say."""
+    """Return how often a tensor was written to in place, None if it does not say."""
     for name in ("_version", "inplace_version"):
         try:
             found = getattr(tensor, name)

@@ -1,8 +1,8 @@
-"""Going through the user's data so that no error in it passes for its end.
+"""Goes through the user's data so that no error in it passes for its end.
 
-Python ends a `for` loop at the first `StopIteration`, and one over an object that has only `__getitem__` at the first
-`IndexError` as well, wherever they were raised. In a sample's `__getitem__`, a transform or a collate function they are
-bugs, and the rest of the epoch would be missing without a word.
+Python ends a `for` loop at the first `StopIteration`, and a loop over an object that has only `__getitem__` at the
+first `IndexError` as well, wherever they were raised. In a sample's `__getitem__`, a transform or a collate function
+they are bugs, and the rest of the epoch would be missing without a word.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SourceIterator(Iterator[Any]):
 
 
 def _by_position(source: Any) -> Iterator[Any]:
-    """Items of an object with `__getitem__` alone; in a generator its `StopIteration` becomes a RuntimeError."""
+    """Yield the items of an object with `__getitem__` alone; in a generator `StopIteration` becomes a RuntimeError."""
     for at in itertools.count():
         try:
             item = source[at]
@@ -76,7 +76,9 @@ def _by_position(source: Any) -> Iterator[Any]:
 
 
 def _batches_of(source: Any) -> int | None:
-    """How many batches a framework's `DataLoader` yields; None where it may only guess, with samplers of the user's."""
+    """Return how many batches a framework's `DataLoader` yields; None with samplers of the user's, where it may only
+    guess.
+    """
     if type(source).__name__ != "DataLoader" or not _is_framework(source):
         return None
     batches = getattr(source, "batch_sampler", None)
@@ -97,7 +99,7 @@ def _is_framework(value: Any) -> bool:
 
 
 def _came_through_fetching(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised below PyTorch's `fetch`, in the data set or the collate function."""
+    """Return whether an error was raised below PyTorch's `fetch`, in the data set or the collate function."""
     while traceback is not None:
         frame, below = traceback.tb_frame, traceback.tb_next
         if frame.f_code.co_name == "fetch" and frame.f_globals.get("__name__", "").startswith("torch.utils.data."):

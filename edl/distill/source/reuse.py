@@ -1,4 +1,4 @@
-"""What the training loop works with, and a source at work may still change."""
+"""Tells whether a source refills the memory of an item that the training loop works with."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class FingerprintedItem(Protocol):
 
 
 class ReuseDetector:
-    """What the training loop works with, and a source at work may still change.
+    """Tells whether a source refills the memory of an item that the training loop works with.
 
-    A source that fills one buffer again and again does so while the training loop works with the item before, if the
-    loop is the quicker one. An item that has changed then is not accused for that alone, since the training loop may
-    work in place; but it is if the source yields the same memory, list or dictionary again.
+    A source that fills a single buffer again and again does so while the training loop works with the item before, if
+    the loop is the quicker of the two. An item that has changed then is not accused for that alone, since the training
+    loop may work in place; but it is if the source yields the same memory, list or dictionary again.
 
     No lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the training
     loop's, `clear` for any.
@@ -37,12 +37,16 @@ class ReuseDetector:
         self._error: SourceError | None = None
 
     def begin_draw(self) -> None:
-        """The source is asked for another item."""
+        """Note that the source is asked for another item."""
         self._released.clear()
         self._at_work = True
 
     def check_drawn(self, item: FingerprintedItem) -> None:
-        """The source has yielded this."""
+        """Check that a new item does not share changed memory with items in use.
+
+        Raises:
+            SourceError: it does.
+        """
         current = self._current  # before those released: `release` puts it there before it lets go of it
         earlier = [*self._released, *([current] if current is not None else [])]
         self._at_work = False
@@ -64,7 +68,11 @@ class ReuseDetector:
             raise
 
     def release(self) -> None:
-        """The training loop is done with its item. Raises `SourceError` if the source has changed it meanwhile."""
+        """Note that the training loop is done with its item.
+
+        Raises:
+            SourceError: the source has changed it meanwhile.
+        """
         current = self._current
         if current is not None and self._at_work:
             self._released.append(current)
@@ -75,7 +83,11 @@ class ReuseDetector:
             raise error
 
     def check_delivered(self, item: FingerprintedItem) -> None:
-        """The training loop gets this next. Raises `SourceError` if it has changed since it was sent."""
+        """Note that the training loop gets this item next.
+
+        Raises:
+            SourceError: it has changed since it was sent.
+        """
         self._current = item
         for fingerprint in item.fingerprints:
             fingerprint.check()

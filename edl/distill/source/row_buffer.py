@@ -1,4 +1,4 @@
-"""Single rows gathered in one array."""
+"""Gathers single rows in an array."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EXACT_FLOAT64 = 2**53  # beyond it, float64 does not have every whole number
 
 
 class RowBuffer:
-    """Rows of one input, each copied when it comes: the source may fill its buffer again for the next one.
+    """Rows of an input, copied when they come: the source may fill its buffer again for the next row.
 
     Args:
         name: of the input, for messages.
-        most: how many there will be at most.
+        most: how many rows there will be at most.
         remedy: what to do about rows of different shapes, for messages.
     """
 
@@ -31,9 +31,10 @@ class RowBuffer:
         self._rows: Array = np.empty(0)
 
     def append(self, array: Array, what: str) -> None:
-        """One row more.
+        """Add a row.
 
         Args:
+            array: of any shape.
             what: the sample it is from, for messages.
 
         Raises:
@@ -54,7 +55,7 @@ class RowBuffer:
         self._count += 1
 
     def gathered(self) -> Array:
-        """All rows so far, [rows, ...]."""
+        """Return all rows so far, [rows, ...]."""
         found = self._rows[: self._count]
         return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows need not keep room for all
 
@@ -75,7 +76,7 @@ class RowBuffer:
 
 
 def _changed_in(dtype: np.dtype[np.generic], array: Array) -> bool:
-    """Whether whole numbers of 64 bits might become others, as floating-point numbers."""
+    """Return whether whole numbers of 64 bits might become others, as floating-point numbers."""
     if array.dtype.kind not in "iu" or array.dtype.itemsize < 8 or dtype.kind != "f" or not array.size:
         return False
     return max(-int(array.min()), int(array.max())) > _EXACT_FLOAT64

@@ -15,12 +15,14 @@ OBJECT_NBYTES = 33
 
 
 def arrays_nbytes(arrays: Iterable[Array]) -> int:
-    """Bytes that arrays hold; those of strings with their strings."""
+    """Return the bytes that arrays hold; for arrays of strings, with their strings."""
     return sum(array.nbytes + (_weight_of_objects(array) if array.dtype.kind == "O" else 0) for array in arrays)
 
 
 def object_nbytes(value: Any) -> int:
-    """Bytes that one object of any type holds, or its attributes, as far as they say; pictures as Pillow has them."""
+    """Return the bytes that an object of any type holds, or its attributes, as far as they say; pictures as Pillow has
+    them.
+    """
     nbytes = _own_nbytes(value)
     if nbytes is None:
         attributes = getattr(value, "__dict__", None)

@@ -1,7 +1,8 @@
-"""Sends one request to one teacher: KServe v2 over gRPC, with tensors in the message or in shared memory.
+"""Sends a request to a teacher: KServe v2 over gRPC, with tensors in the message or in shared memory.
 
-- `request` holds what is asked for and one request's tensors; `client` is one teacher, `stream` its bidirectional
-  stream;
+- `schema` holds what is asked for and what models take and give; `request` a request's tensors, `conversion` their
+  types;
+- `client` is the connection to a teacher, `stream` its bidirectional stream;
 - `shm` is the memory that teachers on this host read, `shm_registration` the names under which they know it;
 - `grpc_status` translates gRPC's errors, `message_limits` bounds messages, `tracing` numbers requests.
 

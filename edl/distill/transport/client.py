@@ -1,7 +1,7 @@
-"""One teacher's connection: KServe v2 over gRPC, shared memory on the same host.
+"""Connects to a teacher: KServe v2 over gRPC, shared memory on the same host.
 
-Whatever goes wrong leaves here as `RequestFailed` with a `RequestFailure` that the dispatcher understands.
-What does not belong here: retries, or any choice between teachers.
+Every error leaves here as `RequestFailed` with a `RequestFailure` that the dispatcher understands. What does not belong
+here: retries, or any choice between teachers.
 """
 
 from __future__ import annotations
@@ -67,10 +67,13 @@ _SMALL_NBYTES = 4096  # bytes; no server refuses a message for that
 
 
 class TeacherClient:
-    """A connection to one teacher. All methods run on the event loop of the reader.
+    """A connection to a teacher. All methods run on the event loop of the reader.
 
     Args:
-        region_names: under which the teacher knows shared memory, on connections before this one as well.
+        endpoint: `host:port`, or `unix:` and a path.
+        output_spec: what is asked for.
+        shared_memory: whether to use it if the teacher is on this host.
+        region_names: under which the teacher knows shared memory, on connections before this as well.
         files: certificates and tokens, None for neither.
         limits: of messages.
     """
@@ -117,7 +120,7 @@ class TeacherClient:
 
     @property
     def takes_bundles(self) -> bool:
-        """Whether requests name shared memory, and several of them can go in one message."""
+        """Whether requests name shared memory, and several of them can go in a message."""
         return self.shares_memory and self._server_streams and self._server_bundles
 
     async def open(self, timeout_s: float) -> ModelSpec:
@@ -178,7 +181,7 @@ class TeacherClient:
         return await self._spec(model, deadline)
 
     async def check_ready(self, timeout_s: float) -> None:
-        """See that server and model are ready, as `open` does.
+        """Check that server and model are ready, as `open` does.
 
         Raises:
             RequestFailed: LOST if not.
@@ -192,7 +195,7 @@ class TeacherClient:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready any more")
 
     async def fetch_spec(self, timeout_s: float) -> ModelSpec:
-        """What the model looks like by now.
+        """Ask for the model's present metadata.
 
         Raises:
             RequestFailed: as `open`.
@@ -205,10 +208,12 @@ class TeacherClient:
         """Ask for the outputs of `payload` over the stream, without a task for it.
 
         Args:
+            payload: the tensors.
+            timeout_s: seconds until the request fails.
             done: called once, not before this returns, with what `infer` returns or why not; with None if cancelled.
 
         Returns:
-            What cancels the request. None, and nothing done, if the stream cannot take it: then `infer` can.
+            What cancels the request. None, without any effect, if the stream cannot take it: then `infer` can.
         """
         if not self._server_streams or self._is_lost:
             return None
@@ -243,7 +248,7 @@ class TeacherClient:
         done: Callable[[Reply | RequestFailure | None], None],
         answer: RawResponse | RequestFailure | None,
     ) -> None:
-        """A request in shared memory has an answer, or another chance."""
+        """Deliver the answer to a request in shared memory, or give it another chance."""
         if not isinstance(answer, RequestFailure) or not _may_succeed_otherwise(answer, region):
             self._deliver(payload.rows, done, answer)
             return
@@ -298,7 +303,7 @@ class TeacherClient:
         done(answer)
 
     def _with_request_id(self, failure: RequestFailure) -> RequestFailure:
-        """The failure, with the id of the request whose answer has just come over the stream."""
+        """Return the failure, with the id of the request whose answer has just come over the stream."""
         number = self._stream.answering if self._stream is not None else ""
         return replace(failure, message=f"{failure.message} (request {number})")
 
@@ -430,7 +435,7 @@ class TeacherClient:
 
     @property
     def _is_lost(self) -> bool:
-        """Whether the stream has ended: who answers at this address now may be another, and know no region of ours."""
+        """Whether the stream has ended: another server may answer at this address now, and know no region of ours."""
         return self._stream is not None and self._stream.broken and not self._stream.refused
 
     def _open_stream(self) -> InferStream:
@@ -445,7 +450,7 @@ class TeacherClient:
         return self._stream
 
     def _fits_proven_size(self, header: bytes, raw: Sequence[codec.Buffer]) -> bool:
-        """Whether the server takes messages of this size. One that it does not take would end the whole stream."""
+        """Return whether the server takes messages of this size. A refused message would end the whole stream."""
         return _nbytes(header, raw) <= self._proven_nbytes
 
     async def _call(
@@ -504,7 +509,7 @@ class TeacherClient:
         return str(found[0])
 
     async def _max_rows(self, model: str, deadline: float) -> int:
-        """Rows of one request that the server takes, 0 if it does not say."""
+        """Return the rows of a request that the server takes, 0 if it does not say."""
         try:
             config = (await self._call_method("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)).config
         except RequestFailed as exc:
@@ -554,7 +559,7 @@ class TeacherClient:
             raise RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint}: {exc}") from exc
 
     def _arrays(self, header: bytes, raw: list[memoryview]) -> tuple[str, dict[str, Array]]:
-        """The version that an answer is of, and its arrays."""
+        """Return the version that an answer is of, and its arrays."""
         known = self._specs.get(header)
         if known is None:
             message = codec.parse_response(header)
@@ -581,7 +586,7 @@ class TeacherClient:
         }
 
     def _check_model(self, named: str) -> None:
-        """See that an answer is of the model that is asked for; some servers do not say."""
+        """Check that an answer is of the model that is asked for; some servers do not say."""
         if not named or named == self.spec.name:
             return
         what = f"it answers for model {quote(named)}, and {self.spec.name!r} is asked for"
@@ -590,7 +595,7 @@ class TeacherClient:
         raise self._unusable(what)
 
     def _check_outputs(self, outputs: Iterable[kserve.ModelInferResponse.InferOutputTensor]) -> None:
-        """See that outputs are told apart by name, and are of the types that the model's metadata say."""
+        """Check that outputs differ in name, and are of the types that the model's metadata say."""
         found: set[str] = set()
         for tensor in outputs:
             if tensor.name in found:
@@ -601,16 +606,16 @@ class TeacherClient:
                 raise self._unusable(f"output {tensor.name!r} is {quote(tensor.datatype)}, not {spec.datatype!r}")
 
     def _datatypes(self, described: str) -> tuple[str, ...]:
-        """Those that an output may have which metadata describe as `described`: `dtype` asks for another."""
+        """Return the datatypes that an output may have whose metadata say `described`: `dtype` asks for another."""
         if self.output_spec.dtype is None or described not in _FLOATING:
             return (described,)
         return described, kserve_datatype(self.output_spec.dtype)
 
     def _version(self, named: str) -> str:
-        """The version that an answer is of, by the one that it names; empty if that cannot be known.
+        """Return the version that an answer is of, by the version that it names; empty if that cannot be known.
 
-        gRPC connects again by itself, perhaps to a server that took the address of the one before; and a foreign server
-        may load another version while it serves, or have several. Our own say the same here as in their metadata.
+        gRPC connects again by itself, perhaps to a server that took the address of the former; and a foreign server may
+        load another version while it serves, or have several. Our own say the same here as in their metadata.
         """
         expected = self.spec.version
         if self._server_streams and named != expected:
@@ -671,12 +676,14 @@ class TeacherClient:
 
 
 def _may_succeed_otherwise(failure: RequestFailure, region: str) -> bool:
-    """Whether what failed in shared memory may still succeed: the teacher refused it, and that may be the memory's."""
+    """Return whether what failed in shared memory may still succeed: the teacher refused it, and that may be the
+    memory's fault.
+    """
     return failure.kind is FailureKind.REJECTED or is_about_memory(failure, region)
 
 
 def _config_number(config: kserve.ModelConfig, name: str) -> int:
-    """A parameter of a model's configuration, 0 if it is none or no number."""
+    """Return a parameter of a model's configuration, 0 if it is none or no number."""
     text = config.parameters[name].string_value
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
 
@@ -700,7 +707,9 @@ def _parameters(timeout_s: float, traceparent: str) -> bytes:
 
 
 def _newest(versions: Sequence[str]) -> str:
-    """What a server answers with that is not told which: Triton the highest number. Elsewhere a version is any text."""
+    """Return what a server answers with that is not told which: Triton the highest number. Elsewhere a version is any
+    text.
+    """
     numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]
 

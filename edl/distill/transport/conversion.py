@@ -1,4 +1,4 @@
-"""Converts a source's arrays to the types that a model takes, where that loses nothing."""
+"""Converts a source's arrays to the types that a model takes, where no information is lost."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ __all__ = ["select_inputs"]
 
 
 def select_inputs(spec: ModelSpec, fields: Mapping[str, Array]) -> dict[str, Array]:
-    """Those fields that the model wants, in the types that it wants.
+    """Return the fields that the model wants, in the types that it wants.
+
+    Args:
+        spec: the model.
+        fields: arrays [rows, ...] by name.
 
     Raises:
-        SourceError: a field has another shape, or a type or value that the model's type does not have.
+        SourceError: a field is missing, has another shape, or a type or value that the model's type does not have.
     """
     if not spec.inputs:
         return dict(fields)
@@ -65,9 +69,9 @@ def _as_bfloat16(array: Array, wanted: TensorMetadata, model: str) -> Array:
 
 
 def _first_lost(array: Array, converted: Array) -> str | None:
-    """The first value that a conversion made another one of, None if there is none.
+    """Return the first value that a conversion changed, None if there is none.
 
-    Of floating-point numbers the digits that the smaller type does not have may go, to the last of those that are too
+    Floating-point numbers may lose the digits that the smaller type does not have, to the last of numbers that are too
     small for it; but none may become infinite.
     """
     # numpy calls 64-bit integers safe in FP64, which has 53 bits for them.
@@ -91,7 +95,7 @@ def _first_lost(array: Array, converted: Array) -> str | None:
 
 
 def _other_than(converted: Array, whole: Array) -> Array:
-    """Where floating-point numbers made of whole numbers are not these."""
+    """Return where floating-point numbers made of whole numbers differ from these."""
     wide = converted.astype(np.float64)
     others: Array = wide != whole
     if whole.dtype.itemsize < 8:
@@ -103,7 +107,7 @@ def _other_than(converted: Array, whole: Array) -> Array:
 
 
 def _exact_range(dtype: np.dtype[Any]) -> tuple[int, int]:
-    """From where to where every whole number is itself in this type."""
+    """Return from where to where every whole number is itself in this type."""
     if dtype.kind == "f":
         most = 2 ** (np.finfo(dtype).nmant + 1)
         return -most, most

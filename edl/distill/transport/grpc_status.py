@@ -1,4 +1,4 @@
-"""What a gRPC status means to the dispatcher, be it of a call or of one request on a stream."""
+"""Translates gRPC statuses, of calls and of requests on a stream, for the dispatcher."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LONGEST_HINT_S = 60.0
 
 
 class RequestFailed(Exception):
-    """A request, or the attempt to connect, came to nothing."""
+    """Raised for a request, or an attempt to connect, that failed. `failure` says how."""
 
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
@@ -40,10 +40,13 @@ class RequestFailed(Exception):
 def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
-    """The failure that a status stands for.
+    """Return the failure that a status stands for.
 
     Args:
+        code: of the status.
+        details: of the status.
         retry_after_ms: as the teacher sent it beside the status, None if it did not.
+        endpoint: for messages.
     """
     message = f"{endpoint}: {details or code.name}"
     if any(words in details for words in _NOT_TAKEN_HERE):
@@ -69,7 +72,7 @@ def failure_from_status(
 
 
 def _hinted_s(milliseconds: str | bytes | int) -> float:
-    """The teacher's hint in seconds; 0, which is none, for anything but a finite number above 0."""
+    """Return the teacher's hint in seconds; 0, which is none, for anything but a finite number above 0."""
     try:
         seconds = float(milliseconds) / 1000
     except (ValueError, OverflowError):

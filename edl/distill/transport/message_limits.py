@@ -42,11 +42,11 @@ _SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """How large messages may be at most.
+    """Largest sizes of messages, in bytes.
 
     Attributes:
-        answer_bytes: of one answer, where what was asked for allows as much.
-        request_bytes: of one request's tensors, where the teacher does not say that it takes less.
+        answer_bytes: of an answer, where what was asked for allows as much.
+        request_bytes: of a request's tensors, where the teacher does not say that it takes less.
     """
 
     answer_bytes: int = 1 << 30
@@ -57,8 +57,10 @@ MESSAGE_LIMITS = MessageLimits()
 
 
 def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
-    """Bytes that an answer of this model may have, for the most rows in a request; the limit if its metadata do not
-    tell."""
+    """Return the bytes that an answer of this model may have, for the most rows in a request.
+
+    That is `limits.answer_bytes` where the model's metadata leave it open.
+    """
     row = 0.0
     for output in spec.outputs.values():
         try:
@@ -74,7 +76,13 @@ def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
 
 
 def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
-    """Rows like these that a request of so many bytes can hold, in the types that the model wants; at least 1."""
+    """Return how many rows like these a request of so many bytes can hold, in the model's types; at least 1.
+
+    Args:
+        fields: arrays [rows, ...] by name.
+        spec: the model.
+        nbytes: of the request's tensors.
+    """
     total = rows = 0
     for name, array in fields.items():
         wanted = spec.inputs.get(name)
@@ -91,7 +99,7 @@ def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> 
 
 
 def channel_options(nbytes: int) -> list[tuple[str, Any]]:
-    """Options of a channel on which an answer may have so many bytes."""
+    """Return the options of a channel on which an answer may have so many bytes."""
     few = {
         "name": [{"service": names.SERVICE, "method": method} for method in (*_METADATA, *_SHARED_MEMORY)],
         "maxResponseMessageBytes": min(nbytes, _METADATA_NBYTES),

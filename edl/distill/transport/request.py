@@ -18,11 +18,15 @@ __all__ = ["Payload", "request_header"]
 
 @dataclass
 class Payload:
-    """The input tensors of one request, ready to send to any teacher of a service.
+    """The input tensors of a request, ready to send to any teacher of a service.
 
-    `raw` are the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent,
-    not ahead of time, so that the few messages under way use the same, warm memory over and over.
-    `traceparent` is that of `tracing.current_traceparent`.
+    Attributes:
+        rows: of every tensor.
+        inputs: name, datatype, shape with rows.
+        raw: the user's own arrays, or views of a slot of shared memory. A message is made of them when it is sent, not
+            ahead of time, so that the few messages under way use the same, warm memory over and over.
+        slot: shared memory that holds `raw`; None without.
+        traceparent: that of `tracing.current_traceparent`.
     """
 
     rows: int
@@ -33,14 +37,16 @@ class Payload:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum([memoryview(part).nbytes for part in self.raw])
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], arena: Arena | None, *, copy: bool = False) -> Payload:
-        """Take arrays [rows, ...] in. With an arena, they are copied into its shared memory, if it has room.
+        """Take in arrays [rows, ...]. With an arena, they are copied into its shared memory, if it has room.
 
         Args:
+            arrays: by input name.
+            arena: shared memory, None without.
             copy: copy them in any case, so that what is sent later on is what they hold now.
         """
         rows = next(iter(arrays.values())).shape[0]
@@ -73,13 +79,16 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
 def request_header(
     output_spec: OutputSpec, model: str, payload: Payload, *, compressed: bool, region: str | None, version: str = ""
 ) -> bytes:
-    """A serialized ModelInferRequest with everything but raw tensors.
+    """Return a serialized ModelInferRequest with everything but raw tensors.
 
     Args:
-        version: of the model; empty to leave it to the server.
+        output_spec: what is asked for.
+        model: its name.
+        payload: the tensors.
         compressed: ask the server for `top_k`; else it sends whole outputs.
         region: the name under which the server knows the payload's shared memory, which is named in place of raw
-            tensors; None to send those.
+            tensors; None to send raw tensors.
+        version: of the model; empty to leave it to the server.
     """
     header = kserve.ModelInferRequest(model_name=model, model_version=version)
     at = payload.slot.offset if payload.slot is not None else 0

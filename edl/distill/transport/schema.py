@@ -17,14 +17,19 @@ Outputs = dict[str, Array | TopK]
 
 
 class Reply(NamedTuple):
-    """A teacher's answer, and the version of the model that it is of; empty if the server does not say."""
+    """A teacher's answer.
+
+    Attributes:
+        outputs: arrays [rows, ...] or `TopK` by name.
+        version: of the model that answered; empty if the server does not say.
+    """
 
     outputs: Outputs
     version: str
 
 
 def check_version(version: object) -> None:
-    """Refuse what names no version: 2 is not "2" in a cache, nor on the wire.
+    """Check that a version is a string: 2 is not "2" in a cache, nor on the wire.
 
     Raises:
         SettingsError: it is no string.
@@ -35,15 +40,18 @@ def check_version(version: object) -> None:
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a student wants of a teacher for each request.
+    """What a student asks teachers for.
 
     Attributes:
         outputs: names of the model's outputs.
         model: the model's name in KServe v2 requests; empty for the only model of the server.
-        top_k: deliver the k largest logits of each row as `TopK`, None for whole outputs.
+        top_k: deliver the k largest logits of a row as `TopK`, None for whole outputs.
         temperature: at which the tail's mass is summed up with `top_k`.
         dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
-        version: labels of this version of the model only; empty for the one that a server answers with by itself.
+        version: labels of this version of the model only; empty for the version that a server answers with by itself.
+
+    Raises:
+        SettingsError: a value that cannot be.
     """
 
     outputs: tuple[str, ...]
@@ -68,14 +76,20 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TensorMetadata:
-    """One input or output of a model. `shape` is without the rows; -1 is any size."""
+    """An input or output of a model, as KServe v2's metadata describe it.
+
+    Attributes:
+        name: of the tensor.
+        datatype: KServe's name, such as FP32.
+        shape: without the rows; -1 is any size.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether one row of `shape` is as the model says."""
+        """Return whether a row of this shape is as the model says."""
         return len(shape) == len(self.shape) and all(
             want in (-1, have) for want, have in zip(self.shape, shape, strict=True)
         )
@@ -87,12 +101,13 @@ class ModelSpec:
 
     Attributes:
         name: of the model.
-        version: the one that is asked for, or whose answers are expected: the newest, until an answer says another.
+        version: the version that is asked for, or whose answers are expected: the newest, until an answer says another.
             Empty if the server does not say.
-        inputs, outputs: by name. Empty if the server does not say.
-        max_rows: the most in one request, 0 if the server does not say.
-        max_nbytes: of the tensors of one request, 0 if there is no limit.
-        versions: all that the server has; where one is asked for, this one, or none if the server lists none.
+        inputs: by name. Empty if the server does not say.
+        outputs: by name. Empty if the server does not say.
+        max_rows: most rows in a request, 0 if the server does not say.
+        max_nbytes: of the tensors of a request, 0 if there is no limit.
+        versions: all that the server has; where a version is asked for, only that, or none if the server lists none.
     """
 
     name: str
@@ -105,5 +120,5 @@ class ModelSpec:
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:
-    """KServe's name of a dtype that is asked for."""
+    """Return KServe's name of a dtype that is asked for."""
     return "FP16" if dtype == "float16" else "FP32"

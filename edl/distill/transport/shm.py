@@ -1,9 +1,9 @@
 """Shared memory that a student writes its inputs to once, for teachers on the same host to read where they are.
 
 An `Arena` hands out slots of POSIX shared memory and takes them back. Slots are reused, so their pages are faulted in
-once. Each region's file is locked for as long as this process, or a child that it forked, has it mapped: what a killed
-process left behind is swept by the next one, and what is locked belongs to somebody who lives, be it in another
-container, where process ids say nothing.
+once. A region's file is locked for as long as this process, or a child that it forked, has it mapped: what a killed
+process left behind is swept by the next reader, and a locked file has a living owner, be it in another container, where
+process ids mean something else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,22 @@ _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 
 class ShmRegion:
-    """One shared-memory file, cut into slots of one size."""
+    """A shared-memory file, cut into slots of equal size.
+
+    Args:
+        slot_nbytes: bytes of a slot.
+        slots: how many.
+
+    Attributes:
+        slot_nbytes: as given.
+        nbytes: of the file.
+        name: of the file in /dev/shm.
+        path: of the file.
+        memory: uint8 [nbytes].
+
+    Raises:
+        OSError: there is no room.
+    """
 
     def __init__(self, slot_nbytes: int, slots: int) -> None:
         self.slot_nbytes = slot_nbytes
@@ -63,6 +78,7 @@ class ShmRegion:
         return f"/{self.name}"
 
     def close(self) -> None:
+        """Remove the file, and unmap it unless a view is held."""
         self.path.unlink(missing_ok=True)
         del self.memory
         with contextlib.suppress(BufferError):  # a view is still held: the memory goes with it
@@ -84,7 +100,11 @@ class ShmSlot:
 
 
 class Arena:
-    """Slots of shared memory, `limit_bytes` in all at most. Thread-safe."""
+    """Hands out slots of shared memory. Thread-safe.
+
+    Args:
+        limit_bytes: of all slots together.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -96,7 +116,7 @@ class Arena:
         _sweep()
 
     def take(self, nbytes: int) -> ShmSlot | None:
-        """A slot of at least `nbytes`; None where the limit or the machine's shared memory is used up."""
+        """Return a slot of at least `nbytes`; None where the limit or the machine's shared memory is used up."""
         size = max(-(-nbytes // _PAGE), 1) * _PAGE
         with self._lock:
             if self._closed:

@@ -1,6 +1,6 @@
-"""Which of a student's regions of shared memory one teacher knows, and under which names.
+"""Registers a student's shared memory with a teacher, and keeps the names under which the teacher knows it.
 
-What does not belong here: the memory itself (`edl.distill.transport.shm`), and what is asked of a teacher.
+What does not belong here: the memory itself (`shm`), and what is asked of a teacher.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ RegionNames = dict[str, str]
 
 
 class ShmRegistrations:
-    """Of one connection. On the event loop.
+    """Registrations of a connection, on the event loop.
 
-    A name is random, so that whoever does not know it cannot name the memory, and each teacher gets another one, so
-    that two which share a server do not take each other's away.
+    A name is random, so that only its holder can name the memory, and differs from teacher to teacher, so that two
+    which share a server do not take each other's away.
 
     Args:
         call: calls a method of KServe v2 by name, with its request and deadline, and raises `RequestFailed`.
         endpoint: for messages.
-        names: of this teacher, also on connections before this one. Triton takes no memory under a second name.
+        names: of this teacher, also on connections before this. Triton takes no memory under a second name.
     """
 
     def __init__(self, call: Callable[[str, Any, float], Awaitable[Any]], endpoint: str, names: RegionNames) -> None:
@@ -51,7 +51,7 @@ class ShmRegistrations:
         self._registering = asyncio.Lock()
 
     def name_of(self, region: ShmRegion) -> str | None:
-        """The name under which the teacher knows a region, None if it does not."""
+        """Return the name under which the teacher knows a region, None if it does not."""
         return self._known.get(region.name)
 
     async def register(self, region: ShmRegion, deadline: float) -> str | None:
@@ -68,8 +68,10 @@ class ShmRegistrations:
             return known if known is not None else await self._register(region, deadline)
 
     async def register_again(self, region: ShmRegion, lost: str, deadline: float) -> str | None:
-        """As `register`, after the teacher has said that it knows no region of the name `lost`. Once, however many
-        requests hear that."""
+        """Register a region as `register`, after the teacher said that it knows none of the name `lost`.
+
+        Registers once, however many requests hear that.
+        """
         async with self._registering:
             known = self._known.get(region.name)
             if known is not None and known != lost:
@@ -121,7 +123,7 @@ class ShmRegistrations:
 
 
 def is_about_memory(failure: RequestFailure, name: str) -> bool:
-    """Whether a request may have failed because the teacher lost the region `name`, and not for what it asks.
+    """Return whether a request may have failed because the teacher lost the region `name`, and not for what it asks.
 
     Servers use various codes, but say what it is about: "Unable to find shared memory region: 'edl-…'" (Triton).
     """
@@ -132,6 +134,6 @@ def is_about_memory(failure: RequestFailure, name: str) -> bool:
 
 
 def _is_known_already(exc: RequestFailed) -> bool:
-    """Whether the name is registered, which nobody but us knows: by this student, on a connection before."""
+    """Return whether the name is registered, by this student on a connection before: it is known to no other."""
     cause = exc.__cause__
     return isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.ALREADY_EXISTS

@@ -1,4 +1,4 @@
-"""Requests to one teacher over one bidirectional stream: half the cost of a call of their own each.
+"""Sends requests to a teacher over a bidirectional stream: half the cost of calls of their own.
 
 Answers come in any order and are matched by id. What does not belong here: what is in a request or an answer.
 """
@@ -56,15 +56,22 @@ class _PendingRequest:
 class InferStream:
     """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
 
-    Requests are joined to messages when their turn to be written comes, or while a large one before them is on its way,
-    so no more than two lie in memory at a time. They have neither a task nor a timer of their own, each of which would
-    cost a turn of the loop. Small ones that are there when that turn comes, such as those that name shared memory, go
-    into one message; none waits for another.
+    Requests are joined to messages when their turn to be written comes, or while a large message before them is on its
+    way, so no more than two lie in memory at a time. They have neither a task nor a timer of their own, which would
+    cost a turn of the loop per request. Small requests that are there when that turn comes, such as requests that name
+    shared memory, go into a single message; none waits for another.
 
     Args:
+        channel: to the teacher.
+        endpoint: for messages.
         in_bundles: the server has `names.EXTENSION_BUNDLE`.
         metadata: of the call, beside the stream's own.
-        ids: for its requests; new ones if left out.
+        ids: for its requests; new ids if left out.
+
+    Attributes:
+        broken: whether the stream has ended; open another then.
+        answering: the id of the request whose answer is being handed over.
+        refused: whether the stream ended because the server had no room for it: nothing is wrong with the connection.
     """
 
     def __init__(
@@ -93,11 +100,8 @@ class InferStream:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks = [self._loop.create_task(self._write()), self._loop.create_task(self._read())]
         self.broken = False
-        """Whether the stream has ended; open another one."""
         self.answering = ""
-        """The id of the request whose answer is being handed over."""
         self.refused = False
-        """Whether it ended because the server had no room for it: nothing is wrong with the connection."""
 
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request.
@@ -119,7 +123,7 @@ class InferStream:
         return number
 
     def cancel(self, number: str) -> None:
-        """Tell the server that nobody waits any more. Does nothing for a request that is done."""
+        """Tell the server that an answer is no longer wanted. Ignores requests that are done."""
         self._finish(number, None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> RawResponse:
@@ -163,7 +167,7 @@ class InferStream:
             waiting.done(why)
 
     def _arm_timer(self, deadline: float) -> None:
-        """See that a look is taken at `deadline`, or before. Answers do not put it off: they come more often."""
+        """Have requests checked at `deadline`, or before. Answers do not put it off: they come more often."""
         if self._timer is None or deadline < self._timer.when():
             if self._timer is not None:
                 self._timer.cancel()
@@ -207,8 +211,9 @@ class InferStream:
             return  # the reading task finds the same end, and knows why
 
     async def _written(self, message: bytes) -> bytes | None:
-        """Write a message. Returns the next one if it is ready: to join a large one takes a good part of the time that
-        the one before it needs until it is on its way.
+        """Write a message; return the next message if it is ready.
+
+        To join a large message takes a good part of the time that the message before it needs until it is on its way.
         """
         if len(message) < _JOIN_AHEAD_NBYTES:
             await self._call.write(message)
@@ -224,7 +229,7 @@ class InferStream:
         return ahead
 
     def _next_message(self) -> bytes:
-        """The next request, or as many as fit into a bundle."""
+        """Return the next request, or as many as fit into a bundle."""
         message = self._message(self._outbox.popleft())
         if not self._in_bundles or not self._outbox or not self._is_small(self._outbox[0], len(message)):
             return message
@@ -292,7 +297,7 @@ class InferStream:
 
 
 def compression_hint(data: Buffer) -> str:
-    """Why an answer that is no message may be none; empty if that is not known."""
+    """Return words for an answer that is no message because it is compressed; empty if it is not."""
     return (
         " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
     )
@@ -306,5 +311,5 @@ def _set_result(
 
 
 def _kind_of(code: grpc.StatusCode) -> FailureKind:
-    """What the end of a stream is to its requests, none of which needs to have caused it."""
+    """Return what the end of a stream is to its requests, none of which needs to have caused it."""
     return FailureKind.ERROR if code is grpc.StatusCode.UNKNOWN else FailureKind.LOST

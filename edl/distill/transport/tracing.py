@@ -1,4 +1,4 @@
-"""What a request is known by on both sides: an id in logs and errors, and the trace that it is part of.
+"""Names requests alike on both sides: an id in logs and errors, and the trace that the request is part of.
 
 W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
 hexadecimal digits. A request's id has 16 as well, so that it can stand for a span.
@@ -34,12 +34,14 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """The id of a trace for all requests of this process that belong to no other one; a forked child has another."""
+    """Return the id of a trace for the requests of this process that belong to no other trace; a forked child has
+    another.
+    """
     return secrets.token_hex(16)
 
 
 def current_traceparent() -> str:
-    """The span of OpenTelemetry that is current in the calling thread; empty where there is none.
+    """Return the span of OpenTelemetry that is current in the calling thread; empty where there is none.
 
     A program without OpenTelemetry has not imported it, so it is not imported here.
     """

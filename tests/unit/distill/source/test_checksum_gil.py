@@ -14,7 +14,7 @@ from edl.distill.source.checksum import Checksum, TimeBudget
 
 
 def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "_PLACES_SERVE", 10_000)  # to draw others, once in so many looks, lets go of it
+    monkeypatch.setattr(checksum, "_ARRAYS_PER_DRAW", 10_000)  # to draw others, once in so many looks, lets go of it
     time_budget = TimeBudget(0.0)
     time_budget.spend(1.0)  # so that only words are looked at
     arrays = [np.full(4_816_896, number, np.uint8) for number in range(4)]

@@ -289,10 +289,10 @@ def test_a_look_at_some_words_misses_little() -> None:
 
 def test_looks_take_their_share_of_time() -> None:
     share = TimeBudget(0.5)
-    assert share.left
+    assert share.available
     share.spend(3600)
-    assert not share.left
-    assert TimeBudget(0.0, always=True).left
+    assert not share.available
+    assert TimeBudget(0.0, always=True).available
 
 
 def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,11 +300,11 @@ def test_idle_time_is_not_saved_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edl.distill.source.checksum.time.perf_counter", lambda: now[0])
     share = TimeBudget(0.02)
     now[0] += 3600.0
-    assert share.left
+    assert share.available
     share.spend(0.03)
-    assert not share.left, "an hour without work allows no more than a moment does"
+    assert not share.available, "an hour without work allows no more than a moment does"
     now[0] += 1.0
-    assert share.left
+    assert share.available
 
 
 def test_a_made_array_is_not_kept() -> None:

@@ -1,4 +1,4 @@
-"""Warnings of labels that float16 does not hold, and that were clamped to its largest value."""
+"""Warns of labels that float16 does not hold, and that were clamped to its largest value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClampWarnings:
         self._warned: set[str] = set()
 
     def before(self, name: str, array: Array) -> None:
-        """Look at an output that is about to become float16."""
+        """Check an output that is about to become float16."""
         if name in self._warned or array.dtype.kind != "f" or array.dtype.itemsize <= 2 or not array.size:
             return
         if array.min() >= -_MOST and array.max() <= _MOST:
@@ -41,7 +41,7 @@ class ClampWarnings:
             self._warn(name, float(beyond[np.abs(beyond).argmax()]))
 
     def after(self, name: str, array: Array) -> None:
-        """Look at an output that a teacher made float16; whole numbers are compared in a fraction of the time."""
+        """Check an output that a teacher made float16; whole numbers are compared in a fraction of the time."""
         if name in self._warned or array.dtype != np.float16:
             return
         if ((array.view(np.uint16) & _MAGNITUDE) == _MOST_BITS).any():

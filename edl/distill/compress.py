@@ -1,4 +1,4 @@
-"""Soft labels made smaller: the k largest logits of each row with the mass of the rest, and float16.
+"""Makes soft labels smaller: the k largest logits of each row with the mass of the rest, and float16.
 
 numpy only: neither torch nor paddle is imported here.
 """
@@ -78,7 +78,7 @@ class TopK:
 
     @property
     def k(self) -> int:
-        """Classes kept of each row."""
+        """Classes kept of a row."""
         return int(self.ids.shape[-1])
 
     @property
@@ -87,14 +87,16 @@ class TopK:
         return self.ids.nbytes + self.values.nbytes + self.tail_lse.nbytes
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         if self.ids.ndim < 2:
             raise TypeError("top-k labels of one sample have no rows")
         return len(self.ids)
 
     def __getitem__(self, rows: int | slice | Array | Sequence[int]) -> TopK:
-        """One row without the axis of rows, or some of the rows: a slice (both views of the same memory), indices or a
-        mask.
+        """Return a row without the axis of rows, or some of the rows.
+
+        Args:
+            rows: a position, or a slice (both give views of the same memory), indices or a mask.
         """
         if self.ids.ndim < 2:
             raise SettingsError("top-k labels of one sample have no rows to choose from; its classes are `ids`")
@@ -102,19 +104,37 @@ class TopK:
         return TopK(self.ids[rows], self.values[rows], tail_lse, self.temperature, self.classes)
 
     def map(self, function: Callable[[Array], Any]) -> TopK:
-        """The same labels with `function` (such as `torch.from_numpy`) applied to each of the three arrays."""
+        """Return the same labels with `function` applied to each of the three arrays.
+
+        Args:
+            function: such as `torch.from_numpy`.
+        """
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
     @staticmethod
     def concatenate(pieces: Sequence[TopK]) -> TopK:
-        """The rows of all pieces, which must agree in k, temperature and number of classes, in new arrays."""
+        """Return the rows of all pieces in new arrays.
+
+        Args:
+            pieces: with the same k, temperature and number of classes.
+
+        Raises:
+            SettingsError: they differ, or have no axis of rows.
+        """
         if any(piece.ids.ndim < 2 for piece in pieces):
             raise SettingsError("top-k labels of one sample have no rows to concatenate: use TopK.stack")
         return _put_together(pieces, np.concatenate)
 
     @staticmethod
     def stack(samples: Sequence[TopK]) -> TopK:
-        """Labels of single samples as the rows of one, in new arrays. The samples must agree as for `concatenate`."""
+        """Return labels of single samples as rows, in new arrays.
+
+        Args:
+            samples: with the same k, temperature and number of classes.
+
+        Raises:
+            SettingsError: they differ.
+        """
         shapes = {sample.ids.shape for sample in samples}
         if len(shapes) > 1:
             found = " and ".join(str(list(shape)) for shape in sorted(shapes))
@@ -122,13 +142,16 @@ class TopK:
         return _put_together(samples, np.stack)
 
     def to_dense(self, classes: int | None = None) -> Array:
-        """Logits of all classes, float32 [rows, ..., classes].
+        """Return logits of all classes, float32 [rows, ..., classes].
 
         An approximation: the tail's mass is spread evenly over the classes left out. At `temperature` the softmax of
         the kept classes is exact.
 
         Args:
-            classes: wanted where the labels do not know it.
+            classes: how many there are; wanted where the labels do not know it.
+
+        Raises:
+            SettingsError: the number is unknown, or smaller than a class of the labels.
         """
         classes = classes if classes is not None else self.classes
         if classes is None:
@@ -163,14 +186,18 @@ def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) 
 
 
 def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
-    """Keep the `k` largest logits of each row.
+    """Keep the `k` largest logits of each row. Of equal logits at the border any may be kept.
 
     Args:
-        logits: floating-point [rows, ..., classes]. The values kept have the same dtype.
-        k: from 1 to the number of classes; with all of them nothing is lost.
+        logits: floating-point [rows, ..., classes].
+        k: from 1 to the number of classes; with all of them no information is lost.
         temperature: at which a student's loss will use the labels.
 
-    Of equal logits at the border any may be kept.
+    Returns:
+        Labels whose values have the dtype of `logits`.
+
+    Raises:
+        SettingsError: a value that cannot be.
     """
     logits = np.asarray(logits)
     if logits.ndim < 2 or logits.dtype.kind != "f":
@@ -198,7 +225,7 @@ def top_k(logits: Array, k: int, temperature: float = 1.0) -> TopK:
 
 
 def _log_sum_exp(logits: Array, temperature: float) -> Array:
-    """float32 [...] of [..., classes]: log of the sum of exp(logits / temperature), without overflow."""
+    """Return float32 [...] of [..., classes]: log of the sum of exp(logits / temperature), without overflow."""
     scaled = logits.astype(np.float32 if logits.dtype.itemsize <= 4 else logits.dtype) / temperature
     largest = scaled.max(axis=-1, keepdims=True)
     # A row of -inf alone has no mass: subtracting its maximum would make NaN of it.
@@ -210,10 +237,13 @@ def _log_sum_exp(logits: Array, temperature: float) -> Array:
 
 
 def to_float16(array: Array) -> Array:
-    """The array as float16; finite values beyond float16's range become its largest, not infinity.
+    """Return the array as float16; finite values beyond float16's range become its largest, not infinity.
 
     An infinite logit makes every probability of its row NaN; masks such as -1e9 are common, so this matters. Infinities
     and NaN that were there stay as they are.
+
+    Args:
+        array: floating-point, of any shape.
     """
     if array.dtype == np.float16:
         return array

@@ -1,4 +1,4 @@
-"""Labels for a whole data set ahead of time, into the folder of a `SoftLabelCache`."""
+"""Labels a whole data set ahead of time, into the folder of a `SoftLabelCache`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ _PASSES = 3
 
 @dataclass(frozen=True)
 class LabelPlan:
-    """What to ask, of whom.
+    """What to ask teachers for.
 
     Attributes:
-        dataset: the tag of `CacheKey`; a reader must use the same one.
-        batch_rows: rows of one request.
+        teachers: whom to ask.
+        output_spec: what to ask for.
+        dataset: the tag of `CacheKey`; a reader must use the same tag.
+        batch_rows: rows of a request.
+        options: deadlines, memory, retries.
     """
 
     teachers: Teachers
@@ -45,12 +48,12 @@ class LabelPlan:
 
 @dataclass(frozen=True)
 class LabelProgress:
-    """How far it is.
+    """How far the labelling is.
 
     Attributes:
         total: rows of the data set, None if unknown.
         known: rows that had a label already.
-        labelled: rows that got one.
+        labelled: rows that got a label.
         seconds: since the first request.
         teachers_live: teachers that may be given work.
     """
@@ -69,7 +72,12 @@ class LabelProgress:
 
 @dataclass(frozen=True)
 class LabelReport:
-    """What came of it. `key` is what the labels are kept under."""
+    """What a finished labelling has done.
+
+    Attributes:
+        key: what the labels are kept under.
+        progress: at the end.
+    """
 
     key: CacheKey
     progress: LabelProgress
@@ -87,7 +95,13 @@ def label(
     for again. On return all labels are on disk.
 
     Args:
-        progress: is called after each batch, in this thread.
+        data: the data set.
+        plan: what to ask for.
+        cache: where to keep the labels.
+        progress: called after every batch, in this thread.
+
+    Returns:
+        The key of the labels, and counts.
 
     Raises:
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
@@ -113,6 +127,8 @@ def label(
 
 
 class _Run:
+    """A call of `label`: its passes over the data set."""
+
     def __init__(
         self,
         data: LabelDataset,
@@ -131,7 +147,7 @@ class _Run:
         self._unsettled: list[SampleId] = []
 
     def one_pass(self, *, first: bool) -> int:
-        """Label what has no label; how many rows were answered but not kept."""
+        """Label what has no label; return how many rows were answered but not kept."""
         self.lost = 0
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
         getters = {name: _input(name) for name in self._data.inputs}
@@ -152,6 +168,7 @@ class _Run:
         return self.lost
 
     def progress(self) -> LabelProgress:
+        """Return how far it is."""
         return LabelProgress(
             self._data.rows,
             self._known,
@@ -161,7 +178,7 @@ class _Run:
         )
 
     def _settle(self) -> None:
-        """See that what was answered has been kept."""
+        """Check that what was answered has been kept."""
         self._session.prepare_epoch()
         lost = int(np.count_nonzero(~self._view.contains(self._unsettled)))
         self.lost += lost
@@ -169,7 +186,7 @@ class _Run:
         self._unsettled = []
 
     def _is_known(self, ids: Sequence[SampleId], first: bool) -> Array:
-        """Called in the feeding thread."""
+        """Return which ids have a label. Called in the feeding thread."""
         known = self._view.contains(ids)
         if first:
             self._known += int(np.count_nonzero(known))

@@ -1,4 +1,4 @@
-"""A data loader with soft labels beside its batches: what is the same for every framework."""
+"""Puts soft labels beside a data loader's batches: what is the same for every framework."""
 
 from __future__ import annotations
 
@@ -43,10 +43,25 @@ TeachersLike: TypeAlias = str | Sequence[str] | Teachers | Sequence[Teachers] | 
 
 
 class DistillLoader(Generic[B], abc.ABC):
-    """Yields `(batch, soft labels)` for each batch of `loader`. Iterate it once an epoch; `close` it when done.
+    """Yields `(batch, soft labels)` for every batch of `loader`. Iterate it once an epoch; `close` it when done.
 
-    Soft labels are a tensor [rows, ...] for one output, and a tuple for several: outputs by service. Of `TopK` labels
-    the arrays are tensors.
+    Soft labels are a tensor [rows, ...] for a single output, and a tuple for several: outputs by service. Of `TopK`
+    labels the arrays are tensors.
+
+    Args:
+        loader: yields batches.
+        teachers: the services to ask.
+        getters: by input name, how to find it in a batch.
+        output_spec: what is asked for.
+        batch_rows: rows of a request; None for the whole batch, see `edl.distill.torch.distill`.
+        combine: see `edl.distill.pipeline.combine.Combiner`.
+        device: where to move batches and labels ahead of use; None to leave them.
+        options: deadlines, memory, retries.
+        cache_config: the soft-label cache, None without.
+        ids: how to find the samples' ids in a batch; with a cache only.
+
+    Attributes:
+        loader: as given.
     """
 
     def __init__(
@@ -92,7 +107,7 @@ class DistillLoader(Generic[B], abc.ABC):
         return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: self.loader, cutter))))
 
     def stats(self) -> ReaderStats:
-        """What has been done so far; may be called from any thread."""
+        """Return what has been done so far; may be called from any thread."""
         return self._session.stats()
 
     def close(self) -> None:
@@ -107,11 +122,11 @@ class DistillLoader(Generic[B], abc.ABC):
 
     @abc.abstractmethod
     def to_tensor(self, labels: Array) -> Any:
-        """A tensor of the framework that may share memory with `labels`, which nobody else uses."""
+        """Return a tensor of the framework that may share memory with `labels`, which is used nowhere else."""
 
     @abc.abstractmethod
     def move(self, value: Any, device: Any) -> Any:
-        """A tensor on its way to `device`; anything else as it is."""
+        """Return a tensor on its way to `device`; any other value as it is."""
 
     def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
         try:
@@ -126,7 +141,7 @@ class DistillLoader(Generic[B], abc.ABC):
             epoch.close()
 
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
-        """With a device, start moving the next batch before this one is used."""
+        """Start moving the next batch to the device, if there is one, before the present batch is used."""
         if self._device is None:
             yield from batches
             return
@@ -159,7 +174,16 @@ class DistillLoader(Generic[B], abc.ABC):
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
-    """The services that `teachers` names, by whichever of the ways of naming them."""
+    """Return the services that `teachers` names, in whichever way.
+
+    Args:
+        teachers: see `edl.distill.torch.distill`.
+        discovery: URL of the registry.
+        optional: whether an environment that names none is fine.
+
+    Raises:
+        SettingsError: it names none, or in a way that is not known.
+    """
     if teachers is None:
         return teachers_from_env(optional=optional)
     if isinstance(teachers, str | Teachers):
@@ -177,7 +201,7 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
 
 
 def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:
-    """One output, or several, by name."""
+    """Return the outputs' names as a tuple."""
     if isinstance(outputs, str):
         return (outputs,)
     if isinstance(outputs, bytes) or not isinstance(outputs, Sequence):
@@ -186,7 +210,14 @@ def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def input_getters(inputs: Inputs) -> dict[str, Getter]:
-    """How to find each named input in a batch; see `distill`."""
+    """Return by input name how to find it in a batch.
+
+    Args:
+        inputs: see `edl.distill.torch.distill`.
+
+    Raises:
+        SettingsError: it names no input.
+    """
     if isinstance(inputs, str):
         return {inputs: lambda batch: batch[0] if isinstance(batch, tuple | list) else batch}
     if isinstance(inputs, Mapping):
@@ -203,4 +234,5 @@ def input_getters(inputs: Inputs) -> dict[str, Getter]:
 
 
 def field_getter(key: str | int) -> Getter:
+    """Return a function that finds the field at `key`."""
     return lambda batch: batch[key]

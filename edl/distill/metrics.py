@@ -1,4 +1,4 @@
-"""A reader's counters for Prometheus, read when Prometheus asks."""
+"""Exports a reader's counters to Prometheus, which reads them when it asks."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def export(reader: _HasStats, name: str = "reader", registry: CollectorRegistry 
     Args:
         reader: a `DistillReader`, or what `distill` returned; it is not kept alive.
         name: value of the label `reader`, to tell several apart.
+        registry: to register with.
 
     Returns:
         The collector, for `registry.unregister`.

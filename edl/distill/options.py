@@ -14,30 +14,33 @@ __all__ = ["Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """How a reader goes about its work. Durations in seconds.
+    """Deadlines, memory and retries of a reader. Durations in seconds.
 
     Attributes:
         teacher_timeout_s: raise `NoTeacherError` when no teacher was live for so long.
         memory_bytes: items and answers held ahead of the training loop, at most; answers that are still to come count
-            as what they will weigh by those before them. Two requests, and the batch that the training loop waits for,
-            are asked for however large they are.
+            by the size of answers before them. Two requests, and the batch that the training loop waits for, are asked
+            for however large they are.
         cache_queue_bytes: labels that wait to be put into the cache, at most. Where its disk cannot follow, labels
             beyond that are not kept (`stats().rows_not_cached`), and are asked for again.
         linger_s: a request of samples that is not full is sent when the training loop waits for it and the source has
             been silent for so long.
-        source_timeout_s: an epoch that is started while the source is still busy with the one before it waits so long,
+        source_timeout_s: an epoch that is started while the source is still busy with the epoch before waits so long,
             and raises `TemporaryError` then.
-        max_request_bytes: of the inputs of one request, at most, where a teacher does not say that it takes less:
-            batches beyond that are sent in pieces.
-        max_answer_bytes: of one answer, at most; less where a model's metadata tell how large answers can be.
+        max_request_bytes: of the inputs of a request, at most, where a teacher does not say that it takes less: batches
+            beyond that are sent in pieces.
+        max_answer_bytes: of an answer, at most; less where a model's metadata tell how large answers can be.
         shared_memory: use it for teachers on this host.
-        mixed_versions: "warn" takes labels of several versions of a model in one epoch and says so; "refuse" takes
-            those of one only, that of the first teacher or the one named with `version=`. See docs/students.md.
+        mixed_versions: "warn" takes labels of several versions of a model in an epoch and says so; "refuse" takes only
+            those of the first teacher's version, or of the version named with `version=`. See docs/students.md.
         progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
-        check_all_bytes: see that all bytes of each item are the same when it is delivered as when it was sent, however
+        check_all_bytes: check that all bytes of an item are the same when it is delivered as when it was sent, however
             long that takes; else at least a sample of larger arrays, and all bytes within 2% of the time.
         policy: windows, hedging, retries.
         credentials: TLS and tokens; None for what `EDL_TLS_CA`, `EDL_TOKEN_FILE` and their like say.
+
+    Raises:
+        SettingsError: a value that cannot be.
     """
 
     teacher_timeout_s: float = 60.0

@@ -1,4 +1,4 @@
-"""Soft labels for a PaddlePaddle `DataLoader`: the same batches, each with the teachers' answer as tensors."""
+"""Puts soft labels beside the batches of a PaddlePaddle `DataLoader`, as tensors."""
 
 from __future__ import annotations
 
@@ -68,10 +68,12 @@ def distill(
 
 
 class PaddleLoader(DistillLoader[B]):
-    """What `distill` returns; see `DistillLoader`."""
+    """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
 
     def to_tensor(self, labels: Array) -> Any:
+        """See `DistillLoader.to_tensor`."""
         return paddle.to_tensor(labels)
 
     def move(self, value: Any, device: Any) -> Any:
+        """Return the value as it is: Paddle makes tensors on its current device."""
         return value

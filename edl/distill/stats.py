@@ -1,4 +1,4 @@
-"""What a reader has done so far, for people and for Prometheus."""
+"""Counters of a reader, for people and for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ __all__ = ["ReaderStats", "TeacherStats"]
 
 @dataclass(frozen=True)
 class TeacherStats:
-    """One teacher's part.
+    """Counters of a teacher.
 
     Attributes:
+        endpoint: its address.
         state: "ready", "connecting", "draining", "set aside" or "gone".
         why: why it is not ready; empty if it is.
         rows: delivered from this teacher.
-        requests, failures: answered well, and not.
-        in_flight, window: requests at the teacher now, and how many it may have.
+        requests: answered well.
+        failures: requests that failed.
+        in_flight: requests at the teacher now.
+        window: how many requests it may have.
         median_s: median latency of the last answers in seconds, 0 before the first.
     """
 
@@ -79,7 +82,7 @@ class ReaderStats:
     discovery: str = ""
 
     def line(self) -> str:
-        """The state in one line for a person."""
+        """Return the state in a line for a person."""
         parts = [f"{self.rows_delivered:,} rows", f"{self.teachers_live} teacher{'s' * (self.teachers_live != 1)}"]
         if self.rows_cached:
             parts.append(f"{self.rows_cached:,} from cache")
@@ -96,7 +99,7 @@ class ReaderStats:
 
 
 def merged(parts: Iterable[ReaderStats]) -> ReaderStats:
-    """The sum over several services; ids are told apart by service where they clash."""
+    """Return the sum over several services; ids are told apart by service where they clash."""
     parts = list(parts)
     teachers: dict[str, TeacherStats] = {}
     for index, part in enumerate(parts):

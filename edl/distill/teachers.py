@@ -1,4 +1,4 @@
-"""Where a reader's teachers come from: fixed endpoints, or a service followed through discovery."""
+"""Names a reader's teachers: fixed endpoints, or a service that is followed through discovery."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ logger = logging.getLogger("edl.distill")
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of one service, or a fixed list of them.
+    """The teachers of a service, or a fixed list of them.
 
     Attributes:
         service: name under which they register; or
-        endpoints: `host:port` of each.
+        endpoints: `host:port` of every teacher.
         discovery: URL of the registry; None for `EDL_DISCOVERY`, or this machine's SQLite file.
         max_teachers: talk to so many at most; students of the same service share them out evenly then.
-        model: model name in requests; empty for what the teacher registered, or the only one that it serves.
+        model: model name in requests; empty for what the teacher registered, or the only model that it serves.
         weight: share in a weighted average with other services.
         version: labels of this version of the model only; empty for any. See "Versions" in docs/students.md.
+
+    Raises:
+        SettingsError: a value that cannot be, or neither or both of a service and endpoints.
     """
 
     service: str | None = None
@@ -51,7 +54,16 @@ class Teachers:
 
     @classmethod
     def parse(cls, teachers: str | Sequence[str] | Teachers, *, discovery: str | None = None) -> Teachers:
-        """A service's name, `host:port[,host:port…]`, a list of `host:port`, or what is parsed already."""
+        """Return the teachers that text names.
+
+        Args:
+            teachers: a service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, which are
+                returned.
+            discovery: URL of the registry.
+
+        Raises:
+            SettingsError: it names none.
+        """
         if isinstance(teachers, Teachers):
             return teachers
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
@@ -64,19 +76,19 @@ class Teachers:
 
     @property
     def name(self) -> str:
-        """For titles."""
+        """Name for titles."""
         return self.service or ", ".join(self.endpoints)
 
     @property
     def described(self) -> str:
-        """For messages: the name, and where it is looked up."""
+        """Name for messages: with where it is looked up."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
 def service_identities(groups: Sequence[Teachers]) -> list[str]:
-    """Whose labels those of each group are, in a cache: the service, or all fixed endpoints in one order.
+    """Return by group whose labels they are, in a cache: the service, or all fixed endpoints in one order.
 
-    A registry's URL plays no part, since it has several names, but where an ensemble has a service of one name twice.
+    A registry's URL plays no part, since it has several names, but where an ensemble has two services of the same name.
     """
     names = [group.service or ",".join(sorted(group.endpoints)) for group in groups]
     places = [(name, DiscoverySettings.of(group.discovery).url) for name, group in zip(names, groups, strict=True)]
@@ -87,10 +99,13 @@ def service_identities(groups: Sequence[Teachers]) -> list[str]:
 
 
 def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
-    """What `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, say.
+    """Return the teachers that `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, name.
+
+    Args:
+        optional: whether they may name none.
 
     Raises:
-        SettingsError: they say nothing, unless teachers are optional.
+        SettingsError: they name none, unless teachers are optional.
     """
     settings = TeacherSettings.from_env()
     if settings.endpoints:
@@ -106,6 +121,11 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
 
 
 def fixed_instance(endpoint: str) -> Instance:
+    """Return an endpoint, `host:port` or `unix:` and a path, as an instance.
+
+    Raises:
+        SettingsError: it is neither.
+    """
     if endpoint.startswith("unix:"):
         return Instance(service="fixed", id=endpoint, address=endpoint, port=0)
     host, _, port = endpoint.rpartition(":")

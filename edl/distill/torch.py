@@ -1,4 +1,4 @@
-"""Soft labels for a PyTorch `DataLoader`: the same batches, each with the teachers' answer as tensors."""
+"""Puts soft labels beside the batches of a PyTorch `DataLoader`, as tensors."""
 
 from __future__ import annotations
 
@@ -56,22 +56,32 @@ def distill(
 
     Args:
         loader: yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
-        teachers: a service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble;
-            None for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`).
-        inputs: which parts of a batch the teachers need: names by position (None: not sent), one name for a batch that
-            is a tensor or whose first part is meant, or a mapping from name to key, position or function of the batch.
+        teachers: a service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
+            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`).
+        inputs: which parts of a batch the teachers need: names by position (None: not sent), a single name for a batch
+            that is a tensor or whose first part is meant, or a mapping from name to key, position or function of the
+            batch.
         outputs: the teachers' output, or several.
         discovery: URL of the registry that `teachers` names a service of.
-        batch_rows: rows of one request; None for the whole batch, in pieces where it has more than 256 rows or a
-            teacher takes fewer.
-        combine, top_k, temperature, dtype, version: see `DistillReader`.
-        device: move tensors there one batch ahead of use; pinned batches without waiting.
-        cache, ids, dataset: keep soft labels by sample id; `ids` finds the ids in a batch. See `DistillReader`.
+        batch_rows: rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
+            takes fewer.
+        combine: see `DistillReader`.
+        top_k: keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
+        temperature: at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
+        version: labels of this version of the model only; empty for any.
+        device: move tensors there a batch ahead of use; pinned batches without waiting.
+        cache: keeps soft labels by sample id. See `DistillReader`.
+        ids: with a cache, how to find the ids in a batch: a key, a position or a function.
+        dataset: with a cache, what the ids mean. See `DistillReader`.
         options: deadlines, memory, hedging.
 
     Returns:
-        An iterable with the loader's length. Soft labels are a tensor [rows, ...] for one output, a tuple for several
-        (for each service of an ensemble that is not combined), `TopK` of tensors with `top_k`.
+        An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, a tuple for
+        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`.
+
+    Raises:
+        SettingsError: an argument that cannot be.
     """
     return TorchLoader(
         loader,
@@ -94,10 +104,12 @@ def distill(
 
 
 class TorchLoader(DistillLoader[B]):
-    """What `distill` returns; see `DistillLoader`."""
+    """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
 
     def to_tensor(self, labels: Array) -> torch.Tensor:
+        """See `DistillLoader.to_tensor`."""
         return torch.from_numpy(labels)
 
     def move(self, value: Any, device: torch.device) -> Any:
+        """See `DistillLoader.move`."""
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

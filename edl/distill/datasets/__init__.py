@@ -1,4 +1,4 @@
-"""A user's data set found by name, and its rows batch by batch: array files, `Dataset`s and plain iterables.
+"""Finds a user's data set by name, and yields its rows batch by batch: array files, `Dataset`s and plain iterables.
 
 Rows that need no label are not loaded where their ids are known without it. What does not belong here: asking teachers.
 """
@@ -17,15 +17,15 @@ __all__ = ["LabelDataset", "open_data"]
 
 
 def open_data(name: str, inputs: Sequence[str], ids: str | None = None, workers: int = 0) -> LabelDataset:
-    """The data set called `name`.
+    """Open the data set called `name`.
 
     Args:
         name: `FILE.npz` or `FILE.npy` (mapped into memory where possible), or `MODULE:FACTORY` or `FILE.py:FACTORY`: a
             function that returns a `Dataset`, a sequence or an iterable of samples (arrays, tuples or mappings).
         inputs: of the teachers' model: `NAME`, or `NAME=KEY` where the data set calls it otherwise (an array of the
             file, the key of a mapping, the position in a tuple).
-        ids: what holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample.
-            None: a row's position is its id.
+        ids: what holds the ids: an array of an `.npz` file, an `.npy` file, or the key or position in a sample. None: a
+            row's position is its id.
         workers: see `SequenceData`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Samples that a function of the user's makes, found by `MODULE:FACTORY` or `FILE.py:FACTORY`."""
+"""Finds samples that a function of the user's makes, by `MODULE:FACTORY` or `FILE.py:FACTORY`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,13 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int) -> LabelDataset:
-    """The data set that the function `name` returns. Arguments: see `open_data`; `wanted` is name to key.
+    """Open the data set that the function `name` returns.
+
+    Args:
+        name: see `open_data`.
+        wanted: names to keys.
+        ids: see `open_data`.
+        workers: see `open_data`.
 
     Raises:
         SettingsError: there is no such function, or it returns no samples.
@@ -104,7 +110,7 @@ def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers:
 
 
 def _made(found: Any) -> Any:
-    """What a factory returns; a data set that is there already as it is."""
+    """Return what a factory returns; a data set that is there already as it is."""
     is_data = not isinstance(found, type) and (hasattr(found, "__getitem__") or hasattr(found, "__iter__"))
     return found if is_data or not callable(found) else found()
 

@@ -1,4 +1,4 @@
-"""Arrays in .npz and .npy files, mapped into memory where possible. Nothing is unpickled."""
+"""Opens arrays in .npz and .npy files, mapped into memory where possible. Unpickles none."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ __all__ = ["open_arrays"]
 
 
 def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> LabelDataset:
+    """Open the arrays of a file.
+
+    Args:
+        path: of the `.npz` or `.npy` file.
+        wanted: input names to names of arrays.
+        ids: see `open_data`.
+
+    Raises:
+        SettingsError: the file cannot be read, or lacks an array.
+    """
     try:
         if path.suffix == ".npy":
             if len(wanted) > 1:
@@ -41,7 +51,7 @@ def _mapped(path: Path) -> Array:
 
 
 class _Npz:
-    """Arrays of an .npz file; those that were stored without compression are mapped, not read."""
+    """Arrays of an .npz file; arrays that were stored without compression are mapped, not read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""The kinds of data sets, and their rows batch by batch."""
+"""Kinds of data sets, and their rows batch by batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK = 65536
 
 
 class LabelDataset(abc.ABC):
-    """A data set.
+    """A data set to be labelled.
 
     Attributes:
         inputs: names of the teachers' inputs that it has.
@@ -36,11 +36,16 @@ class LabelDataset(abc.ABC):
 
     @abc.abstractmethod
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
-        """Ids and inputs [rows, ...] of all samples that are not known, in order, up to `rows` at a time."""
+        """Yield ids and inputs [rows, ...] of all samples that are not known, in order, up to `rows` at a time.
+
+        Args:
+            rows: most samples in a batch.
+            known: tells which ids need no label.
+        """
 
 
 class _Indexed(LabelDataset):
-    """Any row can be loaded by itself, and its id is known before."""
+    """A data set whose rows can be loaded singly, by ids that are known before."""
 
     def __init__(self, rows: int, ids: Array | None) -> None:
         self.rows = rows
@@ -51,11 +56,12 @@ class _Indexed(LabelDataset):
             raise SettingsError("--ids: some ids are there twice; each sample needs one of its own")
 
     def ids_of(self, index: Array) -> list[SampleId]:
+        """Return the ids of the rows at these positions."""
         ids: list[SampleId] = (index if self._ids is None else self._ids[index]).tolist()
         return ids
 
     def unknown(self, known: KnownFilter) -> Array:
-        """Indices of the rows that are not known, rising."""
+        """Return the positions of the rows that are not known, rising."""
         assert self.rows is not None
         found = []
         for start in range(0, self.rows, _BLOCK):
@@ -65,7 +71,12 @@ class _Indexed(LabelDataset):
 
 
 class ArrayData(_Indexed):
-    """Arrays [rows, ...] by input, perhaps mapped from files."""
+    """Arrays [rows, ...] by input, perhaps mapped from files.
+
+    Args:
+        arrays: by input name.
+        ids: integers or strings [rows]; None: a row's position is its id.
+    """
 
     def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None) -> None:
         counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
@@ -78,6 +89,7 @@ class ArrayData(_Indexed):
         self._arrays = dict(arrays)
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        """See `LabelDataset.batches`."""
         index = self.unknown(known)
         for start in range(0, len(index), rows):
             part = index[start : start + rows]
@@ -89,8 +101,9 @@ class SequenceData(_Indexed):
     """Samples by position, such as a PyTorch `Dataset` with `__len__` and `__getitem__`.
 
     Args:
-        fields: for each input, how to find it in a sample.
-        workers: processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this one.
+        samples: by position.
+        fields: by input, how to find it in a sample.
+        workers: processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
     """
 
     def __init__(self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0) -> None:
@@ -101,6 +114,7 @@ class SequenceData(_Indexed):
         self._workers = workers
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        """See `LabelDataset.batches`."""
         index = self.unknown(known)
         parts = [index[start : start + rows] for start in range(0, len(index), rows)]
         if self._workers:
@@ -125,7 +139,7 @@ class SequenceData(_Indexed):
 
 
 class _Taken:
-    """What is taken of each sample, in whichever process loads it."""
+    """Inputs taken of samples, in whichever process loads them."""
 
     def __init__(self, samples: Any, stack: _Stack) -> None:
         self._samples = samples
@@ -139,11 +153,11 @@ class _Taken:
 
 
 class IterableData(LabelDataset):
-    """Samples one after the other.
+    """Samples in sequence.
 
     Args:
-        make: returns an iterable from the start on, each time that it is called.
-        fields: for each input, how to find it in a sample.
+        make: returns an iterable from the start on, every time that it is called.
+        fields: by input, how to find it in a sample.
         id_field: how to find a sample's id; None: its position.
     """
 
@@ -159,6 +173,7 @@ class IterableData(LabelDataset):
         self._id_field = id_field
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+        """See `LabelDataset.batches`."""
         waiting: list[tuple[SampleId, dict[str, Array]]] = []
         seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids
         samples = (self._take(at, sample, seen) for at, sample in enumerate(self._make()))
@@ -178,7 +193,7 @@ class IterableData(LabelDataset):
         return [sample_id for sample_id, _ in entries], self._stack(entries)
 
     def _new_id(self, at: int, sample: Any, seen: set[SampleId]) -> SampleId:
-        """Two samples of one id would share a label, that of whichever is answered last."""
+        """Return a sample's id, and check that it is new: two samples of the same id would share a label."""
         sample_id = self._id(at, sample)
         if self._id_field is not None:
             if sample_id in seen:
@@ -200,13 +215,13 @@ class IterableData(LabelDataset):
 
 
 class _Stack:
-    """Makes one array [rows, ...] for each input out of samples, in whichever process loads them."""
+    """Makes an array [rows, ...] of every input out of samples, in whichever process loads them."""
 
     def __init__(self, fields: Mapping[str, Callable[[Any], Any]]) -> None:
         self._fields = fields
 
     def take(self, sample_id: SampleId, sample: Any) -> tuple[SampleId, dict[str, Array]]:
-        """A sample's inputs, copied before the next one is loaded, perhaps into the same memory."""
+        """Return a sample's inputs, copied before the next sample is loaded, perhaps into the same memory."""
         taken = {}
         for name, field in self._fields.items():
             try:

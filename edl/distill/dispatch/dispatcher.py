@@ -608,7 +608,7 @@ class Dispatcher:
         )
 
     def _head_due(self) -> float | None:
-        """Return when the task that the training loop waits for is worth asking an idle teacher for, too."""
+        """Return when the task that the training loop waits for is worth asking an idle teacher for."""
         head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
         if head is None or len(head.attempts) != 1 or self._has_unassigned():
             return None

@@ -308,9 +308,7 @@ class TeacherConnection:
                     self._disconnect()
 
     async def _explain_handshake(self, words: str) -> str:
-        """Return what is wrong with certificates where an attempt to connect failed; empty if they are right or it is
-        unknown.
-        """
+        """Return what is wrong with certificates where an attempt to connect failed; empty if unknown."""
         if not looks_like_handshake(words):
             return ""
         says_tls = self.instance.meta.get(names.TLS_META) == "1"

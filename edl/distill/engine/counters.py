@@ -69,8 +69,9 @@ class EngineCounters:
         self._teachers = _Teachers(present, gone, departed)
 
     def teacher(self, teacher: str) -> _Counts:
-        """Return the counts of a teacher, for writing; the sums of departed teachers if it left before its last request
-        ended.
+        """Return the counts of a teacher, for writing.
+
+        If it left before its last request ended, these are the sums of departed teachers.
         """
         teachers = self._teachers
         return teachers.present.get(teacher, teachers.departed)

@@ -331,8 +331,9 @@ class Engine:
         self._set_timer()
 
     def _start(self, send: Send, job: LabelJob) -> Callable[[], object]:
-        """Send a request; return what cancels it. Most need no task of their own, which spares the loop some of its
-        turns.
+        """Send a request; return what cancels it.
+
+        Most need no task of their own, which spares the loop some of its turns.
         """
         connection = self._pool.connections.get(send.teacher)
         if connection is not None and connection.spec is not None:

@@ -76,8 +76,9 @@ class CacheQueue:
     def put(
         self, view: CacheView, ids: Sequence[Any], outputs: Outputs, of: tuple[SoftLabelCache, CacheKey] | None = None
     ) -> None:
-        """Put rows into the cache soon. Never waits: when the disk cannot follow, rows are dropped, and asked for again
-        later.
+        """Put rows into the cache soon.
+
+        Never waits: when the disk cannot follow, rows are dropped, and asked for again later.
 
         Args:
             view: where to put them.

@@ -241,8 +241,9 @@ class LabelSession:
         chunk.outputs[service] = outputs
 
     def max_rows(self, stopped: Callable[[], bool]) -> int:
-        """Return the rows that teachers take in a request, 0 if any number. Waits for them, and fails, as `submit`
-        does.
+        """Return the rows that teachers take in a request, 0 if any number.
+
+        Waits for teachers, and fails, as `submit` does.
         """
         limits = [engine.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)

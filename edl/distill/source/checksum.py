@@ -36,10 +36,9 @@ _random = np.random.default_rng()  # another seed in each process, so that no da
 
 
 class TimeBudget:
-    """Tells whether there is time to look at whole arrays, a share of all time since it was made, and where to look if
-    not.
+    """Tells whether there is time to look at whole arrays, and where to look if not.
 
-    `positions` is for a single thread at a time.
+    The time is a share of all that has passed since this was made. `positions` is for a single thread at a time.
 
     Args:
         share: of the time, from 0 to 1.

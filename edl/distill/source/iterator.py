@@ -76,8 +76,9 @@ def _by_position(source: Any) -> Iterator[Any]:
 
 
 def _batches_of(source: Any) -> int | None:
-    """Return how many batches a framework's `DataLoader` yields; None with samplers of the user's, where it may only
-    guess.
+    """Return how many batches a framework's `DataLoader` yields; None where it may only guess.
+
+    With samplers of the user's it does.
     """
     if type(source).__name__ != "DataLoader" or not _is_framework(source):
         return None

@@ -20,8 +20,9 @@ def arrays_nbytes(arrays: Iterable[Array]) -> int:
 
 
 def object_nbytes(value: Any) -> int:
-    """Return the bytes that an object of any type holds, or its attributes, as far as they say; pictures as Pillow has
-    them.
+    """Return the bytes that an object of any type holds, or its attributes, as far as they say.
+
+    Pictures are counted as Pillow has them.
     """
     nbytes = _own_nbytes(value)
     if nbytes is None:

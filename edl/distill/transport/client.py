@@ -334,7 +334,10 @@ class TeacherClient:
         self, payload: Payload, region: str, failure: RequestFailure, timeout_s: float, deadline: float
     ) -> Reply:
         """Ask again for what failed while its inputs were in the shared memory `region`, which the teacher may have
-        lost: in memory that is registered once more if that is what it says, else, and after that, in the message."""
+        lost.
+
+        In memory that is registered once more if that is what the teacher says; else, and after that, in the message.
+        """
         if payload.slot is not None and is_about_memory(failure, region):
             again = await self._regions.register_again(payload.slot.region, region, deadline)
             self.shares_memory = self.shares_memory and again is not None
@@ -355,7 +358,7 @@ class TeacherClient:
         return await self._call(header, raw, timeout_s, payload.traceparent)
 
     async def _registered(self, payload: Payload, deadline: float) -> str | None:
-        """The name under which the teacher knows the payload's shared memory; None to send it in the message."""
+        """Return the name under which the teacher knows the payload's shared memory; None to send it in the message."""
         if payload.slot is None or not self.shares_memory:
             return None
         name = await self._regions.register(payload.slot.region, deadline)
@@ -363,7 +366,7 @@ class TeacherClient:
         return name
 
     async def close(self, *, unregister: bool = True) -> None:
-        """Close the connection; requests under way end with LOST. A second call does nothing.
+        """Close the connection; requests under way end with LOST. May be called twice.
 
         Args:
             unregister: have the teacher let go of shared memory; not if another connection goes on using it.
@@ -384,7 +387,8 @@ class TeacherClient:
         await self._channel.close()
 
     async def _list_versions(self, model: str, deadline: float) -> tuple[str, ...]:
-        """The versions of a model that the server has, among which is the one that is asked for; none if it lists none.
+        """Return the versions of a model that the server has, with the version asked for among them; none if it lists
+        none.
 
         Raises:
             RequestFailed: REJECTED if it has others only.
@@ -422,7 +426,7 @@ class TeacherClient:
         )
 
     def _check_names(self, *found: str) -> None:
-        """See that what is written into logs, labels and caches' names is text that a person could have meant."""
+        """Check that what goes into logs, labels and caches' names is text that a person could have meant."""
         if len(found) > _MOST_NAMES:
             what = f"{self.endpoint}: its model has {len(found)} inputs and outputs, more than {_MOST_NAMES}"
             raise RequestFailed(FailureKind.REJECTED, what)
@@ -676,9 +680,7 @@ class TeacherClient:
 
 
 def _may_succeed_otherwise(failure: RequestFailure, region: str) -> bool:
-    """Return whether what failed in shared memory may still succeed: the teacher refused it, and that may be the
-    memory's fault.
-    """
+    """Return whether what failed in shared memory may succeed elsewhere: it was refused, perhaps for the memory."""
     return failure.kind is FailureKind.REJECTED or is_about_memory(failure, region)
 
 
@@ -707,8 +709,9 @@ def _parameters(timeout_s: float, traceparent: str) -> bytes:
 
 
 def _newest(versions: Sequence[str]) -> str:
-    """Return what a server answers with that is not told which: Triton the highest number. Elsewhere a version is any
-    text.
+    """Return the version that a server answers with if it is not told which.
+
+    Triton takes the highest number. Elsewhere a version is any text.
     """
     numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]

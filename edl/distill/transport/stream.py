@@ -109,6 +109,7 @@ class InferStream:
         Args:
             header: a serialized ModelInferRequest without an id.
             raw: its `raw_input_contents`; read until `done` is called.
+            timeout_s: seconds until it ends with TIMEOUT.
             done: not called before this returns. LOST if the stream ends.
 
         Returns:
@@ -127,7 +128,7 @@ class InferStream:
         self._finish(number, None)
 
     async def infer(self, header: bytes, raw: Sequence[Buffer], timeout_s: float) -> RawResponse:
-        """`start`, and wait for the answer. Cancelling cancels the request.
+        """Send a request as `start`, and wait for the answer. Cancelling cancels the request.
 
         Raises:
             RequestFailed: as for a call of its own; LOST if the stream ends.

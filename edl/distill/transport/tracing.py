@@ -17,7 +17,7 @@ __all__ = ["RequestIds", "current_traceparent"]
 
 
 class RequestIds(Iterator[str]):
-    """Ids of the requests over one connection: 8 hexadecimal digits drawn for it, and the request's number in 8.
+    """Ids of the requests over a connection: 8 hexadecimal digits drawn for it, and the request's number in 8.
 
     Attributes:
         traceparent: for a request without a span of the user's: the trace of this process, the parent this connection.
@@ -34,8 +34,9 @@ class RequestIds(Iterator[str]):
 
 @functools.lru_cache(maxsize=1)
 def _trace_of(pid: int) -> str:
-    """Return the id of a trace for the requests of this process that belong to no other trace; a forked child has
-    another.
+    """Return the id of the trace for requests of this process that belong to no other trace.
+
+    A forked child has another.
     """
     return secrets.token_hex(16)
 

@@ -51,15 +51,23 @@ def soft_cross_entropy(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
+    """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
     Its gradient is that of `kl_divergence`; the value is larger by the entropy of the teacher.
 
     Args:
         student_logits: floating-point [rows, ..., classes].
         teacher: of the same shape.
+        temperature: T, above 0.
         teacher_is: what the teacher's outputs are. Probabilities p become p^(1/T), scaled to sum to 1, which is what
             their logits would give. On the CPU it is checked that they are probabilities.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(-_expected(log_p, log_q) * temperature**2, reduction)
@@ -73,13 +81,27 @@ def kl_divergence(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """T² times KL(teacher ‖ student) of the distributions at temperature T. Arguments: see `soft_cross_entropy`."""
+    """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
+
+    Args:
+        student_logits: floating-point [rows, ..., classes].
+        teacher: of the same shape.
+        temperature: T, above 0.
+        teacher_is: see `soft_cross_entropy`.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
+    """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
 
 
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
-    """T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
+    """Compute T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
 
     T is the temperature at which the labels were made. With every class kept this is `kl_divergence`; otherwise it is
     smaller by what the two distributions differ by within the tail. Without the extra class the student could move its
@@ -91,6 +113,13 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
     Args:
         student_logits: floating-point [rows, ..., classes].
         teacher: labels of as many rows, of numpy arrays or tensors.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: rows or classes that do not agree.
     """
     student, ids = _wide(student_logits), _tensor(teacher.ids, student_logits.device).long()
     values = _tensor(teacher.values, student.device).to(student.dtype)
@@ -112,10 +141,21 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
 
 
 def logit_mse(student_logits: Tensor, teacher_logits: Tensor | Array, *, reduction: Reduction = "mean") -> Tensor:
-    """The squared difference of logits, averaged over the classes.
+    """Compute the squared difference of logits, averaged over the classes.
 
     Sources: Ba and Caruana, "Do Deep Nets Really Need to be Deep?", 2014; Kim et al., "Comparing Kullback-Leibler
     Divergence and Mean Squared Error Loss in Knowledge Distillation", 2021.
+
+    Args:
+        student_logits: floating-point [rows, ..., classes].
+        teacher_logits: of the same shape.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes that differ.
     """
     student = _wide(student_logits)
     teacher = _tensor(teacher_logits, student.device).detach().to(student.dtype)
@@ -130,13 +170,22 @@ def feature_mse(
     *,
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """The squared difference of features [rows, ...], averaged over all axes but the first.
+    """Compute the squared difference of features [rows, ...], averaged over all axes but the first.
 
     Source: Romero et al., "FitNets: Hints for Thin Deep Nets", 2015.
 
     Args:
+        student: features, floating-point [rows, ...].
+        teacher: features [rows, ...].
         projection: brings the student's features to the teacher's shape, for example `torch.nn.Linear(128, 512)`. It is
             learned with the student: give its parameters to the optimizer, and throw it away after training.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows] with reduction "none".
+
+    Raises:
+        SettingsError: shapes that differ.
     """
     projected = _wide(projection(student) if projection is not None else student)
     target = _tensor(teacher, projected.device).detach().to(projected.dtype)
@@ -149,7 +198,16 @@ def feature_mse(
 
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
-    """`alpha` of the soft loss and 1 - `alpha` of the hard one."""
+    """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
+
+    Args:
+        hard: loss against the true labels.
+        soft: loss against the teacher.
+        alpha: from 0 to 1.
+
+    Raises:
+        SettingsError: `alpha` is out of range.
+    """
     if not is_share(alpha):
         raise SettingsError(f"alpha={alpha!r}: the share of the soft loss must be from 0 to 1")
     return alpha * soft + (1 - alpha) * hard
@@ -164,11 +222,15 @@ class DistillLoss(nn.Module):
         loss(student(images), soft_labels, labels).backward()
 
     Args:
-        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the one that they were made
-            with.
+        temperature: T of the soft loss; not used by "mse". With `TopK` labels it must be the temperature that they were
+            made with.
         alpha: share of the soft loss, from 0 to 1.
         soft: "kl", "cross_entropy" or "mse" (of logits).
         teacher_is: see `soft_cross_entropy`.
+        reduction: see the module.
+
+    Raises:
+        SettingsError: a value that cannot be.
     """
 
     def __init__(
@@ -197,13 +259,19 @@ class DistillLoss(nn.Module):
         self.reduction: Reduction = reduction
 
     def forward(self, student_logits: Tensor, teacher: Tensor | Array | TopK, labels: Tensor | None = None) -> Tensor:
-        """The loss.
+        """Compute the loss.
 
         Args:
             student_logits: [rows, ..., classes].
             teacher: of the same shape, or `TopK`.
             labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1. Rows
                 with label -100 have no part in the hard loss.
+
+        Returns:
+            The loss, or losses [rows, ...] with reduction "none".
+
+        Raises:
+            SettingsError: labels that are missing, or shapes that do not agree.
         """
         if self.alpha == 1:
             return self._soft(student_logits, teacher)
@@ -214,6 +282,7 @@ class DistillLoss(nn.Module):
         return mix(self._hard(student_logits, labels), self._soft(student_logits, teacher), self.alpha)
 
     def extra_repr(self) -> str:
+        """Return the settings, for `repr`."""
         return f"temperature={self.temperature:g}, alpha={self.alpha:g}, soft={self.soft!r}"
 
     def _soft(self, student_logits: Tensor, teacher: Tensor | Array | TopK) -> Tensor:
@@ -250,7 +319,7 @@ class DistillLoss(nn.Module):
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    """The sum of p times `values`; what has no probability adds nothing, even if infinite. NaN stays NaN."""
+    """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
     p = log_p.exp()
     return (p * torch.where(p > 0, values, 0.0)).sum(dim=-1)
 
@@ -258,7 +327,7 @@ def _expected(log_p: Tensor, values: Tensor) -> Tensor:
 def _log_probabilities(
     student_logits: Tensor, teacher: Tensor | Array, temperature: float, teacher_is: TeacherIs
 ) -> tuple[Tensor, Tensor]:
-    """Logarithms of the teacher's and the student's probabilities at `temperature`."""
+    """Return the logarithms of the teacher's and the student's probabilities at `temperature`."""
     _check_temperature(temperature)
     _check_teacher_is(teacher_is)
     student = _wide(student_logits)
@@ -271,7 +340,7 @@ def _log_probabilities(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """At least float32."""
+    """Return the tensor as at least float32."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise SettingsError(f"the student's outputs are {what}: expected a floating-point tensor")
@@ -317,7 +386,7 @@ def _same_shape(what: str, student: Tensor, teacher: Tensor) -> None:
 
 
 def _check_probabilities(given: Tensor) -> None:
-    """On the CPU only: on an accelerator it would make every step wait for the device."""
+    """Check that labels are probabilities. On the CPU only: on an accelerator every step would wait for the device."""
     if given.device.type != "cpu" or not given.numel():
         return
     low, sums = float(given.min()), given.sum(dim=-1)

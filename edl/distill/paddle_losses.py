@@ -31,13 +31,20 @@ def soft_cross_entropy(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
+    """Compute T² times the cross-entropy between the teacher's and the student's distributions at temperature T.
 
     Args:
         student_logits: floating-point [rows, ..., classes].
         teacher: of the same shape, a tensor or a numpy array.
+        temperature: T, above 0.
         teacher_is: "logits" or "probabilities".
         reduction: "mean" over all rows and positions, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
     """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(-_expected(log_p, log_q) * temperature**2, reduction)
@@ -51,17 +58,38 @@ def kl_divergence(
     teacher_is: TeacherIs = "logits",
     reduction: Reduction = "mean",
 ) -> Tensor:
-    """T² times KL(teacher ‖ student) of the distributions at temperature T. Arguments: see `soft_cross_entropy`."""
+    """Compute T² times KL(teacher ‖ student) of the distributions at temperature T.
+
+    Args:
+        student_logits: floating-point [rows, ..., classes].
+        teacher: of the same shape, a tensor or a numpy array.
+        temperature: T, above 0.
+        teacher_is: "logits" or "probabilities".
+        reduction: see `soft_cross_entropy`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
+    """
     log_p, log_q = _log_probabilities(student_logits, teacher, temperature, teacher_is)
     return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
 
 
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
-    """T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
+    """Compute T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
 
     Args:
         student_logits: floating-point [rows, ..., classes].
         teacher: labels of as many rows, of numpy arrays or tensors. T is the temperature that they were made at.
+        reduction: see `soft_cross_entropy`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: rows or classes that do not agree.
     """
     student, temperature = _wide(student_logits), teacher.temperature
     ids = _tensor(teacher.ids).astype("int64")
@@ -87,7 +115,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    """The sum of p times `values`; what has no probability adds nothing, even if infinite. NaN stays NaN."""
+    """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
     p = log_p.exp()
     possible = p > 0
     zero = paddle.zeros_like(values)
@@ -114,7 +142,7 @@ def _log_probabilities(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """At least float32."""
+    """Return the tensor as at least float32."""
     if not isinstance(tensor, paddle.Tensor) or not tensor.is_floating_point():
         what = tensor.dtype if isinstance(tensor, paddle.Tensor) else type(tensor).__name__
         raise SettingsError(f"the student's outputs are {what}: expected a floating-point tensor")

@@ -43,23 +43,30 @@ class DistillReader:
         for image, label, logits in reader():
             ...
 
+    The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
+    yield new arrays every time, not a buffer filled again and again.
+
     Args:
-        ins: for each field of a sample, the name of the teachers' input that it is, or None if it only passes through.
-            Fields behind the last name pass through, too; a name that the teachers' model does not have is not sent.
+        ins: by field of a sample, the name of the teachers' input that it is, or None if it only passes through. Fields
+            behind the last name pass through, too; a name that the teachers' model does not have is not sent.
         predicts: names of the teachers' outputs, which are added behind the fields.
-        teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`,
-            or a list of `Teachers` for an ensemble.
+        teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`, or
+            a list of `Teachers` for an ensemble.
+        teacher_batch_size: see `set_teacher_batch_size`.
         combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
-        top_k, temperature, dtype, version: what is asked for; see `edl.distill.transport.request.OutputSpec`.
+        top_k: deliver the k largest logits of a row as `TopK`; None for whole outputs.
+        temperature: at which the tail's mass is summed up with `top_k`.
+        dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
+        version: labels of this version of the model only; empty for any.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
         id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
         dataset: with a cache, what the ids mean; see `edl.distill.cache.CacheKey`.
         options: deadlines, memory, hedging; see `Options`.
 
-    The source runs in a background thread, ahead of the training loop; what it yields is passed on as it is, so it must
-    yield new arrays each time, not one buffer filled again and again.
+    Raises:
+        SettingsError: an argument that cannot be.
     """
 
     def __init__(
@@ -105,25 +112,52 @@ class DistillReader:
     # Configuration
 
     def set_sample_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
-        """`reader()` yields samples: tuples of fields. Delivered: the tuple with the predictions behind it.
+        """Set a source of samples: tuples of fields. Delivered: the tuple with the predictions behind it.
 
         A sample's prediction is an array without the axis of rows; with `top_k` a `TopK` likewise, ids and values [k].
-        `TopK.stack` makes one of several.
+        `TopK.stack` makes a batch of several.
+
+        Args:
+            reader: called once an epoch; returns an iterable of samples.
+
+        Raises:
+            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample", reader)
 
     def set_sample_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
-        """`reader()` yields lists of samples. Delivered: lists of the same lengths, of samples as
-        `set_sample_generator` has them.
+        """Set a source of lists of samples.
+
+        Delivered: lists of the same lengths, of samples as `set_sample_generator` has them.
+
+        Args:
+            reader: called once an epoch; returns an iterable of lists.
+
+        Raises:
+            SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("sample_list", reader)
 
     def set_batch_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
-        """`reader()` yields batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind."""
+        """Set a source of batches: tuples of arrays [rows, ...]. Delivered: the same with predictions behind.
+
+        Args:
+            reader: called once an epoch; returns an iterable of batches.
+
+        Raises:
+            SettingsError: a source is set already, or `reader` cannot be called.
+        """
         return self._set_source("batch", reader)
 
     def set_fixed_teacher(self, teachers: str | Sequence[str]) -> DistillReader:
-        """Use these teachers: `host:port`, separated by commas or as a list."""
+        """Use these teachers.
+
+        Args:
+            teachers: `host:port`, separated by commas or as a list.
+
+        Raises:
+            SettingsError: the first epoch has started, or an endpoint cannot be.
+        """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
         self._not_started("set_fixed_teacher")
         self._teachers = [Teachers(endpoints=tuple(part.strip() for part in parts if part.strip()))]
@@ -140,7 +174,11 @@ class DistillReader:
         Args:
             discovery_servers: URL of the registry, `consul://host:8500`, `etcd://host:2379` or `sqlite:///path`; None
                 for `EDL_DISCOVERY` or this machine's SQLite file. Of a list, the first is used.
+            teacher_service_name: of the service.
             require_max_teacher: use so many at most, None for all.
+
+        Raises:
+            SettingsError: the first epoch has started.
         """
         self._not_started("set_dynamic_teacher")
         urls = [discovery_servers] if isinstance(discovery_servers, str) else list(discovery_servers or ())
@@ -154,7 +192,11 @@ class DistillReader:
         return self
 
     def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
-        """Use so many teachers of a dynamic service at most."""
+        """Use so many teachers of a dynamic service at most.
+
+        Raises:
+            SettingsError: the first epoch has started, or the number is below 1.
+        """
         self._not_started("set_require_max_teacher")
         if not is_count(require_max_teacher):
             raise SettingsError(f"require_max_teacher={require_max_teacher!r}: must be a whole number of at least 1")
@@ -162,8 +204,13 @@ class DistillReader:
         return self
 
     def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
-        """Rows of one request. Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is
-        larger. In either case fewer where a teacher takes no more.
+        """Set the rows of a request.
+
+        Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger. In either case fewer
+        where a teacher takes no more.
+
+        Raises:
+            SettingsError: the first epoch has started, or the number is below 1.
         """
         self._not_started("set_teacher_batch_size")
         self._batch_size = self._checked_batch_size(teacher_batch_size)
@@ -193,7 +240,16 @@ class DistillReader:
     # Use
 
     def __call__(self) -> Iterator[Any]:
-        """One epoch. Starting one ends the one before it."""
+        """Start an epoch, which ends the epoch before it.
+
+        Returns:
+            An iterator over what the source yields, with predictions.
+
+        Raises:
+            ClosedError: the reader is closed.
+            SettingsError: no data source or teachers are set.
+            TemporaryError: the source is still busy with the epoch before.
+        """
         if self._closed:
             raise ClosedError("the reader is closed")
         if self._source is None or self._kind is None:
@@ -209,7 +265,7 @@ class DistillReader:
         return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.services))
 
     def stats(self) -> ReaderStats:
-        """What has been done so far; may be called from any thread while the reader runs."""
+        """Return what has been done so far; may be called from any thread while the reader runs."""
         return self._session.stats() if self._session is not None else ReaderStats()
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""A cache of soft labels, so that inputs which do not change are asked for once.
+"""Keeps soft labels, so that teachers are asked only once for inputs which do not change.
 
 `SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
 and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
 
-- `key` and `layout`: what an answer depends on, and how a row of several outputs becomes one run of bytes;
+- `key` and `layout`: what an answer depends on, and how a row of several outputs becomes a run of bytes;
 - `memory`: the rows in memory, and which of them stay;
-- `segment`: one file of rows; `folder`: many, under one bound; `namespace`: rows found in them; `writer`: made;
+- `segment`: a file of rows; `folder`: many, under a common bound; `namespace`: rows found in them; `writer`: made;
 - `store` and `view`: the front; `labels`: everything of a folder as arrays.
 
 What does not belong here: deciding when to ask teachers.

@@ -45,10 +45,19 @@ _LATEST_NS = 5 * 10**18
 
 
 class SegmentFolder:
-    """Writes segments and evicts them. `write` is for one thread at a time.
+    """Writes segments and evicts them. `write` is for a single thread at a time.
 
     Args:
+        path: of the folder, made if it is missing.
         limit_bytes: of all files in the folder together, None for no bound.
+
+    Attributes:
+        path: as given.
+        limit_bytes: as given.
+        evicted: segments deleted so far.
+
+    Raises:
+        SettingsError: the folder cannot be used.
     """
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
@@ -67,11 +76,11 @@ class SegmentFolder:
             raise SettingsError(f"soft-label cache folder {str(path)!r}: {exc.strerror or exc}") from exc
 
     def nbytes(self) -> int:
-        """Bytes of all files, foreign ones included."""
+        """Return the bytes of all files, foreign files included."""
         return sum(size for _, size in self._files())
 
     def keys(self) -> list[CacheKey]:
-        """What labels there are."""
+        """Return the keys of all labels in the folder."""
         found = []
         for file in sorted(self.path.glob(f"*/{KEY_FILE}")):
             try:
@@ -86,7 +95,14 @@ class SegmentFolder:
         return found
 
     def write(self, key: CacheKey, data: bytes) -> Path:
-        """Add a segment, evicting the oldest ones to make room.
+        """Add a segment, evicting the oldest segments to make room.
+
+        Args:
+            key: of the rows.
+            data: the file's bytes.
+
+        Returns:
+            The file.
 
         Raises:
             OSError: it could not be written.
@@ -165,7 +181,7 @@ class SegmentFolder:
             )
 
     def _files(self) -> Iterator[tuple[Path, int]]:
-        """Every file and its size; those that vanish meanwhile are left out."""
+        """Yield every file and its size; files that vanish meanwhile are left out."""
         for place in [self.path, *_entries(self.path)]:
             try:
                 entries = _entries(place)
@@ -212,7 +228,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _has(path: Path, data: bytes) -> bool:
-    """Whether a file is there, and what it should be."""
+    """Return whether a file is there, with this content."""
     try:
         return read_small(path, len(data) + 1) == data
     except OSError:

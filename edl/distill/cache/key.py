@@ -1,4 +1,4 @@
-"""What an answer depends on besides the sample: the cache keeps rows of different keys apart."""
+"""`CacheKey`: what an answer depends on besides the sample. The cache keeps rows of different keys apart."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ class CacheKey:
         version: as the answer names it, or the model's metadata where answers name none. Another version is another
             teacher.
         outputs: names of the outputs kept.
-        top_k, temperature: of `TopK` labels; without `top_k` the temperature plays no part and becomes 1.
+        top_k: of `TopK` labels, None for whole outputs.
+        temperature: of `TopK` labels; without `top_k` it plays no part and becomes 1.
         dtype: "float16" or "float32" if the labels were asked for or stored in it, None as the model gives them.
         dataset: the user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
             augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
         service: whose version it is: the service's name, or the endpoints of fixed teachers. Version "1" of another
-            service is another model. Empty where the version is a hash of the weights, as `edl serve` makes it: that
-            is the same model wherever it is served.
+            service is another model. Empty where the version is a hash of the weights, as `edl serve` makes it: that is
+            the same model wherever it is served.
         inputs: names of what is sent, where the teachers do not say which inputs their model has; sorted.
+
+    Raises:
+        SettingsError: a value of another type, or no output.
     """
 
     model: str
@@ -59,12 +63,12 @@ class CacheKey:
 
     @property
     def folder(self) -> str:
-        """A folder's name: the model's for people, and a hash that tells keys apart."""
+        """Name of a folder: the model's for people, and a hash that tells keys apart."""
         readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", self.model)[:40].strip(".-") or "model"
         return f"{readable}-{hashlib.sha256(self.to_json().encode()).hexdigest()[:20]}"
 
     def to_json(self) -> str:
-        """The same text for equal keys. Fields that older files do not have are left out where they are empty."""
+        """Return the same text for equal keys. Fields that older files do not have are left out if empty."""
         fields = asdict(self)
         for name in ("service", "inputs"):
             if not fields[name]:
@@ -85,10 +89,10 @@ class CacheKey:
 
     @classmethod
     def from_json(cls, text: str) -> CacheKey:
-        """The key that `to_json` wrote.
+        """Return the key that `to_json` wrote.
 
         Raises:
-            ValueError: it did not.
+            ValueError: it did not write this.
         """
         try:
             fields: dict[str, Any] = json.loads(text)

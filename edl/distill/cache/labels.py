@@ -1,4 +1,4 @@
-"""A whole folder of labels as arrays, for programs that train without a reader."""
+"""Reads a whole folder of labels as arrays, for programs that train without a reader."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("edl.distill")
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
-    """All labels of one key, in memory.
+    """All labels of a key, in memory.
 
     Attributes:
         key: the teacher and the data set that they are of.
@@ -44,10 +44,13 @@ class LabelSet:
         return len(self.ids)
 
     def rows(self, ids: Ids) -> dict[str, Array | TopK]:
-        """The outputs of these samples, in this order, as new arrays.
+        """Return the outputs of these samples, in this order, as new arrays.
+
+        Args:
+            ids: [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: there is no label for one of them.
+            SettingsError: there is no label for some of them.
         """
         where = self._where
         samples = as_ids(ids)
@@ -75,6 +78,7 @@ def load_labels(path: str | os.PathLike[str], key: CacheKey | None = None) -> La
         logits = labels.rows(range(len(dataset)))["logits"]
 
     Args:
+        path: of the folder.
         key: wanted if the folder has labels of several teachers or data sets.
 
     Raises:

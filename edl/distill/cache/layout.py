@@ -1,4 +1,4 @@
-"""Rows of several outputs as records: one run of bytes a row, all of the same length."""
+"""Packs rows of several outputs into records: a run of bytes per row, all of the same length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ ID_PREFIX = "sample_ids"
 
 @dataclass(frozen=True)
 class Column:
-    """One array of the rows. `shape` is without the rows; `dtype` is little-endian."""
+    """An array of the rows.
+
+    Attributes:
+        name: of the output, or of a part of it.
+        dtype: little-endian.
+        shape: without the rows.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -32,7 +38,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of a row."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -45,7 +51,7 @@ class RowLayout:
 
     Attributes:
         columns: sorted by name.
-        top_k: for each output that is `TopK`, its temperature and number of classes; its three arrays are columns.
+        top_k: by output that is `TopK`, its temperature and number of classes; its three arrays are columns.
     """
 
     columns: tuple[Column, ...]
@@ -58,12 +64,12 @@ class RowLayout:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one row, by column."""
+        """Shapes of a row, by column."""
         return {column.name: column.shape for column in self.columns}
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], top_k: Mapping[str, tuple[float, int | None]]) -> RowLayout:
-        """The layout of these arrays [rows, ...].
+        """Return the layout of these arrays [rows, ...].
 
         Raises:
             SettingsError: an array that cannot be kept.
@@ -81,13 +87,13 @@ class RowLayout:
         return cls(tuple(columns), dict(top_k))
 
     def pack(self, arrays: Mapping[str, Array]) -> list[bytes]:
-        """A record for each row."""
+        """Return a record for every row."""
         parts = [_as_bytes(arrays[column.name], column) for column in self.columns]
         packed = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
         return [row.tobytes() for row in packed]
 
     def unpack(self, records: bytes, rows: int) -> dict[str, Array]:
-        """Arrays [rows, ...] by column out of joined records. Read-only where that saves a copy."""
+        """Return arrays [rows, ...] by column out of joined records. Read-only where that saves a copy."""
         packed = np.frombuffer(records, np.uint8).reshape(rows, self.row_nbytes)
         arrays, at = {}, 0
         for column in self.columns:
@@ -97,7 +103,7 @@ class RowLayout:
         return arrays
 
     def restore(self, arrays: Mapping[str, Array]) -> dict[str, Array | TopK]:
-        """Outputs out of columns: the arrays of `TopK` put together again."""
+        """Return outputs out of columns: the arrays of `TopK` put together again."""
         outputs: dict[str, Array | TopK] = dict(arrays)
         for name, (temperature, classes) in self.top_k.items():
             parts = [arrays[part] for part in top_k_names(name)]
@@ -111,9 +117,11 @@ class RowLayout:
 
 
 def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[str, Array], RowLayout]:
-    """Outputs as plain arrays by column, and their layout.
+    """Return outputs as plain arrays by column, and their layout.
 
     Args:
+        outputs: arrays [rows, ...] or `TopK`, by name.
+        rows: how many they must have.
         half: make floating-point values float16, except for the tail's mass.
 
     Raises:

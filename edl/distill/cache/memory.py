@@ -1,10 +1,10 @@
-"""The rows in memory, and which of them stay when it is full. Not thread-safe: the cache's lock guards it.
+"""Keeps rows in memory, and decides which of them stay when it is full. Not thread-safe: the cache's lock guards it.
 
-The least recently used row goes first, but a training loop is the worst that can happen to that rule: an epoch uses
-each row once, so that with less memory than rows every row is gone just before it is wanted again. Therefore new rows
-are let into a full memory rarely: the rows that are there stay and are found again, and yet a working set that changes
-is followed. (Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA 2007: bimodal insertion.)
-Rows of a namespace that nobody uses any more, such as those of an older teacher, make room at once.
+The least recently used row goes first, but a training loop is the worst case of that rule: an epoch uses every row
+once, so that with less memory than rows every row is gone just before it is wanted again. Therefore new rows are let
+into a full memory rarely: the rows that are there stay and are found again, and yet a working set that changes is
+followed. (Qureshi et al., "Adaptive Insertion Policies for High Performance Caching", ISCA 2007: bimodal insertion.)
+Rows of a namespace that is no longer used, such as those of an older teacher, make room at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IDLE_AFTER_CALLS = 1024
 
 @dataclass(eq=False)
 class NamespaceRows:
-    """One namespace's records, the least recently used first."""
+    """Records of a namespace, the least recently used first."""
 
     records: OrderedDict[SampleId, bytes] = field(default_factory=OrderedDict)
     nbytes: int = 0
@@ -35,7 +35,16 @@ class NamespaceRows:
 
 
 class MemoryTier:
-    """Records of all namespaces, `limit_bytes` in all, bookkeeping included."""
+    """Records of all namespaces.
+
+    Args:
+        limit_bytes: of all records together, bookkeeping included.
+
+    Attributes:
+        limit_bytes: as given.
+        nbytes: of the records now.
+        evicted: rows that made room for others.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -46,7 +55,7 @@ class MemoryTier:
         self._all: list[NamespaceRows] = []
 
     def rows(self) -> NamespaceRows:
-        """Room for a new namespace."""
+        """Return room for a new namespace."""
         rows = NamespaceRows(used_at=self._calls)
         self._all.append(rows)
         return rows
@@ -55,7 +64,7 @@ class MemoryTier:
         return sum(len(rows.records) for rows in self._all)
 
     def get(self, rows: NamespaceRows, ids: Sequence[SampleId]) -> list[bytes | None]:
-        """The records of `ids`, None where there is none; those found become the most recently used."""
+        """Return the records of `ids`, None where there is none; rows found become the most recently used."""
         self._use(rows)
         records = rows.records
         found = list(map(records.get, ids))
@@ -83,7 +92,7 @@ class MemoryTier:
             self.nbytes -= size
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all rows."""
         for rows in self._all:
             rows.records.clear()
             rows.nbytes = 0

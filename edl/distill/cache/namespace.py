@@ -1,4 +1,4 @@
-"""The rows of one key on disk: which file and row each id has, files that come and go, and rows not written yet.
+"""Indexes the rows of a key on disk: the file and row of every id, files that come and go, and rows not written yet.
 
 Not thread-safe but for `read`: the cache's lock guards it.
 """
@@ -30,7 +30,14 @@ _CLOCK_GRAIN_S = 2.0
 
 
 class RowRange(NamedTuple):
-    """`rows` rows that lie behind one another in a file, from row `start` on."""
+    """Rows that lie behind one another in a file.
+
+    Attributes:
+        number: of the file.
+        segment: the file.
+        start: first row.
+        rows: how many.
+    """
 
     number: int
     segment: Segment
@@ -39,11 +46,20 @@ class RowRange(NamedTuple):
 
 
 class Namespace:
-    """See the module.
+    """The rows of a key on disk.
+
+    Args:
+        root: the cache's folder.
+        key: of the rows.
+        handles: open files.
 
     Attributes:
+        key: as given.
+        path: of the namespace's folder.
         layout: of the rows; None before the first was seen.
         pending: records that are not in a file yet.
+        skipped: files left out.
+        damaged_rows: found so far.
     """
 
     def __init__(self, root: Path, key: CacheKey, handles: FileHandles) -> None:
@@ -70,17 +86,17 @@ class Namespace:
         return sample in self.pending or sample in self._index
 
     def ids(self) -> list[SampleId]:
-        """All ids, in the order in which they were first seen."""
+        """Return all ids, in the order in which they were first seen."""
         return list({**dict.fromkeys(self._index), **dict.fromkeys(self.pending)})
 
     def segments(self) -> list[Segment]:
-        """The files, oldest first."""
+        """Return the files, oldest first."""
         return [self._segments[number] for _, number in sorted(self._numbers.items())]
 
     # Looking up
 
     def places(self, ids: Sequence[SampleId]) -> list[RowRange | None]:
-        """Where rows are: places in the order of `ids`, each for as many ids as it has rows, None for one id."""
+        """Return where rows are, in the order of `ids`: a range for as many ids as it has rows, None for an id."""
         codes = [self._index.get(sample, -1) for sample in ids]
         found: list[RowRange | None] = []
         at = 0
@@ -99,11 +115,11 @@ class Namespace:
         return found
 
     def is_newest(self, place: RowRange, row: int, sample: SampleId) -> bool:
-        """Whether row `row` of the place still is what counts for this id."""
+        """Return whether row `row` of the range still is what counts for this id."""
         return sample not in self.pending and self._index.get(sample) == place.number << _ROW_BITS | place.start + row
 
     def read(self, place: RowRange) -> list[bytes | None] | BadSegmentError:
-        """The records there, None for damaged ones, or why the file cannot be read any more. Needs no lock."""
+        """Return the records there, None for damaged records, or why the file cannot be read. Needs no lock."""
         try:
             return place.segment.read(self._handles, place.start, place.rows)
         except BadSegmentError as exc:
@@ -118,7 +134,7 @@ class Namespace:
             self._leave_out(place.segment.path, why)
 
     def damaged(self, place: RowRange, row: int, sample: SampleId) -> None:
-        """Forget a row whose bytes are not those that were written. Said once for each file."""
+        """Forget a row whose bytes are not what was written. Logged once per file."""
         self.damaged_rows += 1
         if self.is_newest(place, row, sample):
             del self._index[sample]
@@ -131,7 +147,7 @@ class Namespace:
             )
 
     def verify(self) -> None:
-        """Read every row, and forget those that are damaged and files that cannot be read any more."""
+        """Read every row, and forget damaged rows and files that cannot be read any more."""
         for number, segment in list(self._segments.items()):
             for start in range(0, len(segment.ids), _VERIFIED_AT_ONCE):
                 place = RowRange(number, segment, start, min(_VERIFIED_AT_ONCE, len(segment.ids) - start))
@@ -211,10 +227,10 @@ class Namespace:
         logger.warning("soft-label cache: %s is left out: %s", path, why)
 
     def agree(self, layout: RowLayout) -> None:
-        """All rows of a namespace have one layout, that of the first.
+        """Check that rows have the layout of the first rows.
 
         Raises:
-            BadSegmentError: this is another one.
+            BadSegmentError: they have another.
         """
         if self.layout is None:
             self.layout = layout
@@ -245,14 +261,14 @@ class Namespace:
     # Rows not written yet
 
     def written(self, ids: Iterable[SampleId], records: Iterable[bytes]) -> None:
-        """These rows are in a file now, or never will be; those put again meanwhile stay pending."""
+        """Note that rows are in a file now, or never will be; rows put again meanwhile stay pending."""
         for sample, record in zip(ids, records, strict=True):
             if self.pending.get(sample) is record:
                 del self.pending[sample]
 
 
 def _identity(path: Path) -> tuple[str, int, int] | None:
-    """Tells a file from another one that takes its name later; None if there is none."""
+    """Return what tells a file from another that takes its name later; None if there is none."""
     try:
         stat = path.stat()
     except OSError:

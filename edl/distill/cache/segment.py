@@ -1,13 +1,13 @@
-"""One file of rows, in the safetensors format (https://github.com/huggingface/safetensors#format).
+"""Reads and encodes a file of rows, in the safetensors format (https://github.com/huggingface/safetensors#format).
 
-A file holds the ids (`sample_ids` int64 [rows], or as UTF-8 text `sample_ids.utf8` with `sample_ids.ends`) and one
-tensor [rows, ...] for each column, so that any reader of safetensors can read it. Files never change: they are renamed
-into place whole, and deleted.
+A file holds the ids (`sample_ids` int64 [rows], or as UTF-8 text `sample_ids.utf8` with `sample_ids.ends`) and a tensor
+[rows, ...] per column, so that any reader of safetensors can read it. Files never change: they are renamed into place
+whole, and deleted.
 
 Disks, and what lies between, flip bits. `sample_ids.crc32` has a checksum (uint32) of each row's record, and the
-metadata have one of the ids, these checksums and the layout (`crc32`), which is looked at when the file is opened. A
-row's is looked at when it is first read: each time would double the time that wide rows in the page cache take.
-Files of format 1 have none, and are read without.
+metadata have a checksum of the ids, these checksums and the layout (`crc32`), which is verified when the file is
+opened. A row's is verified when it is first read: every time would double the time that wide rows in the page cache
+take. Files of format 1 have none, and are read without.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _DTYPES = {
 
 
 class BadSegmentError(Exception):
-    """A file that is torn, foreign or gone, and why. Does not leave this package.
+    """Raised for a file that is torn, foreign or gone. Does not leave this package.
 
     Attributes:
-        may_pass: nothing is said about the file: it could not be read now, for want of descriptors, say.
+        may_pass: whether the file itself may be right: it could not be read now, for want of descriptors, say.
     """
 
     def __init__(self, why: str, *, may_pass: bool = False) -> None:
@@ -73,7 +73,14 @@ class BadSegmentError(Exception):
 
 
 def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: Sequence[bytes]) -> bytes:
-    """A file's bytes. The ids are either all integers or all strings."""
+    """Return a file's bytes.
+
+    Args:
+        namespace: name of its folder.
+        layout: of the rows.
+        ids: [rows], either all integers or all strings.
+        records: [rows].
+    """
     tensors = layout.unpack(b"".join(records), len(records))
     if isinstance(ids[0], int):
         tensors[ID_PREFIX] = np.array(ids, np.int64)
@@ -98,7 +105,7 @@ def _top_k_in(text: str) -> dict[str, tuple[float, int | None]]:
 
 
 def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
-    """A checksum of all that says what the rows are and whose, but for their bytes."""
+    """Return a checksum of all that says what the rows are and whose, but for their bytes."""
     total = zlib.crc32(f"{layout} {sorted(layout.top_k.items())}".encode())
     for name, array in sorted(about.items()):
         total = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), total))
@@ -106,7 +113,7 @@ def _sum_of(about: Mapping[str, Array], layout: RowLayout) -> str:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a file with.
+    """Return a descriptor to read a file with.
 
     Raises:
         OSError: it cannot be opened, or is no regular file: to open a FIFO, or to read a terminal, could take for ever.
@@ -122,7 +129,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """A file's first bytes, `most` at most.
+    """Return a file's first bytes, `most` at most.
 
     Raises:
         OSError: as `open_regular`.
@@ -135,7 +142,7 @@ def read_small(path: Path, most: int) -> bytes:
 
 
 class FileHandle:
-    """An open file that closes when nobody holds it any more, be it in the middle of another thread's read."""
+    """An open file that closes when it is no longer held, be it in the middle of another thread's read."""
 
     __slots__ = ("fd",)
 
@@ -149,7 +156,11 @@ class FileHandle:
 
 
 class FileHandles:
-    """A bounded number of open files, the least recently used closed first."""
+    """A bounded number of open files, the least recently used closed first.
+
+    Args:
+        most: files open at a time.
+    """
 
     def __init__(self, most: int = 128) -> None:
         self._most = most
@@ -157,7 +168,7 @@ class FileHandles:
         self._lock = threading.Lock()
 
     def get(self, path: Path) -> FileHandle:
-        """The open file; hold it while using its descriptor."""
+        """Return the open file; hold it while using its descriptor."""
         with self._lock:
             handle = self._open.get(path)
             if handle is None:
@@ -169,7 +180,7 @@ class FileHandles:
             return handle
 
     def drop(self, path: Path) -> None:
-        """Close it, if it is open."""
+        """Close a file, if it is open."""
         with self._lock:
             self._open.pop(path, None)
 
@@ -184,9 +195,12 @@ class Segment:
     """A file that was found whole.
 
     Attributes:
-        offsets: for each column of the layout, where its tensor starts in the file.
+        path: of the file.
+        ids: [rows].
+        layout: of the rows.
+        offsets: by column of the layout, where its tensor starts in the file.
         sums: uint32 [rows], the records' checksums; None in an old file.
-        checked: for each row 1 once its record was found right.
+        checked: by row 1 once its record was found right.
     """
 
     path: Path
@@ -246,7 +260,7 @@ class Segment:
             raise BadSegmentError("its header and ids do not fit into memory", may_pass=True) from exc
 
     def read(self, handles: FileHandles, start: int, count: int) -> list[bytes | None]:
-        """The records of `count` rows from row `start` on, None for those that are damaged.
+        """Return the records of `count` rows from row `start` on, None for damaged records.
 
         Raises:
             BadSegmentError: the file is gone, or shorter than it was.
@@ -305,7 +319,7 @@ def _unreadable(exc: OSError) -> BadSegmentError:
 
 
 def _check_places(tensors: Mapping[str, _Tensor], start: int, size: int) -> None:
-    """See that tensors fill the file and do not overlap, as the format has it: a label may be one sample's only."""
+    """Check that tensors fill the file and do not overlap, as the format has it: a label may be one sample's only."""
     at = start
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != at:
@@ -316,10 +330,12 @@ def _check_places(tensors: Mapping[str, _Tensor], start: int, size: int) -> None
 
 
 def _check_layout(layout: RowLayout) -> None:
-    """See that a row can be made outputs of.
+    """Check that outputs can be made of a row.
 
     Raises:
-        ValueError, KeyError, TypeError: it cannot.
+        ValueError: they cannot.
+        KeyError: likewise.
+        TypeError: likewise.
     """
     if not layout.columns or not all(column.nbytes for column in layout.columns):
         raise ValueError("there is nothing in its rows")

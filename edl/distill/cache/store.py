@@ -28,9 +28,11 @@ class CacheStats:
     """Counters since the cache was made, and gauges of this moment.
 
     Attributes:
-        hits, misses: rows looked up that were there, and that were not.
-        memory_rows, memory_bytes: in memory, bookkeeping included.
-        disk_rows: known to the views of this cache, those not written yet included.
+        hits: rows looked up that were there.
+        misses: rows looked up that were not there.
+        memory_rows: rows in memory.
+        memory_bytes: in memory, bookkeeping included.
+        disk_rows: known to the views of this cache, rows not written yet included.
         disk_bytes: of all files in the folder.
         evicted_rows: from memory.
         evicted_segments: files deleted by this cache.
@@ -111,11 +113,11 @@ class SoftLabelCache:
 
     @property
     def path(self) -> Path | None:
-        """The folder on disk."""
+        """Folder on disk, None without."""
         return self._folder.path if self._folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
-        """The rows of one key; the same object for equal keys. With `store_dtype`, that is part of the key."""
+        """Return the rows of a key; the same object for equal keys. With `store_dtype`, that is part of the key."""
         self.check()
         if self.store_dtype is not None:
             key = replace(key, dtype=self.store_dtype)
@@ -126,7 +128,7 @@ class SoftLabelCache:
         return view
 
     def keys(self) -> list[CacheKey]:
-        """What there are rows for: in the folder, and in memory."""
+        """Return the keys that there are rows for: in the folder, and in memory."""
         self.check()
         found = dict.fromkeys(self._folder.keys() if self._folder is not None else ())
         with self.lock:
@@ -134,7 +136,7 @@ class SoftLabelCache:
         return list(found)
 
     def stats(self) -> CacheStats:
-        """What has been done so far; may be called from any thread."""
+        """Return what has been done so far; may be called from any thread."""
         disk_bytes = self._folder.nbytes() if self._folder is not None else 0
         with self.lock:
             disk = [view.disk for view in self._views.values() if view.disk is not None]
@@ -154,6 +156,9 @@ class SoftLabelCache:
 
     def flush(self, timeout_s: float = 60.0) -> None:
         """Write every row that was put so far.
+
+        Args:
+            timeout_s: seconds to wait for it.
 
         Raises:
             TemporaryError: rows could not be written now or since the last flush, or not within `timeout_s`.

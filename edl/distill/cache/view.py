@@ -1,4 +1,4 @@
-"""`CacheView`: the rows of one key, looked up many at a time."""
+"""`CacheView`: looks up and keeps the rows of a key, many at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Ids: TypeAlias = Sequence[SampleId] | Array
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a look-up found.
+    """Rows that a look-up found.
 
     Attributes:
         mask: bool [rows], which of the ids are there.
@@ -47,7 +47,10 @@ class Found:
         return bool(self.mask.all())
 
     def filled(self, rest: Outputs) -> dict[str, Array | TopK]:
-        """Outputs of all rows, with `rest` for those that were not there, in their order, in the cache's dtypes.
+        """Return outputs of all rows, in the cache's dtypes.
+
+        Args:
+            rest: outputs of the rows that were not there, in their order.
 
         Raises:
             SettingsError: `rest` has other outputs or shapes than the rows of the cache.
@@ -70,13 +73,14 @@ class Found:
 
 
 class CacheView:
-    """The rows of one key. Made by `SoftLabelCache.view`. Thread-safe.
+    """The rows of a key. Made by `SoftLabelCache.view`. Thread-safe.
 
     Ids are integers of 64 bits or strings; 1 and "1" are two ids.
 
     Attributes:
         key: what the rows depend on.
-        hits, misses: rows looked up that were there, and that were not.
+        hits: rows looked up that were there.
+        misses: rows looked up that were not there.
         disk: the part on disk; None without.
     """
 
@@ -122,7 +126,7 @@ class CacheView:
         return Found(mask, layout.restore(layout.unpack(b"".join(there), len(there))))
 
     def put(self, ids: Ids, outputs: Outputs) -> None:
-        """Keep rows. Of several rows of one id the last counts.
+        """Keep rows. Of several rows of the same id the last counts.
 
         May wait for the disk when labels come faster than it writes.
 
@@ -131,7 +135,7 @@ class CacheView:
             outputs: arrays [rows, ...] of numbers, or `TopK`, by the names in the key.
 
         Raises:
-            SettingsError: outputs that cannot be kept, or of other dtypes or shapes than those kept before.
+            SettingsError: outputs that cannot be kept, or of other dtypes or shapes than outputs kept before.
         """
         self._cache.check()
         samples = as_ids(ids)
@@ -151,7 +155,7 @@ class CacheView:
             self._writer.put(self.disk, samples, records)
 
     def contains(self, ids: Ids) -> Array:
-        """Which ids there are rows for, bool [rows]; without reading them."""
+        """Return which ids there are rows for, bool [rows]; without reading them."""
         self._cache.check()
         samples = as_ids(ids)
         with self._lock:
@@ -160,7 +164,7 @@ class CacheView:
             return np.fromiter((sample in known or sample in disk for sample in samples), np.bool_, len(samples))
 
     def verify(self) -> None:
-        """Read all rows on disk and forget damaged ones, so that `contains` and `ids` can be relied on."""
+        """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on."""
         self._cache.check()
         with self._lock:
             disk = self._scanned()
@@ -168,7 +172,7 @@ class CacheView:
                 disk.verify()
 
     def ids(self) -> list[SampleId]:
-        """All ids that there are rows for."""
+        """Return all ids that there are rows for."""
         self._cache.check()
         with self._lock:
             disk = self._scanned()
@@ -216,7 +220,7 @@ class CacheView:
     def _on_disk(
         disk: Namespace, samples: list[SampleId], records: list[bytes | None]
     ) -> list[tuple[list[int], RowRange]]:
-        """Fill in rows that wait to be written; for the others, which rows to read where."""
+        """Fill in rows that wait to be written; return, for the others, which rows to read where."""
         for row, record in enumerate(records):
             if record is None:
                 records[row] = disk.pending.get(samples[row])
@@ -240,7 +244,7 @@ class CacheView:
         place: RowRange,
         read: list[bytes | None] | BadSegmentError,
     ) -> None:
-        """Rows came from disk: into the answer, and into memory unless newer ones were put meanwhile."""
+        """Put rows from disk into the answer, and into memory unless newer rows were put meanwhile."""
         assert self.disk is not None
         if isinstance(read, BadSegmentError):
             self.disk.lost(place, read)
@@ -255,7 +259,10 @@ class CacheView:
 
 
 def as_ids(ids: Ids) -> list[SampleId]:
-    """Sample ids as plain Python integers and strings.
+    """Return sample ids as plain Python integers and strings.
+
+    Args:
+        ids: [rows], a sequence or an array.
 
     Raises:
         SettingsError: something else is among them.
@@ -273,7 +280,7 @@ def as_ids(ids: Ids) -> list[SampleId]:
 
 
 def _check_ids(samples: list[SampleId]) -> None:
-    """What could not be written."""
+    """Check that the ids can be written."""
     numbers = [sample for sample in samples if isinstance(sample, int)]
     if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
         raise SettingsError(f"sample ids from {min(numbers)} to {max(numbers)}: integers must fit 64 bits")

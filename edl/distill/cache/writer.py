@@ -26,7 +26,7 @@ _STALLED_S = 60.0
 
 @dataclass(eq=False)
 class _Batch:
-    """Rows on their way into one file. `since` is when the first came."""
+    """Rows on their way into a file. `since` is when the first came."""
 
     namespace: Namespace
     since: float
@@ -36,12 +36,20 @@ class _Batch:
 
 
 class SegmentWriter:
-    """Holds no reference to the cache, so that a cache which nobody uses any more can go.
+    """Gathers rows into segments, and writes them in a background thread.
+
+    Holds no reference to the cache, so that a cache which is no longer used can go.
 
     Args:
+        folder: to write to.
         lock: the cache's; guards everything here and in the namespaces.
         segment_bytes: a file is written when so many bytes of rows have come,
         interval_s: or the first of them so long ago. What came since the last file is lost when the process is killed.
+
+    Attributes:
+        failures: files that could not be written.
+        lost_rows: rows of them, since the last flush.
+        failure: why the last write failed.
     """
 
     def __init__(self, folder: SegmentFolder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
@@ -61,7 +69,7 @@ class SegmentWriter:
         self._dead = ""  # why the thread has ended; then nothing is written any more
 
     def put(self, namespace: Namespace, ids: Sequence[SampleId], records: Sequence[bytes]) -> None:
-        """Take rows in. Waits while two files' worth of rows wait to be written, so that memory stays bounded."""
+        """Take in rows. Waits while two files' worth of rows wait to be written, so that memory stays bounded."""
         with self._lock:
             if self._dead:
                 self._count_lost(len(ids), self._dead)
@@ -89,7 +97,7 @@ class SegmentWriter:
                     self._failed(self._waiting.popleft(), f"nothing has been written for {_STALLED_S:g} s")
 
     def flush(self, timeout_s: float) -> bool:
-        """Write all rows that came until now; False if `timeout_s` passed first."""
+        """Write all rows that came until now; return False if `timeout_s` passed first."""
         with self._lock:
             self._waiting.extend(self._gathering.values())
             self._gathering.clear()
@@ -100,7 +108,7 @@ class SegmentWriter:
             )
 
     def let_go(self) -> None:
-        """`close` for a finalizer, which may run in any thread and in the middle of any function: waits for no disk."""
+        """Close from a finalizer, which may run in any thread and in the middle of any function. Waits for no disk."""
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
@@ -140,7 +148,7 @@ class SegmentWriter:
             _RUNNING.discard(self)
 
     def _end(self, why: str) -> None:
-        """Let go of everybody who waits: there is nobody any more to write anything."""
+        """Let go of all that wait: there is no thread any more to write."""
         with self._lock:
             self._dead = why
             lost = [batch for batch in (self._writing, *self._waiting, *self._gathering.values()) if batch is not None]

@@ -571,8 +571,9 @@ class Dispatcher:
         return max(self.policy.hedge_after * median, 1.2 * usual, self.policy.hedge_min_s)
 
     def _hedge(self, free: list[tuple[str, TeacherState]], now: float) -> Iterator[Send]:
-        """Send late tasks to a second teacher too; with no other work, also tasks that a faster teacher would end
-        sooner.
+        """Send late tasks to a second teacher too.
+
+        With no other work, tasks that a faster teacher would end sooner are sent there as well.
         """
         old = now - self.policy.hedge_min_s  # attempts are in the order of their sending
         candidates = itertools.takewhile(lambda entry: entry[1].sent_at <= old, self._attempts.items())
@@ -608,7 +609,7 @@ class Dispatcher:
         )
 
     def _head_due(self) -> float | None:
-        """Return when the task that the training loop waits for is worth asking an idle teacher for."""
+        """Return when an idle teacher is worth asking for the task that the training loop waits for."""
         head = self._tasks.get(self._awaited_task) if self._awaited_task is not None else None
         if head is None or len(head.attempts) != 1 or self._has_unassigned():
             return None

@@ -333,8 +333,7 @@ class TeacherClient:
     async def _infer_again(
         self, payload: Payload, region: str, failure: RequestFailure, timeout_s: float, deadline: float
     ) -> Reply:
-        """Ask again for what failed while its inputs were in the shared memory `region`, which the teacher may have
-        lost.
+        """Ask again for what failed in the shared memory `region`, which the teacher may have lost.
 
         In memory that is registered once more if that is what the teacher says; else, and after that, in the message.
         """
@@ -387,11 +386,10 @@ class TeacherClient:
         await self._channel.close()
 
     async def _list_versions(self, model: str, deadline: float) -> tuple[str, ...]:
-        """Return the versions of a model that the server has, with the version asked for among them; none if it lists
-        none.
+        """Return the versions of a model that the server has; none if it lists none.
 
         Raises:
-            RequestFailed: REJECTED if it has others only.
+            RequestFailed: REJECTED if the version asked for is not among them.
         """
         meta = await self._call_method("ModelMetadata", kserve.ModelMetadataRequest(name=model), deadline)
         listed = tuple(meta.versions)

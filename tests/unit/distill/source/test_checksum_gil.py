@@ -34,7 +34,7 @@ def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(200):
             time.sleep(0.0001)  # the other thread gets the GIL, and waits for it again
             before = turns[0]
-            assert known[number % 4].fits(arrays[number % 4], time_budget)
+            assert known[number % 4].matches(arrays[number % 4], time_budget)
             Checksum.of(arrays[number % 4], time_budget)
             assert turns[0] == before, "another thread ran in the middle of a look"
     finally:

@@ -32,6 +32,7 @@ from edl.collective.agent.log_folder import kept_logs, temporary_logs
 from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.collective.agent.options import parse_options, parser
 from edl.collective.agent.slurm import SlurmStep
+from edl.collective.agent.task_runs import TaskRuns
 from edl.collective.agent.watch import HangLimits
 from edl.collective.agent.world import Rules
 from edl.collective.agent.zygote import Warm
@@ -62,6 +63,11 @@ def main(argv: Sequence[str]) -> int:
     step = SlurmStep.of()
     options = parse_options(argv, step)
     with ExitStack() as stack:
+        runs: TaskRuns | None = None
+        if step is not None and options.rdzv_id == step.name:
+            runs = stack.enter_context(TaskRuns(step))
+            step = replace(step, run=runs.ended)
+            options = parse_options(argv, step)
         conf = _conf(options)
         endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
         url = _store_url(options, stack) if endpoint is None else endpoint.url
@@ -76,6 +82,8 @@ def main(argv: Sequence[str]) -> int:
             _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}, store {url}")
         _tell_of_unused(options, endpoint, url)
         code = Agent(told, store, _say).run()
+        if runs is not None and code == Exit.DONE:
+            runs.count()
         if url.startswith(_SERVED):
             from edl.collective.agent.served_store import keep_for_later
 

@@ -30,6 +30,7 @@ class SlurmStep:
         restarts: how often the job was requeued or restarted.
         tasks: how many tasks the step has on all hosts.
         rank: which of them this task is, from 0 on.
+        task_pid: the process that Slurm started for this task, 0 if it is not set.
         tasks_here: how many of them are on this host.
         hosts: how many hosts the step has.
         host: which of them this task is on, from 0 on.
@@ -38,6 +39,7 @@ class SlurmStep:
         cpus: how many CPUs belong to this task.
         gpus: how many GPUs of this host the step may use, 0 if Slurm gave it none.
         visible_gpus: how many of them this task may use; None if no variable limits that.
+        run: how many jobs of `edl run` have ended in this task before (`TaskRuns`).
     """
 
     cluster: str
@@ -46,6 +48,7 @@ class SlurmStep:
     restarts: int
     tasks: int
     rank: int
+    task_pid: int
     tasks_here: int
     hosts: int
     host: int
@@ -54,6 +57,7 @@ class SlurmStep:
     cpus: int
     gpus: int
     visible_gpus: int | None
+    run: int = 0
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
@@ -82,6 +86,7 @@ class SlurmStep:
             restarts=_number(environ, "SLURM_RESTART_COUNT"),
             tasks=tasks,
             rank=_number(environ, "SLURM_PROCID"),
+            task_pid=_number(environ, "SLURM_TASK_PID"),
             tasks_here=tasks_here,
             hosts=_number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1)),
             host=_number(environ, "SLURM_NODEID"),
@@ -94,8 +99,13 @@ class SlurmStep:
 
     @property
     def name(self) -> str:
-        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after each requeue."""
-        return "-".join(filter(None, ("slurm", self.cluster.replace("/", "_"), f"{self.job}.{self.step}")))
+        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after each requeue.
+
+        A script that calls `edl run` several times has a job for each: `slurm-CLUSTER-JOB.STEP`, and from the second on
+        `slurm-CLUSTER-JOB.STEP-2`.
+        """
+        run = f"-{self.run + 1}" if self.run else ""
+        return "-".join(filter(None, ("slurm", self.cluster.replace("/", "_"), f"{self.job}.{self.step}{run}")))
 
     @property
     def first_host(self) -> str:
@@ -121,9 +131,11 @@ class SlurmStep:
     def rendezvous_port(self) -> int:
         """The port at the first host where the step's tasks meet: other jobs and steps there have other ones, mostly.
 
-        From torchrun's 29400 on, and below those that the system gives to outgoing connections (32768).
+        From torchrun's 29400 on, and below those that the system gives to outgoing connections (32768). A task's next
+        run has another one, since a slower task may still serve the store of the run before: 1000 further, where jobs
+        that Slurm runs at the same time do not meet it by their own numbers.
         """
-        return 29400 + (self.job + self.step) % 3000
+        return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
     def workers(self) -> int:

@@ -108,3 +108,15 @@ def test_failed_host_then_scancel(submitted: BatchJob) -> None:
         wait_until(lambda: not submitted.processes(), "nothing is left")
     finally:
         slurm.start_node(NODES[1])
+
+
+def test_each_run_of_a_task_is_a_job(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A task that is a script with several calls of `edl run`: none of them is taken for the one before."""
+    (tmp_path / "train.py").write_text("import sys\nprint('trained', *sys.argv[1:], flush=True)\n")
+    (tmp_path / "task.sh").write_text("for seed in 1 2; do edl run --no-prewarm train.py $seed || exit; done\n")
+    store = f"export EDL_DISCOVERY=sqlite:///{tmp_path}/store.sqlite"
+    line = ("sbatch", "--parsable", "--output=output", f"--wrap={store}; srun -n1 bash task.sh")
+    number = slurm.ask(*line, cwd=tmp_path)
+    wait_until(lambda: slurm.state(number) in ("COMPLETED", "FAILED"), "the job ends")
+    output = (tmp_path / "output").read_text()
+    assert [word for word in output.splitlines() if word.startswith("trained")] == ["trained 1", "trained 2"], output

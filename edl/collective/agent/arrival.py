@@ -163,13 +163,21 @@ def _make_room(part: Part) -> None:
 def _inherit(part: Part) -> None:
     """Say whether a state in memory, which an agent of this job left here, is used.
 
-    One of another run of the job's name, whose records are gone from the store, would count as newer than it is.
+    One of another run of the job's name, whose records are gone from the store, would count as newer than it is. One of
+    a job without a name is the state of another training, unless the same command left it.
     """
-    host, run = part.host, JobRun(part.store, part.told.job)()
-    if host.holds_state and host.run == run:
+    host, run, command = part.host, JobRun(part.store, part.told.job)(), part.told.command
+    if host.holds_state and host.run == run and host.command != command:
+        host.forget_slots()
+        part.say(
+            f"node {host.heir_of} left a state in memory, of another script or of other arguments: it is removed; with "
+            "--rdzv-id NAME a job goes on whatever its arguments are"
+        )
+    elif host.holds_state and host.run == run:
         part.say(f"node {host.heir_of} left its workers' state in memory here: it is used")
     elif host.holds_state:
         host.forget_slots()
         part.say(f"node {host.heir_of} left a state in memory, of a job before this one: it is removed")
     host.run = run
+    host.command = command
     host.unstored = False

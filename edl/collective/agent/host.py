@@ -67,6 +67,16 @@ class HostFolder:
         (self.path / "run").write_text(name)
 
     @property
+    def command(self) -> str:
+        """What left the state here ran, as `Launch.command`; "" where the job's name says it all."""
+        file = self.path / "command"
+        return file.read_text() if file.exists() else ""
+
+    @command.setter
+    def command(self, digest: str) -> None:
+        (self.path / "command").write_text(digest)
+
+    @property
     def unstored(self) -> bool:
         """Whether the job has ended, and its last state could not be taken from here to its storage."""
         return (self.path / _UNSTORED).exists()

@@ -54,6 +54,8 @@ class Launch:
         environ: added to the workers' environment.
         tls: for connections between agents, None for none.
         resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
+        command: a digest of the script and its arguments if the job has no name, by which states in memory that another
+            command left are told apart; empty if the name does that.
         framework: what the workers train with, `torch` or `paddle`.
         slurm: this node is a task of a Slurm step, and signals are Slurm's.
     """
@@ -79,6 +81,7 @@ class Launch:
     tls: PeerTLS | None = None
     framework: str = "torch"
     resumable: bool = True
+    command: str = ""
     slurm: bool = False
 
 

@@ -7,6 +7,7 @@ that choose or tune torchrun's rendezvous are accepted and not needed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import shutil
@@ -48,6 +49,8 @@ __all__ = ["main"]
 
 _STORE_TIMEOUT_S = 2.0
 _SERVED = "edl://"
+_NO_NAME = "none"
+"""torchrun's own `--rdzv-id` where none is given."""
 _BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 _UNUSED_ANYWHERE = ("node_rank", "start_method")
@@ -135,13 +138,14 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         raise SettingsError(f"--nproc-per-node {options.nproc_per_node}: {exc}") from exc
     if workers < 1:
         raise SettingsError(f"--nproc-per-node {workers}: at least 1 worker")
+    job = _job(options, maximum, served=url.startswith(_SERVED))
     last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
     if workers > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
     # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return Launch(
-        job=_job(options, maximum, served=url.startswith(_SERVED)),
+        job=job,
         warm=_warm(options),
         workers=workers,
         rules=Rules(minimum, maximum, last_call_s=last_call),
@@ -159,7 +163,8 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
-        resumable=not options.standalone and (options.rdzv_id != "none" or url.startswith(_SERVED)),
+        resumable=not options.standalone and (options.rdzv_id != _NO_NAME or url.startswith(_SERVED)),
+        command=_command(options) if job == _NO_NAME else "",
         environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
         tls=_tls(options),
     )
@@ -189,7 +194,7 @@ def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
 def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
     """The job's name; as with torchrun, a single node needs none, and nodes that meet at an endpoint of their own."""
     name = str(options.rdzv_id)
-    if name != "none" and not options.standalone:
+    if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", ".."):
             raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
         return name
@@ -201,6 +206,13 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
             "--rdzv-endpoint HOST:PORT, where one of them serves the store"
         )
     return f"run-{uuid.uuid4().hex[:12]}"
+
+
+def _command(options: argparse.Namespace) -> str:
+    """A digest of what the workers run: the script, wherever it is named from, and its arguments."""
+    target = options.training_script if options.module else str(Path(options.training_script).resolve())
+    words = [target, *options.training_script_args]
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _warm(options: argparse.Namespace) -> Warm:

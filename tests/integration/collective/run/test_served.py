@@ -17,6 +17,7 @@ from tests.plugins_consul import free_ports
 
 OTHER_HOST = ("--rdzv-conf", "is_host=0,join_timeout=60")  # such a node only connects, as one on another host does
 SILENCE_S = 5
+STATE_SCRIPT = Path(__file__).parents[1] / "train_state.py"
 
 
 def own_name() -> str:
@@ -78,6 +79,27 @@ def test_run_loses_the_host_of_its_store(tmp_path: Path) -> None:
         assert steps[0].step > reached - 100, "it goes on from memory"
         job.end()
         assert [node.wait() for node in again] == [Exit.DONE] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_unnamed_job_is_its_command(tmp_path: Path) -> None:
+    """Killed, and started again: the same command goes on from memory, one with other arguments does not."""
+    url = f"edl://127.0.0.1:{free_ports(1)[0]}"
+    command = [str(STATE_SCRIPT), str(tmp_path), "0.05", "1"]
+    with Job(tmp_path, ("--nnodes", "1:2"), command, store=url) as job:
+        for others, arguments in ((False, []), (False, []), (True, ["other"])):
+            at, before = time.monotonic(), max((step.step for step in job.steps()), default=-1)
+            node = job.start("--rdzv-id", "none", command=[*command, *arguments])
+            first = job.wait_for_world(1, after=at)[0]
+            assert first.step in ([0] if others else [before, before + 1]), node.output
+            assert ("of other arguments: it is removed" in node.output) is others
+            wait_until(lambda at=first.step: job.steps()[-1].step > at + 2, "some steps are saved")
+            if not others:
+                node.signal_all(signal.SIGKILL)
+                node.wait()
+        job.end()
+        assert node.wait() == Exit.DONE
 
 
 def test_run_names_what_has_the_port(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import stat
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from edl import mounts
 from edl.errors import SettingsError
 
 __all__ = [
@@ -29,6 +31,10 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+_LOCAL = Path("/var/tmp")
+"""Of this machine where homes are shared, too, and the same for all sessions and jobs of a user, unlike `/tmp`."""
+_NAME_A_FILE = "name a local file in EDL_DISCOVERY, sqlite:///PATH"
 
 _ALIASES = {
     "EDL_DISCOVERY": "PADDLE_DISTILL_BALANCE_SERVER",
@@ -110,9 +116,30 @@ def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def default_discovery_url() -> str:
-    """One SQLite file for all of this user's processes on this machine."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return f"sqlite:///{cache}/edl/discovery.sqlite"
+    """One SQLite file for all of this user's processes on this machine.
+
+    It lies in the user's cache, or, where that is on a file system that machines share, in `/var/tmp/edl-UID`.
+
+    Raises:
+        SettingsError: another user has that folder.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl")
+    kind = mounts.file_system(os.path.realpath(folder), mounts.read_mounts())
+    if mounts.is_shared(kind) and not allows_shared_file():
+        folder = _private_folder(_LOCAL / f"edl-{os.getuid()}")
+    return f"sqlite:///{folder}/discovery.sqlite"
+
+
+def _private_folder(folder: Path) -> Path:
+    """`folder`, which others could have made before where everybody may write."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as exc:
+        raise SettingsError(f"{folder} cannot be made ({exc.strerror}): {_NAME_A_FILE}") from exc
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise SettingsError(f"{folder} is not this user's alone: remove it, or {_NAME_A_FILE}")
+    return folder
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
+from edl import mounts, settings
 from edl.discovery import open_registry, open_store
-from edl.discovery.sqlite import mounts
 from edl.errors import DiscoveryError, SettingsError
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -93,3 +94,40 @@ def test_who_knows_better_is_warned(
     monkeypatch.setenv("EDL_SHARED_FILE", "maybe")
     with pytest.raises(SettingsError, match="EDL_SHARED_FILE='maybe'"):
         open_registry(on_nfs)
+
+
+def shared_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory on NFS, and where this machine has its own files."""
+    home, local = folder / "home", folder / "local"
+    local.mkdir()
+    (folder / "mountinfo").write_text(f"{TABLE}99 27 0:70 / {home} rw - nfs4 filer:/home rw\n")
+    monkeypatch.setattr(mounts, "_MOUNTS", folder / "mountinfo")
+    monkeypatch.setattr(settings, "_LOCAL", local)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+    return local
+
+
+def test_default_file_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where homes are shared, as on most clusters, what needs no cluster goes on to need none."""
+    local = shared_home(tmp_path, monkeypatch)
+    url = settings.default_discovery_url()
+    assert url == f"sqlite:///{local}/edl-{os.getuid()}/discovery.sqlite"
+    with open_store(url) as store:
+        store.put("key", b"value")
+    assert (local / f"edl-{os.getuid()}").stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("EDL_SHARED_FILE", "1")
+    assert settings.default_discovery_url() == f"sqlite:///{tmp_path}/home/.cache/edl/discovery.sqlite"
+
+
+@pytest.mark.parametrize("kind", ["link", "open", "file"])
+def test_default_folder_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    folder = shared_home(tmp_path, monkeypatch) / f"edl-{os.getuid()}"
+    if kind == "link":
+        folder.symlink_to(tmp_path)
+    elif kind == "open":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.touch()
+    with pytest.raises(SettingsError, match=r"EDL_DISCOVERY, sqlite:///PATH"):
+        settings.default_discovery_url()

@@ -109,7 +109,7 @@ def _open(config: ServeConfig) -> list[Backend]:
         "model %r (%s, version %s): %s -> %s, loaded in %.1f s",
         config.server.model,
         first.platform,
-        first.version,
+        first.version or "unknown",
         *shapes,
         time.monotonic() - started,
     )

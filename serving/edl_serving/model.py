@@ -48,11 +48,14 @@ class Model:
         if name != self.name:
             raise invalid(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):
-            raise not_found(f"model {self.name!r} has no version {quote(version)}, only {self.version!r}")
+            only = f"only {self.version!r}" if self.version else "and none that is known"
+            raise not_found(f"model {self.name!r} has no version {quote(version)}, {only}")
 
     def metadata(self) -> kserve.ModelMetadataResponse:
         """Shapes include the batch dimension, as KServe has it."""
-        answer = kserve.ModelMetadataResponse(name=self.name, versions=[self.version], platform=self.platform)
+        answer = kserve.ModelMetadataResponse(
+            name=self.name, versions=[self.version] if self.version else [], platform=self.platform
+        )
         for specs, field in ((self.inputs, answer.inputs), (self.outputs, answer.outputs)):
             for spec in specs:
                 field.add(name=spec.name, datatype=spec.datatype, shape=[-1, *spec.shape])

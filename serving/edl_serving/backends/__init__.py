@@ -2,7 +2,7 @@
 
 Each module here turns one family of models into a `Backend`: `callable` any Python function over numpy arrays, `torch`
 PyTorch in three formats, `paddle` an inference model of PaddlePaddle. All of them pass one conformance suite.
-`identity` finds the version of a model that Python code makes.
+`model_version` computes the version of a model that Python code makes.
 
 What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
 A model of another family needs no change here: a `--factory` may return a `Backend` of its own.

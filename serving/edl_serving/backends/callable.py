@@ -23,11 +23,10 @@ from edl.errors import SettingsError
 from edl.protocol.tensors import array_of
 from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.identity import identity
-from edl_serving.backends.opened import reading
+from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource
 from edl_serving.backends.specs import read_sample
-from edl_serving.backends.target import resolve
+from edl_serving.backends.target import module_of, resolve
 
 __all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
 
@@ -121,7 +120,7 @@ def from_factory(source: ModelSource) -> Backend:
         if source.version:
             raise SettingsError("--model-version means nothing to a factory that returns a Backend with a version")
     else:
-        built.version_if_unnamed = source.version or identity(source, built)
+        built.version_if_unnamed = source.version or compute_version(source, module_of(source.target), built)
     return built
 
 
@@ -138,14 +137,16 @@ def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) ->
         raise SettingsError(f"{flag} {source.target!r} does not take these options: {exc}") from exc
     except ValueError:
         pass  # written in C, without a signature
-    with reading(source.call, source.package):
-        return factory(**source.options)
+    return factory(**source.options)
 
 
 def _backend(source: ModelSource, function: Any) -> Backend:
-    version = source.version or _own_version(function) or identity(source, function)
+    named = source.version or _own_version(function)
+    computed = named or compute_version(source, module_of(source.target), function)
     sample = read_sample(source.sample) if source.sample else None
-    return CallableBackend(function, source.inputs, source.outputs, sample=sample, version=version)
+    backend = CallableBackend(function, source.inputs, source.outputs, sample=sample, version=named)
+    backend.version_if_unnamed = computed
+    return backend
 
 
 def _own_version(function: Any) -> str:

@@ -55,11 +55,6 @@ class ModelSource:
         """The top package of `module`, or the name that a file has as a module."""
         return top_name(self.module)
 
-    @property
-    def call(self) -> str:
-        """Tells calls of a factory with different options apart."""
-        return f"{self.target} {sorted(self.options.items())!r}"
-
     def settings(self) -> bytes:
         """What changes a model's answers without being in its weights; part of its version.
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
+import site
 import sys
+import sysconfig
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from edl.errors import SettingsError
-from edl_serving.backends.opened import reading
-from edl_serving.backends.source import top_name
 from edl_serving.spelling import did_you_mean
 
-__all__ = ["module_of", "resolve"]
+__all__ = ["in_package", "is_library", "module_of", "resolve"]
 
 _loaded: dict[str, ModuleType] = {}
 
@@ -33,8 +35,7 @@ def resolve(target: str, flag: str) -> Any:
     where, _, name = target.rpartition(":")
     if not where or not name:
         raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")
-    with reading(where, top_name(where)):
-        found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
+    found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
     _loaded[where] = found
     at = where
     for part in name.split("."):
@@ -79,3 +80,23 @@ def _load_module(where: str, flag: str) -> ModuleType:
 def _search_first(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
+
+
+def is_library(file: str) -> bool:
+    """Whether a source file belongs to Python or to an installed package, rather than to the user."""
+    return file.startswith(_library_folders())
+
+
+def in_package(file: str, package: str) -> bool:
+    """Whether a source file lies in a package's folders; `package` is the name of one that is imported."""
+    folders = getattr(sys.modules.get(package), "__path__", ())
+    return file.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return ("<frozen", *(f"{folder}{os.sep}" for folder in sorted(folders)))

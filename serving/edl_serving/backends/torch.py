@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,10 +21,10 @@ from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.fixed_batch import Rows, in_parts
-from edl_serving.backends.identity import code_of, read_by, tensors_in, users_modules
+from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource, digest, existing
 from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
-from edl_serving.backends.target import resolve
+from edl_serving.backends.target import module_of, resolve
 from edl_serving.backends.torch_files import exported_specs, load_state
 from edl_serving.backends.torch_input import Normalization, to_tensor
 
@@ -141,20 +140,11 @@ def from_factory(source: ModelSource) -> Backend:
         raise SettingsError(f"--torch-factory {source.target!r} returned {type(built).__name__}, not a torch.nn.Module")
     if source.checkpoint is not None:
         load_state(built, existing(source.checkpoint, "--checkpoint"))
-    version = source.version or _version(source, built)
+    computed = source.version or compute_version(source, module_of(source.target), built)
     device = device_of(source.device)
-    return _backend(source, built.eval().requires_grad_(False).to(device), version)
-
-
-def _version(source: ModelSource, built: torch.nn.Module) -> str:
-    """Of the weights, the code around them, the files that it read, and the tensors that are not among the weights."""
-    modules = users_modules(source)
-    torchs = vars(torch.nn.Module()).keys()  # where the state is, and the hooks
-    plain = [{name: value for name, value in vars(part).items() if name not in torchs} for part in built.modules()]
-    state = built.state_dict()
-    tensors = tensors_in([state, *plain, dict(built.named_buffers())], modules)
-    known = [*code_of(source, modules), *read_by(source, modules), repr(sorted(state)).encode()]
-    return digest(itertools.chain(known, itertools.chain.from_iterable(tensors)))
+    backend = _backend(source, built.eval().requires_grad_(False).to(device), source.version or "")
+    backend.version_if_unnamed = computed
+    return backend
 
 
 def from_torchscript(source: ModelSource) -> Backend:

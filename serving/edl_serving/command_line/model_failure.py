@@ -9,9 +9,9 @@ from types import FrameType, TracebackType
 
 from edl_serving.backends.backend import Backend
 from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.opened import is_library, is_of
-from edl_serving.backends.source import ModelSource
+from edl_serving.backends.source import ModelSource, top_name
 from edl_serving.backends.specs import complete_outputs
+from edl_serving.backends.target import is_library
 
 __all__ = ["what_failed"]
 
@@ -66,4 +66,7 @@ def _users_stack(exc: BaseException) -> str:
 def _is_library(exc: BaseException, package: str) -> bool:
     """Whether nothing that the user wrote is in the stack; what is named is the user's, even if it is installed."""
     frames = [*_frames(_theirs(exc))]
-    return bool(frames) and all(is_library(frame.f_code.co_filename) and not is_of(frame, package) for frame in frames)
+    return bool(frames) and all(
+        is_library(frame.f_code.co_filename) and top_name(str(frame.f_globals.get("__name__"))) != package
+        for frame in frames
+    )

@@ -59,7 +59,7 @@ _MODEL = Group(
             "model-version",
             v.text,
             "TEXT",
-            "identifies the weights to caches of labels (default: a hash of what is known when the model is loaded)",
+            "identifies the weights to caches of labels (default: a hash of weights and code, where that is enough)",
         ),
     ),
 )

@@ -100,7 +100,9 @@ class Presence:
             self._announcer.close(_TELL_S)
 
     def _meta(self) -> dict[str, str]:
-        meta = {"version": self.version, "pid": str(os.getpid())}
+        meta = {"pid": str(os.getpid())}
+        if self.version:
+            meta["version"] = self.version
         # Equal on student and teacher if they share a kernel, and so perhaps memory.
         with contextlib.suppress(OSError):
             meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

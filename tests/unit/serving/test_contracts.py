@@ -99,6 +99,16 @@ def test_metadata_counts_the_batch_and_configuration_does_not() -> None:
     assert (config.max_batch_size, config.dynamic_batching.max_queue_delay_microseconds) == (7, 1000)
 
 
+def test_an_unknown_version_is_not_listed() -> None:
+    backend = FakeBackend()
+    backend.version_if_unnamed = ""
+    model = model_of(backend)
+    assert list(model.metadata().versions) == []
+    model.check("m", "")
+    with pytest.raises(Refusal, match="and none that is known"):
+        model.check("m", "1")
+
+
 def test_what_a_client_sent_is_quoted_short_and_printable() -> None:
     assert quote("a\nb") == "'a\\nb'"
     assert len(quote("x" * 10**6)) < 200

@@ -1,7 +1,7 @@
-"""The teacher server: a model answered for over KServe v2 gRPC.
+"""Serve a model to students over KServe v2 gRPC.
 
-`Backend` is what a model looks like to the server, `TeacherServer` serves one, `serve` runs it until a signal.
-Students, Triton's own clients and `edl.distill` talk to it alike.
+`Backend` is the interface of a model, `TeacherServer` serves it, `serve` runs a server until a signal. Students,
+Triton's clients and `edl.distill` are served alike.
 
 What does not belong here: the student's side, balancing, and training. Only public names of `edl` are used, and
 `edl` never imports this package.
@@ -26,7 +26,7 @@ _HOMES = {"TeacherServer": "server", "serve": "process.run"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the server only when it is asked for: `edl serve --help` shall print without what it needs."""
+    """Import the server when it is used: `edl serve --help` prints without what the server needs."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

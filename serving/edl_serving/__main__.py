@@ -1,4 +1,4 @@
-"""`python -m edl_serving serve ...` is `edl serve ...`."""
+"""Run `edl serve` and the other commands as `python -m edl_serving serve ...`."""
 
 from __future__ import annotations
 

@@ -18,21 +18,22 @@ from edl.protocol import names
 from edl.quoting import quote
 from edl.settings import Credentials
 from edl_serving.command_line import option_values as v
-from edl_serving.command_line.options import Group, Option, add_flags, read_file, values
-from edl_serving.command_line.parser import Parser
+from edl_serving.command_line.options import Option, OptionGroup, add_flags, read_file, values
+from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import (
     CLIENT_CREDENTIALS,
     DISCOVERY_OPTIONS,
     LOG_FORMAT,
-    Announcement,
     credentials_of,
+    registration_settings_of,
 )
 from edl_serving.process.log_output import log_to_stderr
-from edl_serving.process.parent_watch import exit_with
+from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.address import warn_of_loopback
-from edl_serving.registration.announcer import Announcer
-from edl_serving.registration.probe import Answer, Prober, Server, Turn, Verdict
+from edl_serving.registration.probe import ProbeResult, ProbeStatus, ReadinessProbe, ReadinessTracker, RegistryAction
 from edl_serving.registration.ready_file import ReadyFile
+from edl_serving.registration.reconciler import InstanceReconciler
+from edl_serving.registration.settings import RegistrationSettings
 
 __all__ = ["RegisterConfig", "main"]
 
@@ -56,7 +57,7 @@ examples:
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
 _GROUPS = (
-    Group(
+    OptionGroup(
         "the server",
         (
             Option("model", v.text, "NAME", "the model that counts (default: the service's name)"),
@@ -66,14 +67,14 @@ _GROUPS = (
         ),
     ),
     CLIENT_CREDENTIALS,
-    Group(
+    OptionGroup(
         "discovery",
         (
             *DISCOVERY_OPTIONS,
             Option("advertise", v.text, "ENDPOINT", "where students reach the server (default: the endpoint asked)"),
         ),
     ),
-    Group(
+    OptionGroup(
         "the process",
         (
             Option("ready-file", v.text, "PATH", "there while the server is in discovery: JSON of endpoint, port, pid"),
@@ -87,19 +88,29 @@ _GROUPS = (
 
 @dataclass(frozen=True)
 class RegisterConfig:
-    """All of it.
+    """The settings of `edl register`.
 
     Attributes:
-        target: what gRPC connects to.
-        address, port: where students reach the server.
-        failures: questions without an answer until it is gone.
+        target: the endpoint that is probed, as gRPC takes it.
+        address: at which students reach the server.
+        port: at which students reach the server; 0 for a Unix socket.
+        model: that must be ready.
+        registration: how the server shows in discovery.
+        interval_s: between two probes.
+        timeout_s: for a probe.
+        failures: probes without an answer after which the server is gone.
+        credentials: TLS and tokens for the server.
+        ready_file: path of the ready file; None for none.
+        exit_with: id of the process with which this process ends; None for none.
+        verbose: whether debug lines are logged.
+        log_format: "text" or "json".
     """
 
     target: str
     address: str
     port: int
     model: str
-    announcement: Announcement
+    registration: RegistrationSettings
     interval_s: float = 1.0
     timeout_s: float = 2.0
     failures: int = 2
@@ -111,7 +122,11 @@ class RegisterConfig:
 
     @classmethod
     def of(cls, endpoint: str, given: Mapping[str, Any]) -> RegisterConfig:
-        """From values of the options.
+        """Build the settings from values of the options.
+
+        Args:
+            endpoint: the server, `host:port` or `unix:/path`.
+            given: values by key of their option.
 
         Raises:
             SettingsError: something is missing, or does not go together.
@@ -121,24 +136,31 @@ class RegisterConfig:
             raise SettingsError("name the model: --model NAME (and --service NAME, if students look for another)")
         parse_endpoint("ENDPOINT", endpoint)
         address, port = parse_endpoint("--advertise", given.get("advertise", endpoint))
-        announcement = Announcement.of(given, given.get("service") or model)
-        if announcement.url is None:
+        registration = registration_settings_of(given, given.get("service") or model)
+        if registration.url is None:
             raise SettingsError("--discovery none: registering is all that this command does")
-        announcement.check(address)
+        registration.check(address)
         for name in ("interval", "timeout"):
             if given.get(name) == 0:
                 raise SettingsError(f"--{name} 0: expected more than nothing")
         seconds = {"interval": "interval_s", "timeout": "timeout_s"}
         kept = ("interval", "timeout", "failures", "ready_file", "exit_with", "verbose", "log_format")
         rest = {seconds.get(name, name): given[name] for name in kept if name in given}
-        return cls(endpoint, address, port, model, announcement, credentials=credentials_of(given), **rest)
+        return cls(endpoint, address, port, model, registration, credentials=credentials_of(given), **rest)
 
 
 def parse_endpoint(name: str, text: str) -> tuple[str, int]:
-    """`host:port`, `[v6]:port` or `unix:/path` as address and port, as `Instance` has them.
+    """Parse `host:port`, `[v6]:port` or `unix:/path`.
+
+    Args:
+        name: of the flag, for errors.
+        text: the endpoint.
+
+    Returns:
+        Address and port, as `Instance` has them.
 
     Raises:
-        SettingsError: it is none of these.
+        SettingsError: the text is something else.
     """
     if text.startswith("unix:/"):
         return text, 0
@@ -149,8 +171,18 @@ def parse_endpoint(name: str, text: str) -> tuple[str, int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl register`."""
-    parser = Parser("edl register ENDPOINT", _DESCRIPTION, _EXAMPLES)
+    """Run `edl register`.
+
+    Args:
+        argv: what follows the command's name.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        SettingsError: wrong usage or settings.
+    """
+    parser = CommandParser("edl register ENDPOINT", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="the server's gRPC address, host:port")
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
     add_flags(parser, _GROUPS)
@@ -160,62 +192,66 @@ def main(argv: Sequence[str]) -> int:
     config = RegisterConfig.of(endpoint, values(_GROUPS, flags, read_file(path) if path else {}, path or ""))
     log_to_stderr("edl register", verbose=config.verbose, log_format=config.log_format)
     if config.exit_with is not None:
-        exit_with(config.exit_with)
+        terminate_with_parent(config.exit_with)
     with _signals() as ended:
         keep_registered(config, ended)
     return 0
 
 
 def keep_registered(config: RegisterConfig, ended: ReentrantEvent) -> None:
-    """Ask the server and keep discovery in line with the answers, until `ended`.
+    """Probe the server and keep discovery in line with its readiness.
+
+    Args:
+        config: what to do.
+        ended: returns when this is set.
 
     Raises:
         SettingsError: the registry cannot hold such a server.
     """
-    server = Server(config.target, config.model, config.timeout_s, config.credentials)
-    prober = Prober(config.failures)
-    told = config.announcement
+    probe = ReadinessProbe(config.target, config.model, config.timeout_s, config.credentials)
+    tracker = ReadinessTracker(config.failures)
+    registration = config.registration
     ready_file = ReadyFile(config.ready_file)
 
-    def shown(instance: Instance | None) -> None:
+    def on_published(instance: Instance | None) -> None:
         if instance is None:
             ready_file.remove()
             return
-        _log.info("registered as %s/%s at %s", instance.service, instance.id, told.url)
+        _log.info("registered as %s/%s at %s", instance.service, instance.id, registration.url)
         ready_file.write({"endpoint": instance.endpoint, "port": instance.port, "pid": os.getpid()})
 
-    assert told.url is not None
-    warn_of_loopback(told.url, config.address, "--advertise HOST:PORT")
-    announcer = Announcer(told.url, told.ttl_s, shown)
-    last = Verdict(Answer.READY)
+    assert registration.url is not None
+    warn_of_loopback(registration.url, config.address, "--advertise HOST:PORT")
+    reconciler = InstanceReconciler(registration.url, registration.ttl_s, on_published)
+    last = ProbeResult(ProbeStatus.READY)
     try:
         while not ended.is_set():
-            verdict = server.ask()
-            turn = prober.hear(verdict.answer)
-            if verdict.answer is not Answer.READY and verdict != last:
-                _log.warning("%s: %s", config.target, verdict.reason)
-            last = verdict
-            if turn is Turn.ENTER:
+            result = probe.probe()
+            action = tracker.record_probe(result.status)
+            if result.status is not ProbeStatus.READY and result != last:
+                _log.warning("%s: %s", config.target, result.reason)
+            last = result
+            if action is RegistryAction.REGISTER:
                 _log.info("%s is ready", config.target)
-                announcer.want(_instance(config, server))
-            elif turn is Turn.LEAVE:
+                reconciler.set_desired(_instance(config, probe))
+            elif action is RegistryAction.DEREGISTER:
                 _log.warning("%s is out of discovery until it is ready again", config.target)
-                announcer.want(None)
-            announcer.settle(0)
+                reconciler.set_desired(None)
+            reconciler.wait_until_current(0)
             ended.wait(config.interval_s)
     finally:
-        announcer.close(_LEAVE_S)
+        reconciler.close(_LEAVE_S)
         ready_file.remove()
-        server.close()
+        probe.close()
 
 
-def _instance(config: RegisterConfig, server: Server) -> Instance:
-    told = config.announcement
-    if told.id is None:
+def _instance(config: RegisterConfig, probe: ReadinessProbe) -> Instance:
+    registration = config.registration
+    if registration.id is None:
         # The same on whatever host this runs: it is the server that is registered.
         address = re.sub(r"[^A-Za-z0-9.-]+", "-", f"{config.address}-{config.port}").strip("-")
-        told = replace(told, id=address)
-    version = server.version()
+        registration = replace(registration, id=address)
+    version = probe.version()
     meta = {"version": version} if version else {}
     if not version.isprintable() or len(version.encode(errors="replace")) > _LONGEST_VERSION:
         _log.warning(
@@ -224,12 +260,12 @@ def _instance(config: RegisterConfig, server: Server) -> Instance:
         meta = {}
     if config.credentials.ca:
         meta[names.TLS_META] = "1"
-    return told.instance(config.address, config.port, config.model, meta)
+    return registration.instance(config.address, config.port, config.model, meta)
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[ReentrantEvent]:
-    """An event that SIGTERM and SIGINT set; a second signal ends the process at once."""
+    """Yield an event that SIGTERM and SIGINT set; a second signal ends the process at once."""
     ended = ReentrantEvent()  # the handler runs in the middle of `wait`, in the same thread
 
     def handle(number: int, frame: object) -> None:

@@ -12,14 +12,14 @@ from edl.errors import EDLError
 from edl.protocol.tls.credentials import CredentialFiles
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend
-from edl_serving.command_line.model_failure import what_failed
+from edl_serving.command_line.model_failure import describe_failure
 from edl_serving.command_line.options import add_flags, read_file, values
-from edl_serving.command_line.parser import Parser
+from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import GROUPS, ServeConfig
 from edl_serving.process.log_output import log_to_stderr
-from edl_serving.process.parent_watch import exit_with
+from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.teacher import Presence
+from edl_serving.registration.teacher import TeacherRegistration
 
 __all__ = ["main"]
 
@@ -58,8 +58,18 @@ exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or s
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl serve`."""
-    parser = Parser("edl serve", _DESCRIPTION, _EXAMPLES)
+    """Run `edl serve`.
+
+    Args:
+        argv: what follows the command's name.
+
+    Returns:
+        The process's exit code.
+
+    Raises:
+        SettingsError: wrong usage or settings.
+    """
+    parser = CommandParser("edl serve", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
     add_flags(parser, GROUPS)
     flags = vars(parser.parse(argv))
@@ -70,30 +80,35 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(config: ServeConfig) -> int:
-    """Serve as told until a signal.
+    """Serve until a signal.
+
+    Args:
+        config: what to serve, and how.
 
     Returns:
         The process's exit code.
 
     Raises:
-        SettingsError: something that the user said cannot be used.
+        SettingsError: a setting cannot be used.
     """
     from edl_serving.process.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
 
     CredentialFiles.of(config.server.credentials, serving=True)  # what is wrong shows before a large model is loaded
     if config.exit_with is not None:
-        exit_with(config.exit_with)
+        terminate_with_parent(config.exit_with)
     with contextlib.ExitStack() as stack:
         ready_file = stack.enter_context(ReadyFile(config.ready_file))
-        presence = stack.enter_context(Presence(config, ready_file))
+        registration = stack.enter_context(
+            TeacherRegistration(config.registration, config.address, config.linger_s, ready_file)
+        )
         try:
             backends = _open(config)
-            presence.version = backends[0].version
-            return serve(config.server, backends, join=presence.join, leave=presence.leave)
+            registration.version = backends[0].version
+            return serve(config.server, backends, join=registration.register, leave=registration.start_draining)
         except EDLError:
             raise
         except Exception as exc:  # noqa: BLE001 - the user's model, whose own stack tells most
-            print(f"edl serve: {what_failed(exc, config.source)}", file=sys.stderr)
+            print(f"edl serve: {describe_failure(exc, config.source)}", file=sys.stderr)
             return EXIT_MODEL
 
 

@@ -1,4 +1,4 @@
-"""Where a server is in its life, and how many requests it still owes an answer."""
+"""The state of a server, and the number of requests that it has not answered yet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import enum
 
 from edl.protocol.transport import grpc
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 
-__all__ = ["Lifecycle", "State"]
+__all__ = ["Lifecycle", "ServerState"]
 
 
-class State(enum.Enum):
-    """In this order, and never back."""
+class ServerState(enum.Enum):
+    """The states of a server, in this order."""
 
     STARTING = "starting"
     READY = "ready"
@@ -22,10 +22,16 @@ class State(enum.Enum):
 
 
 class Lifecycle:
-    """Used on the event loop only."""
+    """Counts requests, and refuses them where the server's state does. Used on the event loop only.
+
+    Attributes:
+        state: of the server.
+        healthy: whether the last canary was answered; True without a canary.
+        in_flight: requests that are not answered yet.
+    """
 
     def __init__(self) -> None:
-        self.state = State.STARTING
+        self.state = ServerState.STARTING
         self.healthy = True  # as far as a canary knows
         self.in_flight = 0
         self._idle = asyncio.Event()
@@ -34,29 +40,36 @@ class Lifecycle:
     @property
     def ready(self) -> bool:
         """Whether new students are welcome."""
-        return self.state is State.READY and self.healthy
+        return self.state is ServerState.READY and self.healthy
 
-    def enter(self) -> None:
-        """A request was received.
+    def begin_request(self) -> None:
+        """Count a request that was received.
 
         Raises:
-            Refusal: no requests are taken in this state.
+            RequestError: no requests are taken in this state.
         """
-        if self.state not in (State.READY, State.LEAVING):
-            if self.state is State.STARTING:
-                raise Refusal(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
-            raise Refusal(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+        if self.state not in (ServerState.READY, ServerState.LEAVING):
+            if self.state is ServerState.STARTING:
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is draining")
         self.in_flight += 1
         self._idle.clear()
 
-    def leave(self) -> None:
-        """A request that entered was answered."""
+    def end_request(self) -> None:
+        """Count a request as answered."""
         self.in_flight -= 1
         if self.in_flight == 0:
             self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; False if `timeout_s` passed first."""
+        """Wait until no request is in flight.
+
+        Args:
+            timeout_s: how long to wait.
+
+        Returns:
+            Whether none is; False if `timeout_s` passed first.
+        """
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except asyncio.TimeoutError:

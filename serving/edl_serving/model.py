@@ -1,4 +1,4 @@
-"""What the server says about its model: metadata and configuration."""
+"""The model as the server describes it: metadata and configuration."""
 
 from __future__ import annotations
 
@@ -7,14 +7,26 @@ from collections.abc import Sequence
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl_serving.backends.backend import Backend, TensorSpec
-from edl_serving.request_error import invalid, not_found, quote
+from edl_serving.request_error import invalid_argument, not_found, quote
 from edl_serving.settings import ServerSettings
 
-__all__ = ["Model"]
+__all__ = ["ServedModel"]
 
 
-class Model:
+class ServedModel:
     """Names, types and shapes that all instances of the served model share.
+
+    Args:
+        settings: of the server.
+        backends: the instances.
+
+    Attributes:
+        name: in requests.
+        version: empty if unknown.
+        platform: as `ModelMetadata` calls it.
+        inputs: in the model's order.
+        outputs: in the model's order.
+        max_message_bytes: the largest request.
 
     Raises:
         SettingsError: there is no instance, they differ, or a name or type cannot be served.
@@ -43,16 +55,24 @@ class Model:
         self.max_message_bytes = settings.max_message_bytes
         self._settings = settings
 
-    def check(self, name: str, version: str) -> None:
-        """Refuse a request for another model or version; no version means any."""
+    def check_request(self, name: str, version: str) -> None:
+        """Refuse a request for another model or version.
+
+        Args:
+            name: of the model.
+            version: empty for any.
+
+        Raises:
+            RequestError: INVALID_ARGUMENT for another model, NOT_FOUND for another version.
+        """
         if name != self.name:
-            raise invalid(f"unknown model {quote(name)}: this server has {self.name!r}")
+            raise invalid_argument(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):
             only = f"only {self.version!r}" if self.version else "and none that is known"
             raise not_found(f"model {self.name!r} has no version {quote(version)}, {only}")
 
     def metadata(self) -> kserve.ModelMetadataResponse:
-        """Shapes include the batch dimension, as KServe has it."""
+        """Return the model's metadata; shapes include the batch dimension, as in KServe."""
         answer = kserve.ModelMetadataResponse(
             name=self.name, versions=[self.version] if self.version else [], platform=self.platform
         )
@@ -62,7 +82,7 @@ class Model:
         return answer
 
     def config(self) -> kserve.ModelConfigResponse:
-        """Triton's model configuration, as far as it means something here; dims are without the batch dimension."""
+        """Return Triton's model configuration, as far as it has a meaning here; dims leave out the batch dimension."""
         config = kserve.ModelConfig(
             name=self.name,
             platform=self.platform,
@@ -79,7 +99,7 @@ class Model:
         return kserve.ModelConfigResponse(config=config)
 
     def extensions(self) -> list[str]:
-        """What `ServerMetadata` lists."""
+        """Return the extensions that `ServerMetadata` lists."""
         offered = ["model_configuration", names.EXTENSION_TOP_K, names.EXTENSION_OUTPUT_DTYPE]
         offered += [names.EXTENSION_STREAM, names.EXTENSION_BUNDLE]
         if self._settings.check_nan:

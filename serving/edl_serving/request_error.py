@@ -1,4 +1,4 @@
-"""A request that is answered with an error, and how its message quotes what the client sent."""
+"""Errors that end a request, with what the client sent quoted in their messages."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
 
-__all__ = ["Refusal", "clip", "invalid", "malformed", "quote"]
+__all__ = ["RequestError", "clip", "invalid_argument", "malformed_message", "quote"]
 
 _MAX_MESSAGE = 1000  # the status message travels as a header, and peers limit those to 8 KiB
 
 
-class Refusal(Exception):
+class RequestError(Exception):
     """Ends a request with a gRPC status.
+
+    Args:
+        code: the status.
+        message: for the client's user: what was refused, and what would be accepted. Cut at 1,000 characters.
+        retry_after_ms: with UNAVAILABLE and RESOURCE_EXHAUSTED, when to try again here; None if this server is no
+            longer
+            the place.
+        reason: a word for the metrics; the status if left out.
 
     Attributes:
         code: the status.
-        message: for the person on the other side: what was refused, and what would be accepted.
-        retry_after_ms: with UNAVAILABLE and RESOURCE_EXHAUSTED, when to try again here; without it, this server is no
-            longer the place.
-        reason: one word for the metrics; the status if left out.
+        message: as given, cut.
+        retry_after_ms: as given.
+        reason: as given, or the status in lower case.
     """
 
     def __init__(
@@ -34,24 +41,31 @@ class Refusal(Exception):
 
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes out beside the status."""
+        """The metadata that goes out beside the status."""
         if self.retry_after_ms is None:
             return ()
         return ((names.RETRY_AFTER_MS, str(self.retry_after_ms)),)
 
 
-def invalid(message: str) -> Refusal:
-    """The request itself is at fault: sent again, it fails again."""
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message)
+def invalid_argument(message: str) -> RequestError:
+    """Return the error for a request that is itself at fault: sent again, it fails again."""
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, message)
 
 
-def not_found(message: str) -> Refusal:
-    """What the request names is not there, as Triton says it: another server may have it."""
-    return Refusal(grpc.StatusCode.NOT_FOUND, message)
+def not_found(message: str) -> RequestError:
+    """Return the error for a name that is unknown here, as Triton says it: another server may have it."""
+    return RequestError(grpc.StatusCode.NOT_FOUND, message)
 
 
-def malformed(data: Buffer, why: str) -> Refusal:
-    """Bytes that are no message. Compressed ones are not inflated: a few hundred bytes could become gigabytes."""
+def malformed_message(data: Buffer, why: str) -> RequestError:
+    """Return the error for bytes that do not parse.
+
+    Compressed messages are not inflated: a few hundred bytes could become gigabytes.
+
+    Args:
+        data: the message.
+        why: what is wrong with it.
+    """
     if codec.is_compressed(data):
-        return invalid("this server takes no compressed messages: send them without compression")
-    return invalid(why)
+        return invalid_argument("this server takes no compressed messages: send them without compression")
+    return invalid_argument(why)

@@ -1,4 +1,4 @@
-"""The server's life: start, warm up, serve, drain, stop."""
+"""The teacher server: start, warm up, serve, drain, stop."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.batcher import Batcher
 from edl_serving.batching.canary import Canary
-from edl_serving.lifecycle import Lifecycle, State
-from edl_serving.model import Model
+from edl_serving.lifecycle import Lifecycle, ServerState
+from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import Metrics
 from edl_serving.rpc.access_log import AccessLog
-from edl_serving.rpc.authentication import TokenCheck, follow_revocations
-from edl_serving.rpc.clients import Clients
-from edl_serving.rpc.inference import Inference
-from edl_serving.rpc.listening import check_path, check_port, private_path, publish, withdraw
-from edl_serving.rpc.servicer import Servicer
+from edl_serving.rpc.authentication import TokenInterceptor, watch_revocations
+from edl_serving.rpc.clients import ConnectionLimiter
+from edl_serving.rpc.inference import InferenceHandler
+from edl_serving.rpc.listening import check_path, check_port, private_path, publish_socket, withdraw_socket
+from edl_serving.rpc.servicer import InferenceServicer
 from edl_serving.settings import ServerSettings, authority
-from edl_serving.shared_memory.peers import Peers
-from edl_serving.shared_memory.regions import Regions
+from edl_serving.shared_memory.peers import PeerCredentials
+from edl_serving.shared_memory.regions import RegionTable
 
 __all__ = ["TeacherServer"]
 
@@ -42,12 +42,12 @@ _FLUSH_S = 0.25  # for RPCs that nobody waits for, such as watches of health
 
 
 class TeacherServer:
-    """Serves one model over KServe v2 gRPC, on the running event loop.
+    """Serves a model over KServe v2 gRPC, on the running event loop.
 
     Args:
-        settings: see there.
-        backends: one or more instances of the model, alike in names, types and shapes; each gets a thread of its own.
-            The server closes them in `stop`.
+        settings: of the server.
+        backends: instances of the model, alike in names, types and shapes; they run in threads of their own. The server
+            closes them in `stop`.
 
     Raises:
         SettingsError: the backends cannot be served together, or under these settings.
@@ -56,11 +56,11 @@ class TeacherServer:
     def __init__(self, settings: ServerSettings, backends: Backend | Sequence[Backend]) -> None:
         self._settings = settings
         self._backends = (backends,) if isinstance(backends, Backend) else tuple(backends)
-        self._model = Model(settings, self._backends)
+        self._model = ServedModel(settings, self._backends)
         self._metrics = Metrics(settings.model)
         self._lifecycle: Lifecycle | None = None
         self._batcher: Batcher | None = None
-        self._inference: Inference | None = None
+        self._inference: InferenceHandler | None = None
         self._grpc: grpc.aio.Server | None = None
         self._files = CredentialFiles.of(settings.credentials, serving=True)
         self._following: asyncio.Task[None] | None = None
@@ -75,17 +75,17 @@ class TeacherServer:
 
     @property
     def settings(self) -> ServerSettings:
-        """As given."""
+        """The settings, as given."""
         return self._settings
 
     @property
-    def model(self) -> Model:
-        """What is served."""
+    def model(self) -> ServedModel:
+        """The description of the model."""
         return self._model
 
     @property
     def metrics(self) -> Metrics:
-        """The counters; `metrics.registry` is theirs."""
+        """The counters; `metrics.registry` is Prometheus's registry of them."""
         return self._metrics
 
     @property
@@ -100,18 +100,18 @@ class TeacherServer:
 
     @property
     def ready(self) -> bool:
-        """Warmed up and not draining: what `ServerReady`, `ModelReady` and the health service say."""
+        """Whether it is warmed up and not draining, as `ServerReady`, `ModelReady` and the health service say."""
         return self._lifecycle is not None and self._lifecycle.ready
 
     async def start(self) -> int:
-        """Listen (not ready yet), warm the model up, become ready. Once only.
+        """Listen (not ready yet), warm the model up, become ready. To be called once.
 
         Returns:
             The TCP port.
 
         Raises:
             SettingsError: an address cannot be listened on.
-            Exception: whatever `Backend.warm_up` raised.
+            Exception: what `Backend.warm_up` raised.
         """
         keep_freed_memory()
         self._lifecycle = Lifecycle()
@@ -125,13 +125,17 @@ class TeacherServer:
         except BaseException:
             await self.stop()
             raise
-        self._lifecycle.state = State.READY
+        self._lifecycle.state = ServerState.READY
         await self._tell_health(_SERVING)
         self._start_canary(self._batcher)
         return self._port
 
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
-        """Have `changed` called on the event loop when a canary fails, and when it is answered again."""
+        """Have `changed` called on the event loop when a canary fails, and when it is answered again.
+
+        Args:
+            changed: called with whether the server is ready.
+        """
         self._ready_watch = changed
 
     def _start_canary(self, batcher: Batcher) -> None:
@@ -140,14 +144,14 @@ class TeacherServer:
             return
         row = self._backends[0].sample(1)
         canary = Canary(batcher, self._model, row, settings.canary_s, settings.canary_timeout_s, self._canary_changed)
-        self._metrics.watch(
+        self._metrics.add_gauge(
             "edl_teacher_healthy", "Whether the last row of the canary was answered.", lambda: float(canary.healthy)
         )
         self._canary = asyncio.create_task(canary.run())
 
     async def _canary_changed(self, healthy: bool) -> None:
         lifecycle = self._lifecycle
-        if lifecycle is None or lifecycle.state is not State.READY:
+        if lifecycle is None or lifecycle.state is not ServerState.READY:
             return
         lifecycle.healthy = healthy
         await self._tell_health(_SERVING if healthy else _NOT_SERVING)
@@ -156,20 +160,22 @@ class TeacherServer:
 
     async def _listen(self, lifecycle: Lifecycle, batcher: Batcher) -> None:
         settings = self._settings
-        regions: Regions | None = None
+        regions: RegionTable | None = None
         if settings.shared_memory:
-            peers = Peers(lambda: (self._port,), settings.host)
-            regions = Regions(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
+            peers = PeerCredentials(lambda: (self._port,), settings.host)
+            regions = RegionTable(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
             self._sweeping = asyncio.create_task(_sweep(regions))
-        clients = Clients(settings)
+        clients = ConnectionLimiter(settings)
         if settings.access_log is not None:
             self._access = AccessLog(settings.access_log, self._model.name, self._model.version)
-        inference = self._inference = Inference(
+        inference = self._inference = InferenceHandler(
             self._model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self._metrics, self._access
         )
-        servicer = Servicer(self._model, lifecycle, inference, regions, clients, self._metrics)
+        servicer = InferenceServicer(self._model, lifecycle, inference, regions, clients, self._metrics)
         files = self._files
-        checks = [TokenCheck(files, open_health=settings.open_health)] if files and files.settings.token_file else []
+        checks = (
+            [TokenInterceptor(files, open_health=settings.open_health)] if files and files.settings.token_file else []
+        )
         self._grpc = grpc.aio.server(options=_options(settings), interceptors=checks)
         self._grpc.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -180,36 +186,36 @@ class TeacherServer:
         self._port = self._bind(self._grpc, authority(settings.host, settings.port))
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
-            self._own_path = settings.uds, publish(settings.uds)
+            self._own_path = settings.uds, publish_socket(settings.uds)
         await self._grpc.start()
         if files is not None:
-            self._following = asyncio.create_task(follow_revocations(files, inference.end_streams))
-        self._metrics.watch("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
-        self._metrics.watch("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
+            self._following = asyncio.create_task(watch_revocations(files, inference.end_streams))
+        self._metrics.add_gauge("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
+        self._metrics.add_gauge("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
         for name, text, read in (
             ("edl_teacher_queue_bytes", "Bytes of requests that wait.", lambda: batcher.queued_bytes),
             ("edl_teacher_connections", "Clients with calls open.", lambda: len(clients)),
             ("edl_teacher_streams", "Streams that are open.", lambda: clients.streams),
             ("edl_teacher_client_bytes", "Bytes of requests and answers under way.", lambda: clients.nbytes),
         ):
-            self._metrics.watch(name, text, read)
+            self._metrics.add_gauge(name, text, read)
         if files is not None and files.tls:
             self._watch_certificate(files)
         if regions is not None:
-            self._metrics.watch("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
-            self._metrics.watch("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
+            self._metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
+            self._metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
         if settings.metrics_port is not None:
             self._metrics_port = self._metrics.listen(settings.metrics_host, settings.metrics_port)
 
     def _watch_certificate(self, files: CredentialFiles) -> None:
-        """Say until when students will believe this server."""
+        """Add the gauge of the certificate's expiry, and log the certificate."""
 
         def expiry() -> float:
             identity = files.current().identity
             return identity.not_after_s if identity is not None else 0.0
 
         text = "When the certificate in use expires, in seconds since 1970."
-        self._metrics.watch("edl_teacher_certificate_expiry_seconds", text, expiry)
+        self._metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
         identity = files.current().identity
         if identity is not None:
             names = ", ".join(identity.names) or "no host"
@@ -223,12 +229,12 @@ class TeacherServer:
 
     async def leave(self) -> None:
         """Stop being ready, while requests are still served: students may not have heard of it yet."""
-        if self._lifecycle is not None and self._lifecycle.state in (State.STARTING, State.READY):
-            self._lifecycle.state = State.LEAVING
+        if self._lifecycle is not None and self._lifecycle.state in (ServerState.STARTING, ServerState.READY):
+            self._lifecycle.state = ServerState.LEAVING
             await self._tell_health(_NOT_SERVING)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Stop being ready, refuse new requests with UNAVAILABLE, finish the ones that were accepted.
+        """Stop being ready, refuse new requests with UNAVAILABLE, finish requests that were accepted.
 
         Args:
             timeout_s: None for `settings.drain_timeout_s`.
@@ -239,29 +245,34 @@ class TeacherServer:
         if self._lifecycle is None:
             return True
         await self.leave()
-        self._lifecycle.state = State.DRAINING
+        self._lifecycle.state = ServerState.DRAINING
         return await self._lifecycle.wait_idle(self._settings.drain_timeout_s if timeout_s is None else timeout_s)
 
     async def stop(self, close_within_s: float = 5.0) -> None:
         """Stop at once (requests in flight are cancelled) and close the backends. May be called twice.
 
         Args:
-            close_within_s: how long to wait for the backends; the thread of one that hangs is left behind.
+            close_within_s: how long to wait for the backends; the thread of a backend that hangs is left behind.
         """
-        server, self._grpc = self._grpc, None
-        batcher, self._batcher = self._batcher, None
+        server = self._grpc
+        self._grpc = None
+        batcher = self._batcher
+        self._batcher = None
         if self._lifecycle is not None:
-            self._lifecycle.state = State.STOPPED
-        following, self._following = self._following, None
+            self._lifecycle.state = ServerState.STOPPED
+        following = self._following
+        self._following = None
         if following is not None:
             following.cancel()
         for task in (self._sweeping, self._canary):
             if task is not None:
                 task.cancel()
-        self._sweeping = self._canary = None
-        own, self._own_path = self._own_path, None
+        self._sweeping = None
+        self._canary = None
+        own = self._own_path
+        self._own_path = None
         if own is not None:
-            withdraw(*own)
+            withdraw_socket(*own)
         if server is not None:
             await self._tell_health(_NOT_SERVING)
             if self._inference is not None:
@@ -270,7 +281,8 @@ class TeacherServer:
         if batcher is not None:
             await batcher.close(close_within_s)
         self._metrics.close()
-        access, self._access = self._access, None
+        access = self._access
+        self._access = None
         if access is not None:
             await asyncio.to_thread(access.close)
 
@@ -279,10 +291,10 @@ class TeacherServer:
             await self._health.set(service, status)
 
 
-async def _sweep(regions: Regions) -> None:
+async def _sweep(regions: RegionTable) -> None:
     while True:
         await asyncio.sleep(_SWEEP_EVERY_S)
-        regions.sweep()
+        regions.remove_abandoned()
 
 
 def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:

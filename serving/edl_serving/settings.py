@@ -1,4 +1,4 @@
-"""How a teacher server is set up."""
+"""The settings of a teacher server."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ class ServerSettings:
     access_log: str | None = None
 
     def __post_init__(self) -> None:
+        """Check the settings, and derive those that are left to others."""
         if not self.model:
             raise SettingsError("model='' : a served model needs a name")
         self._check("max_message_bytes", _LEAST_MESSAGE_BYTES, 2**31 - 1)
@@ -122,8 +123,10 @@ class ServerSettings:
         if self.metrics_port is not None:
             self._check("metrics_port", 0, 65535)
         self._check("max_connection_age_s", 1, 86400 * 365)
-        told = self.credentials
-        if told.token_file and not (told.cert or told.allow_insecure_tokens or is_this_host(authority(self.host, 0))):
+        credentials = self.credentials
+        if credentials.token_file and not (
+            credentials.cert or credentials.allow_insecure_tokens or is_this_host(authority(self.host, 0))
+        ):
             raise SettingsError(
                 f"tokens without TLS on {self.host}: whoever reads the network has them. Give the teacher a "
                 "certificate (--tls-cert, --tls-key), or listen on 127.0.0.1, or say that the network may be trusted "
@@ -149,6 +152,6 @@ class ServerSettings:
 
 
 def authority(host: str, port: int) -> str:
-    """`host:port` as gRPC takes it: an IPv6 address, with brackets or without, in brackets."""
+    """Return `host:port` as gRPC takes it: an IPv6 address, with brackets or without, in brackets."""
     host = host.strip("[]")
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,7 +11,7 @@ import pytest
 from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader
 from edl.testing import LocalTeacher
-from edl_serving.registration.probe import Answer, Server, newest_version
+from edl_serving.registration.probe import ProbeStatus, ReadinessProbe, newest_version
 from tests.plugins_consul import ConsulAgent
 from tests.plugins_etcd import EtcdServer
 
@@ -32,12 +32,12 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_register_asks_a_server_directly(dead_proxy: str) -> None:
     with LocalTeacher("echo") as teacher:
-        server = Server(teacher.endpoint, "m", 10.0)
+        server = ReadinessProbe(teacher.endpoint, "m", 10.0)
         try:
-            verdict = server.ask()
+            result = server.probe()
         finally:
             server.close()
-    assert verdict.answer is Answer.READY, f"{dead_proxy} was asked: {verdict.reason}"
+    assert result.status is ProbeStatus.READY, f"{dead_proxy} was asked: {result.reason}"
 
 
 def test_students_talk_to_teachers_directly(dead_proxy: str) -> None:

@@ -1,8 +1,10 @@
-"""Models that the teacher server can serve: what loads them, found by name and imported only when asked for.
+"""Models that the teacher server can serve: their loaders, found by name and imported when used.
 
-Each module here turns one family of models into a `Backend`: `callable` any Python function over numpy arrays, `torch`
-PyTorch in three formats, `paddle` an inference model of PaddlePaddle. All of them pass one conformance suite.
-`model_version` computes the version of a model that Python code makes.
+A module here turns a family of models into a `Backend`: `callable` Python functions over numpy arrays, `torch` PyTorch
+in
+three formats, `paddle` inference models of PaddlePaddle. All of them pass one conformance suite. `model_version`
+computes
+the version of a model that Python code makes.
 
 What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
 A model of another family needs no change here: a `--factory` may return a `Backend` of its own.
@@ -19,7 +21,7 @@ from edl.errors import SettingsError
 from edl_serving.backends.backend import Backend
 from edl_serving.backends.source import ModelSource
 
-__all__ = ["KINDS", "Kind", "ModelSource", "open_backends"]
+__all__ = ["MODEL_LOADERS", "ModelLoader", "ModelSource", "open_backends"]
 
 _PACKAGES = {"torch": ("PyTorch", "torch"), "paddle": ("PaddlePaddle", "paddlepaddle")}
 _ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
@@ -27,8 +29,8 @@ _TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One way of giving a model.
+class ModelLoader:
+    """A loader of models of a kind.
 
     Attributes:
         loader: `module:function`; the function makes a `Backend` of a `ModelSource`.
@@ -39,7 +41,7 @@ class Kind:
     takes: frozenset[str]
 
     def load(self) -> Callable[[ModelSource], Backend]:
-        """Import the loader.
+        """Import the loader's function.
 
         Raises:
             SettingsError: what it needs is not installed; names the package.
@@ -57,24 +59,30 @@ class Kind:
         return loader
 
 
-KINDS = {
-    "callable": Kind("edl_serving.backends.callable:from_function", _ANY_MODEL),
-    "factory": Kind("edl_serving.backends.callable:from_factory", _ANY_MODEL | {"options"}),
-    "torch-factory": Kind("edl_serving.backends.torch:from_factory", _TORCH | {"options", "checkpoint"}),
-    "torchscript": Kind("edl_serving.backends.torch:from_torchscript", _TORCH),
-    "torch-export": Kind("edl_serving.backends.torch:from_export", _TORCH),
-    "paddle": Kind("edl_serving.backends.paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
+MODEL_LOADERS = {
+    "callable": ModelLoader("edl_serving.backends.callable:from_function", _ANY_MODEL),
+    "factory": ModelLoader("edl_serving.backends.callable:from_factory", _ANY_MODEL | {"options"}),
+    "torch-factory": ModelLoader("edl_serving.backends.torch:from_factory", _TORCH | {"options", "checkpoint"}),
+    "torchscript": ModelLoader("edl_serving.backends.torch:from_torchscript", _TORCH),
+    "torch-export": ModelLoader("edl_serving.backends.torch:from_export", _TORCH),
+    "paddle": ModelLoader("edl_serving.backends.paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
 }
 
 
 def open_backends(source: ModelSource) -> list[Backend]:
-    """The model that `source` names, one instance for each device that it names.
+    """Load the model that `source` names, an instance for every device that it names.
+
+    Args:
+        source: the model.
+
+    Returns:
+        The instances, at least one; the caller closes them.
 
     Raises:
-        SettingsError: what the source says cannot be used; names the flag.
-        Exception: whatever the user's own code raised while it built the model.
+        SettingsError: a field of the source cannot be used; names the flag.
+        Exception: what the user's own code raised while it built the model.
     """
-    kind = KINDS[source.kind]
+    kind = MODEL_LOADERS[source.kind]
     for field in fields(source):
         given = getattr(source, field.name) not in (None, (), {})
         if given and field.name not in kind.takes | {"kind", "target"}:

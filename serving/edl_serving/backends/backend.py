@@ -1,4 +1,4 @@
-"""What a model looks like to the teacher server."""
+"""The interface of a model to the teacher server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, dtype_of
-from edl_serving.backends.input_writes import lively, log_copies, writes
+from edl_serving.backends.input_writes import modifies_inputs, warn_of_copies, with_nonzero_floats
 
 __all__ = ["Array", "Backend", "TensorSpec"]
 
@@ -25,7 +25,7 @@ class TensorSpec:
     Attributes:
         name: its name on the wire.
         datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
-        shape: of one row, without the batch dimension; -1 is a dimension of any size.
+        shape: of a row, without the batch dimension; -1 is a dimension of any size.
 
     Raises:
         SettingsError: an empty name, an unknown datatype, or a dimension that is neither -1 nor above 0.
@@ -36,6 +36,7 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        """Check the fields."""
         if not self.name:
             raise SettingsError("a tensor needs a name")
         try:
@@ -48,10 +49,15 @@ class TensorSpec:
 
 
 class Backend(abc.ABC):
-    """One instance of a model.
+    """An instance of a model.
 
-    The server calls `warm_up`, `predict` and `close` of one backend from one worker thread, never at the same time;
-    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
+    The server calls `warm_up`, `predict` and `close` of a backend from a single worker thread, never at the same time;
+    the
+    constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
+
+    Attributes:
+        version_if_unnamed: what `version` is where a subclass does not say. `edl serve --factory` puts a hash here.
+        writes_inputs: whether `predict` changes the arrays that it is given: then it gets copies. `warm_up` finds out.
     """
 
     @property
@@ -72,7 +78,7 @@ class Backend(abc.ABC):
 
     @property
     def version(self) -> str:
-        """Identifies the weights: students key their cache of soft labels by it, so two models must differ in it."""
+        """The version of the weights, which students key their cache of labels by: two models must differ in it."""
         return self.version_if_unnamed
 
     @property
@@ -87,7 +93,7 @@ class Backend(abc.ABC):
 
     @property
     def inline(self) -> bool:
-        """True for a `predict` that takes microseconds, such as a look-up: the server calls it on its event loop.
+        """Whether `predict` takes microseconds, as a look-up does: the server calls it on its event loop.
 
         That saves the way to a worker thread and back. Everything else (health checks, other requests) waits meanwhile,
         and requests are not batched, so no real model may say so.
@@ -96,32 +102,45 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Outputs for a batch.
+        """Compute outputs for a batch.
 
         Args:
-            inputs: every name in `inputs`, each `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays
-                of bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
-                read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
-                With `writes_inputs` they may be written to.
+            inputs: every name in `inputs`, `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays of
+                bytes),
+                C-contiguous. They are views of the network's buffers or of shared memory, so they may be read-only and
+                not
+                aligned, and they must not be kept: the memory is used again after `predict` returns. With
+                    `writes_inputs`
+                they may be written to.
 
         Returns:
-            Every name in `outputs`, each `[rows, *shape]` with the same number of rows and in the same order, in the
-            dtype of its datatype. The server has read them before it calls `predict` again, so a backend may return
-            the same arrays every time. More names than that are ignored.
+            Every name in `outputs`, `[rows, *shape]` with the same number of rows and in the same order, in the dtype
+            of its
+            datatype. The server has read them before it calls `predict` again, so a backend may return the same arrays
+            every
+            time. More names than that are ignored.
 
         Raises:
             Exception: any; the students of this batch are told its type and message, and the server serves on.
         """
 
     def sample(self, rows: int) -> Mapping[str, Array]:
-        """A batch to try the model with. Default: zeros."""
+        """Return a batch to try the model with; zeros by default.
+
+        Args:
+            rows: of the batch.
+
+        Returns:
+            Every name in `inputs`, `[rows, *shape]`.
+        """
         return {spec.name: zeros(spec, rows) for spec in self.inputs}
 
     def warm_up(self, max_rows: int) -> None:
-        """Make the first request as fast as the rest; called before it is ready. Default: two calls on `sample`.
+        """Make the first request as fast as the rest; called before the server is ready.
 
-        The first one is a look at whether the model writes to its inputs, too: with floats that are not 0 where the
-        sample is made up, unless the model does not take those.
+        By default, the model is called twice on `sample`. The first call finds out whether it writes to its inputs:
+        with floats
+        that are not 0 where the sample is made up, unless the model does not take those.
 
         Args:
             max_rows: the most rows that `predict` will be given at once.
@@ -132,18 +151,18 @@ class Backend(abc.ABC):
             self.predict(self.sample(max_rows))
 
     def _look_for_writes(self) -> bool:
-        """Set `writes_inputs` if it is so; whether the model has been called, and did not fail."""
+        """Set `writes_inputs`; return whether the model has been called, and did not fail."""
         batch = self.sample(1)
         if self._sample_is_made_up:
             try:
-                self.writes_inputs = writes(self.predict, lively(batch))
+                self.writes_inputs = modifies_inputs(self.predict, with_nonzero_floats(batch))
             except Exception as exc:  # noqa: BLE001 - zeros are what it is promised
                 _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
-                self.writes_inputs = writes(self.predict, batch)
+                self.writes_inputs = modifies_inputs(self.predict, batch)
         else:
-            self.writes_inputs = writes(self.predict, batch)
+            self.writes_inputs = modifies_inputs(self.predict, batch)
         if self.writes_inputs:
-            log_copies()
+            warn_of_copies()
         return not self.writes_inputs
 
     @property
@@ -155,7 +174,7 @@ class Backend(abc.ABC):
 
 
 def zeros(spec: TensorSpec, rows: int) -> Array:
-    """A batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become 1."""
+    """Return a batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become 1."""
     shape = (rows, *(1 if size == -1 else size for size in spec.shape))
     if spec.datatype == "BYTES":
         return np.full(shape, b"", np.object_)

@@ -1,7 +1,7 @@
-"""Any Python function over numpy arrays as a model.
+"""A Python function over numpy arrays as a model.
 
-The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and returns one of the outputs, with the same
-number of rows in the same order; a single output may come as the bare array. It may carry, as attributes:
+The function takes a dictionary of arrays, `{input name: [rows, *shape]}`, and returns a dictionary of outputs, with the
+same number of rows in the same order; a single output may come as the bare array. It may carry, as attributes:
 
 - `inputs`, `outputs`: tensors as text, `["image:uint8[3,224,224]"]`, where the command line does not say;
 - `version`: identifies its weights;
@@ -26,7 +26,7 @@ from edl_serving.backends.described import DescribedBackend
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource
 from edl_serving.backends.specs import read_sample
-from edl_serving.backends.target import module_of, resolve
+from edl_serving.backends.target import import_target, module_of
 
 __all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
 
@@ -35,15 +35,15 @@ class CallableBackend(DescribedBackend):
     """A function over numpy arrays; see the module.
 
     Args:
-        function: called with one batch at a time, never by two threads at once.
-        inputs, outputs: tensors as text or `TensorSpec`; empty for the function's attributes of that name. Outputs
-            that nobody names are found out by calling the function.
-        sample: a batch of each input, to call it with instead of zeros; says the inputs too.
+        function: called with a single batch at a time, never by two threads at once.
+        inputs: tensors as text or `TensorSpec`; empty for the function's attribute `inputs`.
+        outputs: likewise. Outputs that are not given are found out by calling the function.
+        sample: a batch of the inputs, to call it with instead of zeros; says the inputs too.
         version: empty for the function's attribute.
 
     Raises:
-        SettingsError: nobody says what the inputs are, or a spec is wrong.
-        Exception: whatever the function raised when it was called to find its outputs.
+        SettingsError: the inputs are not given, or a spec is wrong.
+        Exception: what the function raised when it was called to find its outputs.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CallableBackend(DescribedBackend):
         super().__init__(version or _own_version(function), "python")
         self._function = function
         self.writes_inputs = bool(getattr(function, "writes_inputs", False))
-        self._describe(
+        self._resolve_specs(
             inputs or getattr(function, "inputs", ()),
             outputs or getattr(function, "outputs", ()),
             sample,
@@ -70,9 +70,10 @@ class CallableBackend(DescribedBackend):
 
     @property
     def inline(self) -> bool:
+        """The function's attribute `inline`."""
         return bool(getattr(self._function, "inline", False))
 
-    def _ask(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    def _run_model(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)
         if isinstance(answer, Mapping):
             return {str(name): array_of(value) for name, value in answer.items()}
@@ -81,6 +82,7 @@ class CallableBackend(DescribedBackend):
         raise TypeError(f"the function returned {type(answer).__name__}, not a dictionary of arrays, nor an array")
 
     def warm_up(self, max_rows: int) -> None:
+        """Call the function's own `warm_up`, or else warm up as by default."""
         own = getattr(self._function, "warm_up", None)
         if own is not None:
             own(max_rows)
@@ -88,14 +90,15 @@ class CallableBackend(DescribedBackend):
             super().warm_up(max_rows)
 
     def close(self) -> None:
+        """Call the function's own `close`, if it has any."""
         close = getattr(self._function, "close", None)
         if close is not None:
             close()
 
 
 def from_function(source: ModelSource) -> Backend:
-    """`--callable`: the function itself."""
-    function = resolve(source.target, "--callable")
+    """Load `--callable`: the function itself."""
+    function = import_target(source.target, "--callable")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(function, torch.nn.Module):
         raise SettingsError(
@@ -106,8 +109,8 @@ def from_function(source: ModelSource) -> Backend:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """`--factory`: a function or class that returns the function (or a `Backend`) when called with the options."""
-    factory = resolve(source.target, "--factory")
+    """Load `--factory`: a callable that returns the function (or a `Backend`) when called with the options."""
+    factory = import_target(source.target, "--factory")
     if not callable(factory):
         raise SettingsError(f"--factory {source.target!r}: {type(factory).__name__} cannot be called")
     built = call_factory(factory, source, "--factory")
@@ -125,11 +128,19 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) -> Any:
-    """The factory's result for the source's options.
+    """Call a factory with the source's options.
+
+    Args:
+        factory: what `source` names.
+        source: the model.
+        flag: named in errors.
+
+    Returns:
+        The factory's result.
 
     Raises:
         SettingsError: the options do not fit its parameters.
-        Exception: whatever it raised.
+        Exception: what it raised.
     """
     try:
         inspect.signature(factory).bind(**source.options)

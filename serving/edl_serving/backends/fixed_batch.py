@@ -1,4 +1,4 @@
-"""Models that were saved for certain batch sizes only, called with any number of rows."""
+"""Batches for models that were saved for certain batch sizes only."""
 
 from __future__ import annotations
 
@@ -10,22 +10,35 @@ import numpy as np
 from edl_serving.backends.backend import Array
 from edl_serving.backends.specs import Predict
 
-__all__ = ["Rows", "in_parts"]
+__all__ = ["BatchSizeRange", "predict_in_parts"]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The batch sizes that a model accepts, both ends included; no most for any."""
+class BatchSizeRange:
+    """The batch sizes that a model accepts.
+
+    Attributes:
+        least: the smallest.
+        most: the largest; None for any.
+    """
 
     least: int = 1
     most: int | None = None
 
 
-def in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: Rows) -> dict[str, Array]:
-    """What `predict` answers, called with batches of sizes that it accepts.
+def predict_in_parts(predict: Predict, inputs: Mapping[str, Array], accepted: BatchSizeRange) -> dict[str, Array]:
+    """Call `predict` with batches of sizes that it accepts.
 
-    A batch that is too large is cut. One that is too small is filled up with copies of its last row, whose answers
+    A batch that is too large is cut. A batch that is too small is filled up with copies of its last row, whose answers
     are dropped.
+
+    Args:
+        predict: the model.
+        inputs: arrays `[rows, ...]` by name.
+        accepted: sizes of batches.
+
+    Returns:
+        Arrays `[rows, ...]` by name.
     """
     rows = len(next(iter(inputs.values())))
     most = accepted.most or rows

@@ -117,7 +117,8 @@ class _Content:
                 done.add(name)
                 self._add_source(self._modules[name])
                 for variable, value in vars(self._modules[name]).items():
-                    if variable not in _SET_BY_PYTHON:
+                    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}"
+                    if variable not in _SET_BY_PYTHON and not submodule:  # that counts if an import names it
                         self.update(variable.encode())
                         self._add_variable(f"the global {name}.{variable}", value)
 
@@ -272,6 +273,8 @@ class _Content:
         return module is self._named or (file is not None and not self._is_library(file))
 
     def _is_library(self, file: str) -> bool:
+        if file.startswith("<"):
+            return file.startswith("<frozen ")  # other such names are those of `exec`
         if any(in_package(file, name) for name in _OWN_PACKAGES):
             return file != self._named.__file__
         return is_library(file) and not in_package(file, self._package)

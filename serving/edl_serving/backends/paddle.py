@@ -1,7 +1,7 @@
-"""PaddlePaddle inference models: what `paddle.jit.save` and `paddle.static.save_inference_model` write.
+"""PaddlePaddle inference models, as `paddle.jit.save` and `paddle.static.save_inference_model` write them.
 
 The files say the names, types and shapes of the inputs. Outputs bear names that the export made up (`fetch_name_0`);
-`--output logits` gives them better ones, in their order.
+`--output logits` renames them, in their order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
 from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.fixed_batch import Rows, in_parts
+from edl_serving.backends.fixed_batch import BatchSizeRange, predict_in_parts
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
+from edl_serving.backends.specs import default_output_names, parse_specs, read_sample, spec_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
@@ -38,13 +38,14 @@ class PaddleBackend(DescribedBackend):
         prefix: the model's files without `.json` or `.pdmodel`, and `.pdiparams`.
         inputs: tensors as text or `TensorSpec`, in place of what the files say.
         outputs: likewise, or names alone, in the model's order.
-        sample: a batch of each input, to call the model with instead of zeros.
+        sample: a batch of the inputs, to call the model with instead of zeros.
         device: "cpu", "cuda" or "gpu", "cuda:1", "auto".
         threads: CPU threads.
+        version: of the weights.
 
     Raises:
-        SettingsError: something of this cannot be used.
-        Exception: whatever Paddle raised when it loaded the model, or called it to find its outputs.
+        SettingsError: an argument cannot be used.
+        Exception: what Paddle raised when it loaded the model, or called it to find its outputs.
     """
 
     def __init__(
@@ -63,46 +64,54 @@ class PaddleBackend(DescribedBackend):
         self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, device, threads))
         self._input_names: list[str] = self._predictor.get_input_names()
         self._output_names: list[str] = self._predictor.get_output_names()
-        declared, self._rows = self._declared(program)
+        declared, accepted = self._declared(program)
+        self._rows = accepted
         specs = parse_specs(inputs) or declared or tuple(spec_of(name, array) for name, array in (sample or {}).items())
         if {spec.name for spec in specs} != set(self._input_names):
-            said = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not say more"
-            raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {said}")
+            why = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not say more"
+            raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {why}")
         named = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text for text in outputs]
         self._by_name = bool(named) and set(named) <= set(self._output_names)
-        self._describe(specs, outputs, sample, "the model has no inputs")
+        self._resolve_specs(specs, outputs, sample, "the model has no inputs")
 
-    def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], Rows]:
-        """Inputs and batch sizes as the files have them; nothing where this version of Paddle cannot tell."""
+    def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], BatchSizeRange]:
+        """Return inputs and batch sizes as the files have them; empty where this version of Paddle cannot tell."""
         try:
             found = _shapes_of(program, self._input_names)
             declared = tuple(_spec(name, dtype, shape) for name, (dtype, shape) in found.items())
             batches = {shape[0] for _, shape in found.values()}
         except (AttributeError, TypeError, KeyError, IndexError, ProtocolError, RuntimeError, ValueError, OSError):
-            return (), Rows()
+            return (), BatchSizeRange()
         fixed = batches.pop() if len(batches) == 1 else -1
-        return declared, Rows(fixed, fixed) if fixed > 0 else Rows()
+        return declared, BatchSizeRange(fixed, fixed) if fixed > 0 else BatchSizeRange()
 
-    def _ask(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return in_parts(self._call, inputs, self._rows)
+    def _run_model(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return predict_in_parts(self._call, inputs, self._rows)
 
     def _call(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         for name in self._input_names:
             self._predictor.get_input_handle(name).copy_from_cpu(np.require(inputs[name], requirements=["C", "A"]))
         self._predictor.run()
-        names = self._output_names if self._by_name else unnamed(len(self._output_names))
+        names = self._output_names if self._by_name else default_output_names(len(self._output_names))
         arrays = (self._predictor.get_output_handle(name).copy_to_cpu() for name in self._output_names)
         return dict(zip(names, arrays, strict=True))
 
     def close(self) -> None:
+        """Release the predictor."""
         self._predictor = None
 
 
 def model_files(prefix: str) -> tuple[Path, Path]:
-    """The program and the weights of a model; the prefix may be written with a suffix, too.
+    """Find the program and the weights of a model.
+
+    Args:
+        prefix: of the files; may be written with a suffix, too.
+
+    Returns:
+        Paths of program and weights.
 
     Raises:
-        SettingsError: one is not there; names it.
+        SettingsError: a file is missing; names it.
     """
     path = Path(prefix).expanduser()
     if path.suffix in (*_FILES, ".pdiparams"):
@@ -118,7 +127,7 @@ def model_files(prefix: str) -> tuple[Path, Path]:
 
 
 def from_inference_model(source: ModelSource) -> Backend:
-    """`--paddle`."""
+    """Load `--paddle`."""
     program, weights = model_files(source.target)
     return PaddleBackend(
         str(program.with_suffix("")),
@@ -150,7 +159,7 @@ def _config(program: Path, weights: Path, device: str | None, threads: int | Non
 
 
 def _shapes_of(program: Path, names: Sequence[str]) -> dict[str, tuple[Any, list[int]]]:
-    """Types and shapes of a model's inputs. The predictor would tell them only after a first call."""
+    """Return types and shapes of a model's inputs. The predictor would tell them only after a first call."""
     if program.suffix == ".pdmodel":
         # The old format: what the public API would read it with is not there while the new one is in force.
         # The program owns its blocks, and a block its variables; Paddle's bindings do not keep the owner alive.

@@ -1,4 +1,4 @@
-"""What the user said about a model."""
+"""The model as the user names it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 
 from edl.errors import SettingsError
 
-__all__ = ["ModelSource", "digest", "existing", "top_name"]
+__all__ = ["ModelSource", "digest", "existing_file", "top_name"]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from. Each field is the flag of `edl serve` of that name.
+    """A model by the flags of `edl serve`; fields have the flags' names.
 
     Attributes:
-        kind: a key of `KINDS`, the flag that names the model.
+        kind: a key of `MODEL_LOADERS`, the flag that names the model.
         target: what that flag says: a path, or `package.module:name`.
         checkpoint: file with the weights, for a model that a factory builds.
         options: keyword arguments of the factory.
-        inputs, outputs: tensors as `parse_spec` reads them; empty where the model itself says.
-        sample: an `.npz` file with a batch of each input; says names, types and shapes, and warms the model up.
+        inputs: tensors as `parse_spec` reads them; empty where the model itself says.
+        outputs: likewise.
+        sample: an `.npz` file with a batch of the inputs; says names, types and shapes, and warms the model up.
         device: "cpu", "cuda", "cuda:1" or "auto"; None for the backend's default.
-        threads: CPU threads for one call, None for the framework's default.
+        threads: CPU threads for a call, None for the framework's default.
         autocast: "bfloat16" or "float16", None for the model's own precision.
         normalize: "imagenet", or means and deviations of channels as "m,m,m/s,s,s": makes floats of uint8 inputs.
-        version: identifies the weights; None to derive it from them.
+        version: identifies the weights; None to compute it.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class ModelSource:
 
     @property
     def module(self) -> str:
-        """Of a target with a name, what comes before it: a module or a file."""
+        """The module or file of a target with a name."""
         return self.target.rpartition(":")[0]
 
     @property
@@ -56,7 +57,7 @@ class ModelSource:
         return top_name(self.module)
 
     def settings(self) -> bytes:
-        """What changes a model's answers without being in its weights; part of its version.
+        """Return what changes a model's answers without being in its weights; part of its version.
 
         An option that names a file or folder counts with the content, wherever that lies.
         """
@@ -65,12 +66,12 @@ class ModelSource:
 
 
 def top_name(module: str) -> str:
-    """Of a module or file, the top package or the name as a module."""
+    """Return the top package of a module, or the name of a file as a module."""
     return Path(module).stem if module.endswith(".py") else module.partition(".")[0]
 
 
-def existing(path: str, flag: str) -> Path:
-    """`path` if it is a file.
+def existing_file(path: str, flag: str) -> Path:
+    """Return `path`, with `~` expanded, if it is a file.
 
     Raises:
         SettingsError: names the flag and the path.
@@ -82,7 +83,7 @@ def existing(path: str, flag: str) -> Path:
 
 
 def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
-    """A version: 16 hexadecimal digits of the SHA-256 of bytes and files' contents."""
+    """Return a version: 16 hexadecimal digits of the SHA-256 of bytes and files' contents."""
     sha = hashlib.sha256()
     for part in parts:
         if isinstance(part, Path):
@@ -106,7 +107,7 @@ def _content(value: Any) -> Any:
 
 
 def _folder(path: Path) -> str:
-    """A hash of the names within a folder and of the files' content, but for what tools leave there: dates, mostly."""
+    """Hash the names within a folder and the files' contents, but for what tools leave there: dates, mostly."""
     parts: list[bytes | Path] = []
     for folder, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if not _by_tools(name))

@@ -1,4 +1,4 @@
-"""Names, types and shapes of tensors: from text, from a sample batch, or from what a model answers."""
+"""Names, types and shapes of tensors: from text, from a sample batch, or from a model's outputs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import array_of, datatype_of, dtype_of
 from edl_serving.backends.backend import Array, TensorSpec
-from edl_serving.backends.source import existing
+from edl_serving.backends.source import existing_file
 
 __all__ = [
     "Predict",
-    "cast",
+    "cast_to_spec",
     "complete_outputs",
     "infer_outputs",
     "parse_spec",
     "parse_specs",
-    "pick",
+    "select_outputs",
     "read_sample",
     "spec_of",
-    "unnamed",
+    "default_output_names",
 ]
 
 T = TypeVar("T")
@@ -34,9 +34,12 @@ _SPEC = re.compile(r"(?P<name>.+):(?P<type>[A-Za-z]\w*)\s*(?:\[(?P<shape>[^\[\]]
 
 
 def parse_spec(text: str) -> TensorSpec:
-    """A tensor written `name:TYPE[size,size]`, without the batch dimension; -1 or ? is any size.
+    """Parse a tensor written `name:TYPE[size,size]`, without the batch dimension; -1 or ? is any size.
 
     `TYPE` is KServe's name or numpy's, in any case: `image:uint8[3,224,224]`, `label:INT64`, `words:BYTES[?]`.
+
+    Args:
+        text: the tensor.
 
     Raises:
         SettingsError: says what is wrong with which part.
@@ -66,7 +69,14 @@ def _datatype(name: str) -> str:
 
 
 def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
-    """`parse_spec` of each; names must differ."""
+    """Parse tensors whose names must differ.
+
+    Args:
+        texts: tensors as text, or ready.
+
+    Raises:
+        SettingsError: a text is wrong, or two tensors have the same name.
+    """
     specs = tuple(text if isinstance(text, TensorSpec) else parse_spec(text) for text in texts)
     names = [spec.name for spec in specs]
     for name in names:
@@ -76,13 +86,19 @@ def parse_specs(texts: Sequence[str | TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def read_sample(path: str) -> dict[str, Array]:
-    """The arrays of an `.npz` file, each a batch of one input.
+    """Read the arrays of an `.npz` file, a batch of an input for every name.
+
+    Args:
+        path: of the file.
+
+    Returns:
+        Arrays `[rows, *shape]` by name.
 
     Raises:
         SettingsError: no such file, another format, or batches of different length.
     """
     try:
-        with np.load(existing(path, "--sample"), allow_pickle=False) as file:
+        with np.load(existing_file(path, "--sample"), allow_pickle=False) as file:
             arrays: dict[str, Array] = {name: file[name] for name in file.files}
     except (ValueError, OSError, AttributeError, TypeError) as exc:
         raise SettingsError(f"--sample {path!r}: not an .npz file of plain arrays ({exc})") from exc
@@ -93,17 +109,22 @@ def read_sample(path: str) -> dict[str, Array]:
 
 
 def spec_of(name: str, batch: Array) -> TensorSpec:
-    """The spec of an array `[rows, *shape]`."""
+    """Return the spec of an array `[rows, *shape]`."""
     return TensorSpec(name, datatype_of(batch.dtype), batch.shape[1:])
 
 
 def infer_outputs(
     predict: Predict, inputs: Sequence[TensorSpec], sample: Mapping[str, Array] | None
 ) -> list[TensorSpec]:
-    """What `predict` answers, found by asking it: with a sample, or twice with zeros.
+    """Find a model's outputs by calling it: with a sample, or twice with zeros.
 
     Dimensions of any size are 1 in the first batch of zeros and 2 in the second; where the outputs differ in a size,
     that is of any size too.
+
+    Args:
+        predict: the model.
+        inputs: its inputs.
+        sample: arrays `[rows, *shape]` by name; None for zeros.
 
     Raises:
         SettingsError: the model does not answer rows with rows.
@@ -125,11 +146,20 @@ def complete_outputs(
     inputs: Sequence[TensorSpec],
     sample: Mapping[str, Array] | None,
 ) -> tuple[TensorSpec, ...]:
-    """The outputs, of which some may be given by name alone: `predict` is asked for the rest.
+    """Complete the specs of outputs, of which some may be given by name alone, by calling the model.
+
+    Args:
+        given: specs, as text or ready, or names.
+        predict: the model.
+        inputs: its inputs.
+        sample: arrays `[rows, *shape]` by name; None for zeros.
+
+    Returns:
+        The outputs that are given, or all.
 
     Raises:
         SettingsError: a name or type is wrong, or the model answers less than was named.
-        Exception: whatever `predict` raised.
+        Exception: what `predict` raised.
     """
     if given and all(isinstance(text, TensorSpec) or ":" in text for text in given):
         return parse_specs(given)
@@ -138,7 +168,7 @@ def complete_outputs(
         return tuple(found.values())
     names = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text.strip() for text in given]
     try:
-        specs = pick(found, names)
+        specs = select_outputs(found, names)
     except ValueError as exc:
         raise SettingsError(f"--output: {exc}") from None
     completed = [
@@ -148,20 +178,27 @@ def complete_outputs(
     return parse_specs(completed)
 
 
-def unnamed(count: int) -> list[str]:
-    """Names for the outputs of a model that gives them none."""
+def default_output_names(count: int) -> list[str]:
+    """Return names for the outputs of a model that gives them none."""
     return ["output"] if count == 1 else [f"output_{index}" for index in range(count)]
 
 
-def pick(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[str, T]:
-    """Those of a model's answers that `names` mean: by name, or in order if the model gives them no names.
+def select_outputs(answers: Mapping[str, T], names: Sequence[str]) -> Mapping[str, T]:
+    """Select outputs of a model by name, or in order if the model gives them no names.
+
+    Args:
+        answers: of the model, by its names.
+        names: to select.
+
+    Returns:
+        The selected answers by `names`.
 
     Raises:
         ValueError: there are not so many, or none of that name.
     """
     if all(name in answers for name in names):
         return answers
-    if list(answers) == unnamed(len(answers)) and len(names) <= len(answers):
+    if list(answers) == default_output_names(len(answers)) and len(names) <= len(answers):
         return dict(zip(names, answers.values(), strict=False))
     raise ValueError(f"the model answers {', '.join(map(repr, answers))}; wanted are {', '.join(map(repr, names))}")
 
@@ -185,12 +222,20 @@ def _merge(name: str, arrays: Sequence[Array]) -> TensorSpec:
     return TensorSpec(name, datatype_of(first.dtype), shape)
 
 
-def cast(spec: TensorSpec, value: object) -> Array:
-    """`value` as an array in the dtype of `spec`.
+def cast_to_spec(spec: TensorSpec, value: object) -> Array:
+    """Cast an array to the dtype of a spec.
+
+    Args:
+        spec: of the output.
+        value: an array, or what `array_of` makes into an array.
+
+    Returns:
+        The array; the same one if its dtype is right.
 
     Raises:
         TypeError: the cast would change values beyond rounding: floats to integers, numbers that the type does not
-            have, bytes that numpy cut short.
+            have,
+            bytes that numpy cut short.
     """
     try:
         array = array_of(value)
@@ -209,7 +254,7 @@ def cast(spec: TensorSpec, value: object) -> Array:
 
 
 def _refuse_overflow(spec: TensorSpec, array: Array, converted: Array) -> None:
-    """Refuse whole numbers that wrapped around, and finite ones that became infinite."""
+    """Refuse whole numbers that wrapped around, and finite numbers that became infinite."""
     if array.dtype.kind in "iu" and converted.dtype.kind in "iu":
         limits = np.iinfo(converted.dtype)
         low, high = int(array.min()), int(array.max())

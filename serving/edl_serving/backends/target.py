@@ -1,4 +1,4 @@
-"""Finds what `package.module:name` and `path/file.py:name` name."""
+"""Imports of what `package.module:name` and `path/file.py:name` name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from typing import Any
 from edl.errors import SettingsError
 from edl_serving.spelling import did_you_mean
 
-__all__ = ["in_package", "is_library", "module_of", "resolve"]
+__all__ = ["in_package", "is_library", "module_of", "import_target"]
 
 _loaded: dict[str, ModuleType] = {}
 
 
-def resolve(target: str, flag: str) -> Any:
-    """The object that `target` names; the current folder counts as a place for modules, as with `python -m`.
+def import_target(target: str, flag: str) -> Any:
+    """Import an object; the current folder counts as a place for modules, as with `python -m`.
 
     Args:
         target: `package.module:name` or `path/file.py:name`; a name may have dots.
         flag: named in errors.
 
+    Returns:
+        The object.
+
     Raises:
         SettingsError: no such module, file or name.
-        Exception: whatever the user's module raised while it was imported.
+        Exception: what the user's module raised while it was imported.
     """
     where, _, name = target.rpartition(":")
     if not where or not name:
@@ -47,7 +50,7 @@ def resolve(target: str, flag: str) -> Any:
 
 
 def module_of(target: str) -> ModuleType:
-    """The module in which `target` was resolved last."""
+    """Return the module in which `import_target` found `target` last."""
     return _loaded[target.rpartition(":")[0]]
 
 
@@ -83,12 +86,12 @@ def _search_first(folder: Path) -> None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file belongs to Python or to an installed package, rather than to the user."""
+    """Return whether a source file belongs to Python or to an installed package, rather than to the user."""
     return file.startswith(_library_folders())
 
 
 def in_package(file: str, package: str) -> bool:
-    """Whether a source file lies in a package's folders; `package` is the name of one that is imported."""
+    """Return whether a source file lies in the folders of an imported package."""
     folders = getattr(sys.modules.get(package), "__path__", ())
     return file.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 
@@ -99,4 +102,4 @@ def _library_folders() -> tuple[str, ...]:
     folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
     folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
     folders |= {os.path.realpath(folder) for folder in folders}
-    return ("<frozen", *(f"{folder}{os.sep}" for folder in sorted(folders)))
+    return ("<", *(f"{folder}{os.sep}" for folder in sorted(folders)))

@@ -1,6 +1,6 @@
 """PyTorch models: a module built by a factory, a TorchScript file, a `torch.export` program.
 
-A model takes one tensor an input: by keyword if the inputs bear the names of its parameters, by position in the order
+A model takes a tensor for an input: by keyword if the inputs bear the names of its parameters, by position in the order
 of the inputs otherwise. It returns a tensor, a tuple, or a mapping (as Hugging Face's models do) of outputs.
 """
 
@@ -20,11 +20,11 @@ from edl.errors import SettingsError
 from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
 from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.fixed_batch import Rows, in_parts
+from edl_serving.backends.fixed_batch import BatchSizeRange, predict_in_parts
 from edl_serving.backends.model_version import compute_version
-from edl_serving.backends.source import ModelSource, digest, existing
-from edl_serving.backends.specs import parse_specs, read_sample, spec_of, unnamed
-from edl_serving.backends.target import module_of, resolve
+from edl_serving.backends.source import ModelSource, digest, existing_file
+from edl_serving.backends.specs import default_output_names, parse_specs, read_sample, spec_of
+from edl_serving.backends.target import import_target, module_of
 from edl_serving.backends.torch_files import exported_specs, load_state
 from edl_serving.backends.torch_input import Normalization, to_tensor
 
@@ -40,16 +40,18 @@ class TorchBackend(DescribedBackend):
         model: called under `torch.inference_mode`, with tensors on `device`, where it must be, in evaluation mode.
         inputs: tensors as text or `TensorSpec`.
         outputs: likewise, or names alone, in the order in which the model returns them. Types and shapes that are not
-            said are found out by calling the model, as are all outputs if none is given.
-        sample: a batch of each input, to call it with instead of zeros; says the inputs too.
+            given are found out by calling the model, as are all outputs if none is given.
+        sample: a batch of the inputs, to call it with instead of zeros; says the inputs too.
         device: "cpu", "cuda", "cuda:1", "auto".
         autocast: "bfloat16" or "float16".
         normalize: for uint8 inputs, as `Normalization.parse` takes it.
+        version: of the weights.
+        platform: as `ModelMetadata` calls it.
         rows: the batch sizes that the model accepts.
 
     Raises:
-        SettingsError: something of this cannot be used.
-        Exception: whatever the model raised when it was called to find its outputs.
+        SettingsError: an argument cannot be used.
+        Exception: what the model raised when it was called to find its outputs.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class TorchBackend(DescribedBackend):
         normalize: str | None = None,
         version: str = "",
         platform: str = "pytorch",
-        rows: Rows | None = None,
+        rows: BatchSizeRange | None = None,
     ) -> None:
         super().__init__(version, platform)
         if autocast is not None and autocast not in _AUTOCAST:
@@ -72,14 +74,14 @@ class TorchBackend(DescribedBackend):
         self._model = model
         self._device = device_of(device)
         self._autocast = _AUTOCAST.get(autocast or "")
-        self._rows = rows or Rows()
+        self._rows = rows or BatchSizeRange()
         specs = parse_specs(inputs) or tuple(spec_of(name, array) for name, array in (sample or {}).items())
         for spec in specs:
             if spec.datatype == "BYTES":
                 raise SettingsError(f"input {spec.name!r}: PyTorch has no tensors of BYTES")
         self._normalization = Normalization.parse(normalize, specs, self._device) if normalize else None
         self._by_keyword = _parameters(model).issuperset(spec.name for spec in specs)
-        self._describe(
+        self._resolve_specs(
             specs,
             outputs,
             sample,
@@ -87,8 +89,8 @@ class TorchBackend(DescribedBackend):
             "or --sample FILE.npz",
         )
 
-    def _ask(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return in_parts(self._call, inputs, self._rows)
+    def _run_model(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return predict_in_parts(self._call, inputs, self._rows)
 
     def _call(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         with torch.inference_mode(), self._casting():
@@ -110,13 +112,17 @@ class TorchBackend(DescribedBackend):
             yield
 
     def close(self) -> None:
+        """Release the model and cached memory of the GPU."""
         self._model = _closed
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of that name; None and "auto" are the first GPU if there is one.
+    """Return a device by name.
+
+    Args:
+        name: None and "auto" are the first GPU if there is one.
 
     Raises:
         SettingsError: no such device.
@@ -133,13 +139,13 @@ def device_of(name: str | None) -> torch.device:
 
 
 def from_factory(source: ModelSource) -> Backend:
-    """`--torch-factory`, with `--checkpoint` or weights that the factory loads."""
-    factory = resolve(source.target, "--torch-factory")
+    """Load `--torch-factory`, with `--checkpoint` or weights that the factory loads."""
+    factory = import_target(source.target, "--torch-factory")
     built = call_factory(factory, source, "--torch-factory")
     if not isinstance(built, torch.nn.Module):
         raise SettingsError(f"--torch-factory {source.target!r} returned {type(built).__name__}, not a torch.nn.Module")
     if source.checkpoint is not None:
-        load_state(built, existing(source.checkpoint, "--checkpoint"))
+        load_state(built, existing_file(source.checkpoint, "--checkpoint"))
     computed = source.version or compute_version(source, module_of(source.target), built)
     device = device_of(source.device)
     backend = _backend(source, built.eval().requires_grad_(False).to(device), source.version or "")
@@ -148,8 +154,8 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def from_torchscript(source: ModelSource) -> Backend:
-    """`--torchscript`."""
-    path = existing(source.target, "--torchscript")
+    """Load `--torchscript`."""
+    path = existing_file(source.target, "--torchscript")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript as a whole; files of it are about
@@ -160,8 +166,8 @@ def from_torchscript(source: ModelSource) -> Backend:
 
 
 def from_export(source: ModelSource) -> Backend:
-    """`--torch-export`; inputs and outputs are the program's own."""
-    path = existing(source.target, "--torch-export")
+    """Load `--torch-export`; inputs and outputs are the program's own."""
+    path = existing_file(source.target, "--torch-export")
     try:
         program = torch.export.load(str(path))
     except Exception as exc:
@@ -179,7 +185,7 @@ def from_export(source: ModelSource) -> Backend:
 
 
 def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
-    """The program as a function of its tensors, whatever arguments they were exported in."""
+    """Return the program as a function of its tensors, in whichever arguments it was exported."""
     module = program.module()
     structure = program.call_spec.in_spec
     assert structure is not None
@@ -198,7 +204,7 @@ def _backend(
     platform: str = "pytorch",
     inputs: Sequence[str | TensorSpec] | None = None,
     outputs: Sequence[str | TensorSpec] | None = None,
-    rows: Rows | None = None,
+    rows: BatchSizeRange | None = None,
 ) -> TorchBackend:
     if source.threads is not None:
         torch.set_num_threads(source.threads)
@@ -230,12 +236,12 @@ def _parameters(model: Callable[..., Any]) -> set[str]:
 
 def _named(answer: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(answer, torch.Tensor):
-        return [*zip(unnamed(1), [answer], strict=True)]
+        return [*zip(default_output_names(1), [answer], strict=True)]
     if isinstance(answer, Mapping):
         return [(str(name), value) for name, value in answer.items() if isinstance(value, torch.Tensor)]
     if isinstance(answer, (tuple, list)):
         tensors = [value for value in answer if isinstance(value, torch.Tensor)]
-        return [*zip(unnamed(len(tensors)), tensors, strict=True)]
+        return [*zip(default_output_names(len(tensors)), tensors, strict=True)]
     raise TypeError(f"the model returned {type(answer).__name__}, not a tensor, tuple or mapping of tensors")
 
 

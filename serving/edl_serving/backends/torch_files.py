@@ -1,4 +1,4 @@
-"""What PyTorch's files hold: weights for a module, and what an exported program says about itself."""
+"""PyTorch's files: weights for a module, and the specs in an exported program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
 from edl_serving.backends.backend import TensorSpec
-from edl_serving.backends.fixed_batch import Rows
-from edl_serving.backends.specs import unnamed
+from edl_serving.backends.fixed_batch import BatchSizeRange
+from edl_serving.backends.specs import default_output_names
 
 __all__ = ["ExportedSpecs", "exported_specs", "load_state"]
 
@@ -25,7 +25,11 @@ _NESTED = ("state_dict", "model_state_dict", "model")
 
 
 def load_state(module: torch.nn.Module, path: Path) -> None:
-    """Load the weights of `path` into `module`. Files cannot run code: pickles are read with `weights_only`.
+    """Load weights into a module. Files cannot run code: pickles are read with `weights_only`.
+
+    Args:
+        module: to load into.
+        path: a state_dict, alone or in a common trainer's checkpoint, or a safetensors file.
 
     Raises:
         SettingsError: the file is something else, or does not fit the module.
@@ -66,17 +70,24 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ExportedSpecs:
-    """Inputs, outputs and batch sizes of an exported program."""
+    """Inputs, outputs and batch sizes of an exported program.
+
+    Attributes:
+        inputs: in the program's order.
+        outputs: in the program's order.
+        rows: the batch sizes that it accepts.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    rows: Rows
+    rows: BatchSizeRange
 
 
 def exported_specs(program: torch.export.ExportedProgram, *, normalized: bool) -> ExportedSpecs:
-    """What `program` says about itself. Its dimension 0 is the batch, symbolic or fixed.
+    """Read the specs of an exported program. Its dimension 0 is the batch, symbolic or fixed.
 
     Args:
+        program: as `torch.export.load` returns it.
         normalized: the four-dimensional float inputs are fed from uint8.
 
     Raises:
@@ -109,19 +120,19 @@ def _spec(kind: str, name: str, value: Any) -> TensorSpec:
 
 
 def _output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
-    """The keys of a returned dictionary, else `output`, or `output_0` and so on."""
+    """Return the keys of a returned dictionary, else `output`, or `output_0` and so on."""
     spec = program.call_spec.out_spec
     keys = getattr(spec, "context", None)
     if spec is not None and spec.type is dict and isinstance(keys, list) and len(keys) == count:
         return [str(key) for key in keys]
-    return unnamed(count)
+    return default_output_names(count)
 
 
-def _rows(program: torch.export.ExportedProgram, first: Any) -> Rows:
+def _rows(program: torch.export.ExportedProgram, first: Any) -> BatchSizeRange:
     size = first.shape[0]
     if isinstance(size, int):
-        return Rows(size, size)
+        return BatchSizeRange(size, size)
     for symbol, bounds in program.range_constraints.items():
         if str(symbol) == str(size):
-            return Rows(max(1, int(bounds.lower)), int(bounds.upper) if bounds.upper.is_Integer else None)
-    return Rows()
+            return BatchSizeRange(max(1, int(bounds.lower)), int(bounds.upper) if bounds.upper.is_Integer else None)
+    return BatchSizeRange()

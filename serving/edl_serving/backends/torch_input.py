@@ -17,9 +17,14 @@ _IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"
 
 
 def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """`array` on `device`, in `dtype` if given; shares memory where it can.
+    """Return an array as a tensor, which shares memory where it can.
 
     A read-only or unaligned array is copied: a model may work in place, and torch cannot protect memory.
+
+    Args:
+        array: of any shape.
+        device: of the tensor.
+        dtype: of the tensor; None for the array's.
     """
     if not (array.flags.writeable and array.flags.aligned):
         # On the CPU in one go. Towards a GPU the type is changed there: fewer bytes travel.
@@ -31,9 +36,13 @@ def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = No
 
 @dataclass(frozen=True)
 class Normalization:
-    """`(pixel / 255 - mean) / deviation` for each channel of uint8 images [rows, channels, ...].
+    """`(pixel / 255 - mean) / deviation` for the channels of uint8 images `[rows, channels, ...]`.
 
     Students thus send a quarter of the bytes that floats would take.
+
+    Attributes:
+        scale: factor of a pixel, `[channels, 1, ...]`.
+        shift: what is added, of the same shape.
     """
 
     scale: torch.Tensor
@@ -41,10 +50,15 @@ class Normalization:
 
     @classmethod
     def parse(cls, text: str, inputs: Sequence[TensorSpec], device: torch.device) -> Normalization:
-        """From "imagenet", or "m,m,m/s,s,s"; one value stands for all channels.
+        """Parse "imagenet", or "m,m,m/s,s,s"; a single value stands for all channels.
+
+        Args:
+            text: means and deviations.
+            inputs: of the model.
+            device: of the tensors.
 
         Raises:
-            SettingsError: it is written otherwise, or does not fit the inputs.
+            SettingsError: the text is something else, or does not fit the inputs.
         """
         means, slash, deviations = (_IMAGENET if text == "imagenet" else text).partition("/")
         try:
@@ -76,5 +90,9 @@ class Normalization:
         )
 
     def apply(self, array: Array) -> torch.Tensor:
-        """Normalized floats on the device."""
+        """Return normalized floats on the device.
+
+        Args:
+            array: uint8 `[rows, channels, ...]`.
+        """
         return to_tensor(array, self.scale.device, torch.float32).mul_(self.scale).add_(self.shift)

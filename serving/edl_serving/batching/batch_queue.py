@@ -1,9 +1,11 @@
-"""Which requests wait, and which of them make the next batch: a plain state machine without clock, thread or lock.
+"""The queue of requests and the choice of the next batch: a plain state machine without clock, thread or lock.
 
-Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes:
-each client has a tag, the rows that it was served, and the least tag is next; a client that comes back after a pause
-starts at the tag that is being served. So a client with a few requests waits for the batch that is being computed and
-for its own, however many requests another one has queued.
+Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes: a
+client has a tag, the rows that it was served, and the least tag is next; a client that comes back after a pause starts
+at
+the tag that is being served. So a client with a few requests waits for the batch that is being computed and for its
+own,
+however many requests another client has queued.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from edl_serving.batching.job import Job, Shapes
+from edl_serving.batching.job import InferenceJob, Shapes
 
-__all__ = ["BatchQueue", "Taken"]
+__all__ = ["BatchQueue", "PoppedBatch"]
 
 _MOST_REMEMBERED = 1024
 """Clients without a job whose tags are remembered: as many as may be connected as it comes. A client that is forgotten
@@ -24,32 +26,32 @@ gains one turn at most."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What `BatchQueue.take` found.
+class PoppedBatch:
+    """The result of `BatchQueue.pop_batch`.
 
     Attributes:
         jobs: the next batch; empty if none is due.
         expired: jobs whose deadline has passed: they are out of the queue and must not be computed.
-        wait_s: if no batch is due, when one will be; None while nothing waits.
+        wait_s: if no batch is due, when a batch will be; None while the queue is empty.
     """
 
-    jobs: list[Job] = field(default_factory=list)
-    expired: list[Job] = field(default_factory=list)
+    jobs: list[InferenceJob] = field(default_factory=list)
+    expired: list[InferenceJob] = field(default_factory=list)
     wait_s: float | None = None
 
 
 class _Backlog:
-    """The jobs of one client, a line for each of their shapes."""
+    """The jobs of a client, queued by their shapes."""
 
     def __init__(self, name: str, tag: int, number: int) -> None:
         self.name = name
         self.tag = tag
         self.number = number  # breaks ties, in the order of arrival
-        self.lines: dict[Shapes, deque[Job]] = {}
+        self.lines: dict[Shapes, deque[InferenceJob]] = {}
         self.rows = self.nbytes = 0
 
-    def jobs(self) -> list[Job]:
-        """All of them, oldest first."""
+    def jobs(self) -> list[InferenceJob]:
+        """Return all jobs, oldest first."""
         return sorted(itertools.chain(*self.lines.values()), key=lambda job: job.arrived)
 
 
@@ -86,53 +88,65 @@ class BatchQueue:
         self.nbytes = 0
 
     def __len__(self) -> int:
+        """Return the number of queued jobs."""
         return sum(len(line) for client in self._clients.values() for line in client.lines.values())
 
-    def push(self, job: Job) -> list[Job]:
+    def push_job(self, job: InferenceJob) -> list[InferenceJob]:
         """Queue a job.
 
+        Args:
+            job: to queue.
+
         Returns:
-            The jobs that there is no room for: none; the job itself, which then is not queued; or, out of the queue
-            now, those that give way to it.
+            The jobs that there is no room for: none; the job itself, which then is not queued; or jobs that were
+                evicted from
+            the queue for it.
         """
-        giving_way: list[Job] = []
+        evicted: list[InferenceJob] = []
         if self.rows + job.rows > self._max_queue_rows or self.nbytes + job.nbytes > self._max_queue_bytes:
-            found = self._giving_way_to(job)
+            found = self._evictions_for(job)
             if found is None:
                 return [job]
             for other in found:
-                self.remove(other)
-            giving_way = found
-        self._line_for(job).append(job)
-        return giving_way
+                self.remove_job(other)
+            evicted = found
+        self._queue_for(job).append(job)
+        return evicted
 
-    def put_back(self, job: Job) -> None:
-        """Queue the rest of a job that was taken and computed in part: it is its client's next one."""
-        self._line_for(job).appendleft(job)
+    def requeue_job(self, job: InferenceJob) -> None:
+        """Queue the rest of a job that was computed in part: it is its client's next job."""
+        self._queue_for(job).appendleft(job)
 
-    def remove(self, job: Job) -> bool:
-        """Take a job out; False if it is not in here (any more)."""
+    def remove_job(self, job: InferenceJob) -> bool:
+        """Remove a job; return False if it is not queued."""
         client = self._clients.get(job.client)
         line = client.lines.get(job.shapes) if client is not None else None
         if client is None or line is None or job not in line:
             return False
         line.remove(job)
-        self._left(client, line, job)
+        self._account_removal(client, line, job)
         return True
 
-    def take(self, now: float) -> Taken:
-        """The next batch that is due at `now`."""
+    def pop_batch(self, now: float) -> PoppedBatch:
+        """Remove the next batch, and expired jobs.
+
+        Args:
+            now: in seconds, on the clock of the jobs.
+
+        Returns:
+            The batch if it is due, or when it will be.
+        """
         expired = self._drop_expired(now)
         if not self._clients:
-            return Taken(expired=expired)
-        shapes = self._due(now)
+            return PoppedBatch(expired=expired)
+        shapes = self._due_shapes(now)
         if shapes is not None:
-            return Taken(self._pop_batch(shapes), expired)
+            return PoppedBatch(self._pop_batch(shapes), expired)
         heads = (line[0].arrived for client in self._clients.values() for line in client.lines.values())
-        return Taken(expired=expired, wait_s=min(heads) + self._max_delay_s - now)
+        return PoppedBatch(expired=expired, wait_s=min(heads) + self._max_delay_s - now)
 
-    def clear(self) -> list[Job]:
-        """Empty the queue; what was in it."""
+    def clear(self) -> list[InferenceJob]:
+        """Empty the queue; return what was in it."""
         jobs = [job for client in self._clients.values() for line in client.lines.values() for job in line]
         self._clients.clear()
         self.rows = self.nbytes = 0
@@ -140,8 +154,8 @@ class BatchQueue:
 
     # In and out
 
-    def _line_for(self, job: Job) -> deque[Job]:
-        """Where a job belongs, which is counted from now on."""
+    def _queue_for(self, job: InferenceJob) -> deque[InferenceJob]:
+        """Count a job, and return the queue that it belongs to."""
         client = self._clients.get(job.client)
         if client is None:
             tag = max(self._tag, self._tags.pop(job.client, 0))
@@ -156,8 +170,8 @@ class BatchQueue:
             line = client.lines[job.shapes] = deque()
         return line
 
-    def _left(self, client: _Backlog, line: deque[Job], job: Job) -> None:
-        """A job has been taken out of its line."""
+    def _account_removal(self, client: _Backlog, line: deque[InferenceJob], job: InferenceJob) -> None:
+        """Stop counting a job that has been removed from its queue."""
         rows = job.rows - job.done
         self.rows -= rows
         client.rows -= rows
@@ -175,15 +189,15 @@ class BatchQueue:
             if len(self._tags) < _MOST_REMEMBERED:
                 self._tags[client.name] = client.tag
 
-    def _giving_way_to(self, job: Job) -> list[Job] | None:
-        """The jobs that must leave for this one to fit, None if it has no right to that."""
+    def _evictions_for(self, job: InferenceJob) -> list[InferenceJob] | None:
+        """Return the jobs to evict so that a job fits; None if it has no right to that."""
         rows = self.rows + job.rows - self._max_queue_rows
         nbytes = self.nbytes + job.nbytes - self._max_queue_bytes
         own = self._clients.get(job.client)
         wanted = self._share((own.rows if own else 0) + job.rows, (own.nbytes if own else 0) + job.nbytes)
         has = {name: (client.rows, client.nbytes) for name, client in self._clients.items() if client is not own}
         latest = {name: iter(reversed(self._clients[name].jobs())) for name in has}
-        chosen: list[Job] = []
+        chosen: list[InferenceJob] = []
         while rows > 0 or nbytes > 0:
             most = max(has, key=lambda name: self._share(*has[name]), default=None)
             other = next(latest[most], None) if most is not None else None
@@ -199,27 +213,27 @@ class BatchQueue:
         return chosen
 
     def _share(self, rows: int, nbytes: int) -> float:
-        """How much of the queue this is."""
+        """Return the share of the queue that rows or bytes take."""
         return max(rows / self._max_queue_rows, nbytes / self._max_queue_bytes)
 
-    def _drop_expired(self, now: float) -> list[Job]:
+    def _drop_expired(self, now: float) -> list[InferenceJob]:
         expired = []
         for client in self._clients.values():
             for line in client.lines.values():
                 expired += [job for job in line if job.deadline <= now]
         for job in expired:
-            self.remove(job)
+            self.remove_job(job)
         return expired
 
     # Turns
 
-    def _due(self, now: float) -> Shapes | None:
-        """The shapes of the next batch; None if none is due."""
+    def _due_shapes(self, now: float) -> Shapes | None:
+        """Return the shapes of the next batch; None if none is due."""
         clients: Iterable[_Backlog] = self._clients.values()
         if len(self._clients) > 1:
             clients = sorted(clients, key=lambda client: (client.tag, client.number))
         for client in clients:
-            lines: Iterable[tuple[Shapes, deque[Job]]] = client.lines.items()
+            lines: Iterable[tuple[Shapes, deque[InferenceJob]]] = client.lines.items()
             if len(client.lines) > 1:
                 lines = sorted(lines, key=lambda entry: entry[1][0].arrived)
             for shapes, line in lines:
@@ -236,12 +250,12 @@ class BatchQueue:
                     return True
         return False
 
-    def _pop_batch(self, shapes: Shapes) -> list[Job]:
+    def _pop_batch(self, shapes: Shapes) -> list[InferenceJob]:
         most = self._max_batch_rows
         turns = [(client.tag, client.number, client) for client in self._clients.values() if shapes in client.lines]
         if len(turns) > 1:
             heapq.heapify(turns)
-        jobs: list[Job] = []
+        jobs: list[InferenceJob] = []
         rows = 0
         while turns and rows < most:
             client = turns[0][2]
@@ -255,7 +269,7 @@ class BatchQueue:
             rows += left
             self._tag = max(self._tag, client.tag)
             client.tag += min(left, most)
-            self._left(client, line, job)
+            self._account_removal(client, line, job)
             if line:
                 heapq.heapreplace(turns, (client.tag, client.number, client))
             else:

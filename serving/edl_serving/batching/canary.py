@@ -1,8 +1,4 @@
-"""Readiness that is found out: a row of the sample runs through the queue and the model now and then.
-
-A model that hangs, raises or answers NaN makes the server not ready, until a row is answered again. A full queue says
-nothing about the model as long as it is computed; if nothing is for the time that an answer may take, the model hangs.
-"""
+"""The canary: readiness that is found out by a row of the sample, sent through the queue and the model."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ from edl.protocol import kserve
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array
 from edl_serving.batching.batcher import Batcher
-from edl_serving.batching.job import Job
-from edl_serving.messages.request import Request
-from edl_serving.messages.request_plan import make_plan
-from edl_serving.model import Model
-from edl_serving.request_error import Refusal
+from edl_serving.batching.job import InferenceJob
+from edl_serving.messages.request import DecodedRequest
+from edl_serving.messages.request_plan import plan_request
+from edl_serving.model import ServedModel
+from edl_serving.request_error import RequestError
 
 __all__ = ["Canary"]
 
@@ -29,19 +25,24 @@ _NAME = "canary"  # as a client: it takes its turn like any other
 
 
 class Canary:
-    """Asks the model, and tells what comes of it.
+    """Sends a row to the model at intervals, and reports when its health changes.
 
     Args:
-        row: of each input, `[1, *shape]`.
-        every_s: seconds from one answer to the next question.
+        batcher: computes the row.
+        model: that is served.
+        row: of the inputs, `[1, *shape]` by name.
+        every_s: seconds from an answer to the next row.
         timeout_s: how long an answer may take, waiting included.
         changed: awaited with whether the model answers, whenever that changes; it does at first.
+
+    Attributes:
+        healthy: whether the last row was answered.
     """
 
     def __init__(
         self,
         batcher: Batcher,
-        model: Model,
+        model: ServedModel,
         row: Mapping[str, Array],
         every_s: float,
         timeout_s: float,
@@ -54,12 +55,14 @@ class Canary:
         header = kserve.ModelInferRequest(model_name=model.name, id=_NAME)
         for spec in model.inputs:
             header.inputs.add(name=spec.name, datatype=spec.datatype, shape=row[spec.name].shape)
-        self._request = Request(make_plan(header, model, 1), tuple(row[spec.name] for spec in model.inputs), {})
+        self._request = DecodedRequest(
+            plan_request(header, model, 1), tuple(row[spec.name] for spec in model.inputs), {}
+        )
         self._model = model.name
         self.healthy = True
 
     async def run(self) -> None:
-        """Ask for ever."""
+        """Send rows until cancelled."""
         while True:
             await asyncio.sleep(self._every_s)
             why = await self._ask()
@@ -73,24 +76,24 @@ class Canary:
             await self._changed(self.healthy)
 
     async def _ask(self) -> str | None:
-        """What is wrong, empty if nothing is; None where that cannot be known now."""
-        job = Job.of(self._request, self._timeout_s, _NAME, 0, _NAME)
+        """Send a row; return what is wrong, empty if the model answered, None where that cannot be known now."""
+        job = InferenceJob.of(self._request, self._timeout_s, _NAME, 0, _NAME)
         try:
             await asyncio.wait_for(self._batcher.compute(job), self._timeout_s)
         except asyncio.TimeoutError:
             return f"no answer within {self._timeout_s:g} s"
-        except Refusal as refusal:
-            if refusal.reason == "queue":
+        except RequestError as error:
+            if error.reason == "queue":
                 return await self._stuck()
-            if refusal.code is grpc.StatusCode.UNAVAILABLE:
+            if error.code is grpc.StatusCode.UNAVAILABLE:
                 return None
-            if refusal.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            if error.code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return f"no answer within {self._timeout_s:g} s"
-            return refusal.message
+            return error.message
         return ""
 
     async def _stuck(self) -> str | None:
-        """Whether nothing is computed while the queue is full; None as soon as something has been."""
+        """Return what is wrong if no row is computed while the queue is full; None as soon as a row has been."""
         before = self._batcher.computed_rows
         for _ in range(_LOOKS):
             await asyncio.sleep(self._timeout_s / _LOOKS)

@@ -1,4 +1,4 @@
-"""One batch from inputs to answers: merge, predict, check, split, encode."""
+"""The execution of a batch, from inputs to responses: merge, predict, check, split, encode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from edl.errors import ProtocolError
 from edl.protocol.tensors import dtype_of, with_objects
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.input_writes import complains_of_read_only, log_copies
-from edl_serving.batching.fork_guard import end_if_forked
-from edl_serving.batching.job import Job
-from edl_serving.messages.response import encode_answer
-from edl_serving.model import Model
-from edl_serving.monitoring.log_throttle import Complaints
+from edl_serving.backends.input_writes import is_read_only_error, warn_of_copies
+from edl_serving.batching.fork_guard import exit_if_forked
+from edl_serving.batching.job import InferenceJob
+from edl_serving.messages.response import encode_response
+from edl_serving.model import ServedModel
+from edl_serving.monitoring.log_throttle import LogThrottle
 from edl_serving.monitoring.metrics import WorkerMetrics
-from edl_serving.request_error import Refusal, clip, quote
+from edl_serving.request_error import RequestError, clip, quote
 from edl_serving.settings import ServerSettings
 
 __all__ = ["Executor", "ModelFault"]
@@ -29,10 +29,14 @@ _log = logging.getLogger(__name__)
 
 
 class ModelFault(Exception):
-    """The model, not the request, is at fault.
+    """A failure of the model, rather than of the request.
+
+    Args:
+        kind: "exception", "output" or "nan".
+        message: what the model did, without its name.
 
     Attributes:
-        kind: "exception", "output" or "nan".
+        kind: as given.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -41,36 +45,46 @@ class ModelFault(Exception):
 
 
 class Executor:
-    """Computes batches on one backend. Used by one thread at a time."""
+    """Computes batches on a backend. Used by a single thread at a time.
 
-    def __init__(self, backend: Backend, model: Model, settings: ServerSettings, metrics: WorkerMetrics) -> None:
+    Args:
+        backend: the model.
+        model: its description.
+        settings: of the server.
+        metrics: counts batches and faults.
+    """
+
+    def __init__(self, backend: Backend, model: ServedModel, settings: ServerSettings, metrics: WorkerMetrics) -> None:
         self._backend = backend
         self._model = model
         self._max_batch_rows = settings.max_batch_rows
         self._check_nan = settings.check_nan
         self._metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
-        self._complaints = Complaints(_log)
+        self._throttle = LogThrottle(_log)
         self._pid = os.getpid()
 
-    def run(self, jobs: Sequence[Job]) -> None:
-        """Set the answer of every job that somebody still waits for. Raises nothing.
+    def run_jobs(self, jobs: Sequence[InferenceJob]) -> None:
+        """Set the answers of all jobs that are not cancelled. Raise no exception.
 
-        When the model fails on several requests together, each is computed once more alone, so that only the ones at
-        fault are answered with the error.
+        When the model fails on several requests together, they are computed once more by themselves, so that only the
+        requests at fault are answered with the error.
+
+        Args:
+            jobs: of a batch.
         """
-        self.step(jobs)
+        self.run_step(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
-            self.step(jobs)
+            self.run_step(jobs)
 
-    def step(self, jobs: Sequence[Job]) -> None:
-        """As `run`, but of a single job with more rows than a batch only the next part: see `Job.unfinished`."""
+    def run_step(self, jobs: Sequence[InferenceJob]) -> None:
+        """Compute as `run_jobs` does, of a job with more rows than a batch only the next part (`job.unfinished`)."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:
             return
         if len(jobs) > 1 and sum(job.rows for job in jobs) > self._max_batch_rows:
             for job in jobs:
-                self.run([job])
+                self.run_jobs([job])
             return
         try:
             outputs = self._compute(jobs)
@@ -78,16 +92,16 @@ class Executor:
                 return
         except ModelFault as fault:
             if len(jobs) > 1:
-                self._complaints.add(
+                self._throttle.log_error(
                     "batch",
                     f"model {self._model.name!r} {fault}; its batch of {len(jobs)} requests is computed one by one",
                     fault.__cause__,
                 )
                 for job in jobs:
                     if job.deadline > time.monotonic():
-                        self.run([job])
+                        self.run_jobs([job])
             else:
-                jobs[0].answer = self._blame(fault, jobs[0])
+                jobs[0].answer = self._report_fault(fault, jobs[0])
             return
         at = 0
         for job in jobs:
@@ -95,14 +109,14 @@ class Executor:
             part = outputs if len(jobs) == 1 else {name: array[at : at + rows] for name, array in outputs.items()}
             at += rows
             try:
-                self._refuse_nan(job, part)
-                job.answer = encode_answer(self._model, job.request, part, job.id_bytes)
+                self._check_for_nan(job, part)
+                job.answer = encode_response(self._model, job.request, part, job.id_bytes)
             except ModelFault as fault:
-                job.answer = self._blame(fault, job)
-            except Refusal as refusal:
-                job.answer = refusal
+                job.answer = self._report_fault(fault, job)
+            except RequestError as error:
+                job.answer = error
 
-    def _compute(self, jobs: Sequence[Job]) -> Mapping[str, Array] | None:
+    def _compute(self, jobs: Sequence[InferenceJob]) -> Mapping[str, Array] | None:
         rows = sum(job.rows for job in jobs)
         if rows > self._max_batch_rows:
             return self._compute_part(jobs[0])
@@ -110,8 +124,8 @@ class Executor:
             return self._predict_views(jobs[0].request.arrays, rows)
         return self._predict(self._merge(jobs, rows), rows)
 
-    def _compute_part(self, job: Job) -> Mapping[str, Array] | None:
-        """The outputs of a job that is larger than a batch, None if there are parts to come."""
+    def _compute_part(self, job: InferenceJob) -> Mapping[str, Array] | None:
+        """Compute the next part of a job that is larger than a batch; return None if there are parts to come."""
         at = job.done
         part = [array[at : at + self._max_batch_rows] for array in job.request.arrays]
         whole: dict[str, Array] = job.partial if at else {}
@@ -121,14 +135,15 @@ class Executor:
             elif output.shape[1:] != whole[name].shape[1:] or output.dtype != whole[name].dtype:
                 raise ModelFault("output", f"output {name!r} changes its shape between parts of one request")
             whole[name][at : at + len(output)] = output
-        job.done, job.partial = at + len(part[0]), whole
+        job.done = at + len(part[0])
+        job.partial = whole
         if job.done < job.rows:
             return None
         job.partial = None
         return whole
 
-    def _merge(self, jobs: Sequence[Job], rows: int) -> list[Array]:
-        """The jobs' inputs one after the other, in buffers that are used again: fresh ones would cost page faults."""
+    def _merge(self, jobs: Sequence[InferenceJob], rows: int) -> list[Array]:
+        """Concatenate the jobs' inputs in buffers that are used again: fresh buffers would cost page faults."""
         merged = []
         for index, first in enumerate(jobs[0].request.arrays):
             shape = (rows, *first.shape[1:])
@@ -143,16 +158,16 @@ class Executor:
         return merged
 
     def _predict_views(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
-        """As `_predict`, of memory that belongs to a message or a student."""
+        """Compute as `_predict` does, on memory that belongs to a message or a student."""
         if self._backend.writes_inputs:
             return self._predict([array.copy() for array in arrays], rows)
         try:
             return self._predict(arrays, rows)
         except ModelFault as fault:
-            if fault.__cause__ is None or not complains_of_read_only(fault.__cause__):
+            if fault.__cause__ is None or not is_read_only_error(fault.__cause__):
                 raise
         self._backend.writes_inputs = True  # which its warm-up did not show
-        log_copies()
+        warn_of_copies()
         return self._predict([array.copy() for array in arrays], rows)
 
     def _predict(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
@@ -160,17 +175,17 @@ class Executor:
         started = time.perf_counter()
         try:
             outputs = self._backend.predict(inputs)
-            end_if_forked(self._pid)
+            exit_if_forked(self._pid)
         except BaseException as exc:
-            end_if_forked(self._pid)
+            exit_if_forked(self._pid)
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
-            self._metrics.computed(rows, time.perf_counter() - started)
+            self._metrics.record_batch(rows, time.perf_counter() - started)
         if not isinstance(outputs, Mapping):
             raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")
-        return {spec.name: _checked(spec, outputs.get(spec.name), rows) for spec in self._model.outputs}
+        return {spec.name: _check_output(spec, outputs.get(spec.name), rows) for spec in self._model.outputs}
 
-    def _refuse_nan(self, job: Job, outputs: Mapping[str, Array]) -> None:
+    def _check_for_nan(self, job: InferenceJob, outputs: Mapping[str, Array]) -> None:
         if not self._check_nan:
             return
         for name in {wanted.spec.name for wanted in job.request.plan.outputs}:
@@ -180,17 +195,17 @@ class Executor:
                 row = int(np.isnan(array).reshape(len(array), -1).any(1).argmax())
                 raise ModelFault("nan", f"output {name!r} has NaN in row {row} of {len(array)}")
 
-    def _blame(self, fault: ModelFault, job: Job) -> Refusal:
+    def _report_fault(self, fault: ModelFault, job: InferenceJob) -> RequestError:
         cause = fault.__cause__
-        self._metrics.faulted(fault.kind)
-        self._complaints.add(
+        self._metrics.record_fault(fault.kind)
+        self._throttle.log_error(
             type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}{job.origin}", cause
         )
-        return Refusal(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
+        return RequestError(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
 
 
-def _checked(spec: TensorSpec, output: object, rows: int) -> Array:
-    """The output, if it is what the model promised."""
+def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
+    """Return the output, if it is what the model promised."""
     if output is None:
         raise ModelFault("output", f"output {spec.name!r} is missing")
     if not isinstance(output, np.ndarray):

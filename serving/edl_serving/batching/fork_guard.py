@@ -1,4 +1,4 @@
-"""Processes that a model forked: no code of the server's may run in them."""
+"""The guard against processes that a model forked: no code of the server's may run in them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import os
 import sys
 import traceback
 
-__all__ = ["end_if_forked"]
+__all__ = ["exit_if_forked"]
 
 
-def end_if_forked(pid: int) -> None:
-    """End this process at once if it is another one than `pid`, the server's: a child whose work left the model.
+def exit_if_forked(pid: int) -> None:
+    """End this process at once if it is not the server's: a child whose work left the model.
 
-    It has the server's sockets and none of its other threads. It would go on as a worker that nobody stops, and exit
+    It has the server's sockets and none of its other threads. It would go on as a worker that is never stopped, and
+    exit
     handlers would tear down what is the parent's.
+
+    Args:
+        pid: of the server.
     """
     if os.getpid() == pid:
         return

@@ -1,4 +1,4 @@
-"""A request on its way through the server, from its arrival to its answer."""
+"""A request on its way through the server, from its arrival to its response."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from edl_serving.messages.request import Request
+from edl_serving.messages.request import DecodedRequest
 from edl_serving.request_error import quote
 
-__all__ = ["Job", "Shapes"]
+__all__ = ["InferenceJob", "Shapes"]
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """Of a job's inputs, without the rows."""
 
 
 @dataclass(eq=False)
-class Job:
+class InferenceJob:
     """A request on its way through the server.
 
     Attributes:
         request: what to compute.
         rows: how many, above 0.
-        shapes: of its inputs without the rows; jobs with the same ones can share a batch.
+        shapes: of its inputs without the rows; jobs of the same shapes can share a batch.
         arrived: when, in seconds of a monotonic clock.
-        deadline: after which nobody waits for the answer.
-        reply: whatever the owner needs to hand the answer over.
-        cancelled: nobody waits any more.
-        id_bytes: for an answer on a stream, the id that it carries (`codec.id_field`); None for a call of its own.
+        deadline: after which the client does not wait for the response, on the same clock.
+        reply: the future that is done when `answer` is set, of a job in the queue.
+        cancelled: whether the client has cancelled it.
+        id_bytes: for a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
         client: who sent it (`clients.client_of`).
         nbytes: of the message that it came in, and of Python objects that were made of it.
-        done: rows computed so far, of a job with more than a batch holds.
-        partial: their outputs.
-        started, ended: when its computation did, on the clock of `arrived`; 0 until then.
-        id: by which its student knows it, empty if it told none.
+        done: rows computed so far, of a job with more rows than a batch holds.
+        partial: outputs of these rows.
+        started: when its computation began, on the clock of `arrived`; 0 until then.
+        ended: when its computation ended; 0 until then.
+        id: by which its student knows it, empty if it sent none.
         answer: the response's bytes, or the error; None until computed.
     """
 
-    request: Request
+    request: DecodedRequest
     rows: int
     shapes: Shapes
     arrived: float
@@ -56,29 +57,34 @@ class Job:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, in words for a log line; empty where that is not known."""
+        """Id and client, for the end of a log line; empty without an id."""
         of = f" of {self.client}" if self.client else ""
         return f" (request {quote(self.id)}{of})" if self.id else ""
 
     @property
     def unfinished(self) -> bool:
-        """Whether it was computed in part, and somebody waits for the rest."""
+        """Whether it was computed in part, and its client waits for the rest."""
         return self.answer is None and not self.cancelled and 0 < self.done < self.rows
 
     @classmethod
     def of(
         cls,
-        request: Request,
+        request: DecodedRequest,
         timeout_s: float | None,
         client: str,
         nbytes: int,
         request_id: str,
         id_bytes: bytes | None = None,
-    ) -> Job:
-        """A job that arrives now.
+    ) -> InferenceJob:
+        """Make a job of a request that arrives now.
 
         Args:
-            timeout_s: after which nobody waits any more; None for never.
+            request: what to compute.
+            timeout_s: after which the client does not wait any more; None for never.
+            client: who sent it.
+            nbytes: of its message.
+            request_id: by which its student knows it; may be empty.
+            id_bytes: see `InferenceJob`.
         """
         now = time.monotonic()
         deadline = float("inf") if timeout_s is None else now + timeout_s

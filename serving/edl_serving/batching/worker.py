@@ -1,4 +1,4 @@
-"""The thread that one backend lives in."""
+"""The thread of a backend."""
 
 from __future__ import annotations
 
@@ -7,35 +7,33 @@ import logging
 import os
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.executor import Executor
-from edl_serving.batching.fork_guard import end_if_forked
-from edl_serving.batching.job import Job
+from edl_serving.batching.fork_guard import exit_if_forked
+from edl_serving.batching.job import InferenceJob
 from edl_serving.monitoring.metrics import WorkerMetrics
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 
 __all__ = ["Worker"]
 
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """Where a worker gets its batches from, and hands the answers to. Both are called in the worker's thread."""
-
-    def next_batch(self) -> list[Job] | None:
-        """The next batch, once one is due; None to end."""
-
-    def hand_back(self, jobs: list[Job]) -> None:
-        """These jobs have been dealt with, but for a single one that is `unfinished`: its rest makes a batch later."""
-
-
 class Worker:
-    """Warms a backend up, computes batches until there are no more, and closes it, all in one thread.
+    """Warms a backend up, computes batches until there are no more, and closes it, all in its thread.
 
     The thread is a daemon: a model that hangs must not keep the process alive.
+
+    Args:
+        backend: the model.
+        executor: computes batches on `backend`.
+        max_batch_rows: rows of a full batch.
+        next_batch: called in the thread; waits for a batch that is due, and returns None to end.
+        finish_jobs: called in the thread with the jobs of a computed batch.
+        metrics: counts queue times.
 
     Attributes:
         warm: done once the backend is warmed up; carries what it raised.
@@ -43,12 +41,19 @@ class Worker:
     """
 
     def __init__(
-        self, backend: Backend, executor: Executor, max_batch_rows: int, source: Source, metrics: WorkerMetrics
+        self,
+        backend: Backend,
+        executor: Executor,
+        max_batch_rows: int,
+        next_batch: Callable[[], list[InferenceJob] | None],
+        finish_jobs: Callable[[list[InferenceJob]], None],
+        metrics: WorkerMetrics,
     ) -> None:
         self._backend = backend
         self._executor = executor
         self._max_batch_rows = max_batch_rows
-        self._source = source
+        self._next_batch = next_batch
+        self._finish_jobs = finish_jobs
         self._metrics = metrics
         self._discarded = False
         self._loop = asyncio.get_running_loop()
@@ -70,7 +75,7 @@ class Worker:
         failure = None if self._discarded else self._warm_up()
         self._tell(self.warm, failure)
         if failure is None:
-            while (jobs := self._source.next_batch()) is not None:
+            while (jobs := self._next_batch()) is not None:
                 self._compute(jobs)
                 jobs = []  # what was computed last is not held while it waits: it may lie in a student's shared memory
         try:
@@ -85,7 +90,7 @@ class Worker:
             try:
                 self._backend.warm_up(self._max_batch_rows)
             finally:
-                end_if_forked(pid)
+                exit_if_forked(pid)
         except StopIteration as exc:  # no future can carry it: the server would wait for ever
             failure = RuntimeError(f"warming up raised StopIteration: {exc}")
             failure.__cause__ = exc
@@ -96,23 +101,25 @@ class Worker:
             return RuntimeError(f"warming up raised {type(exc).__name__}: {exc}")
         return None
 
-    def _compute(self, jobs: list[Job]) -> None:
+    def _compute(self, jobs: list[InferenceJob]) -> None:
         now = time.monotonic()
         for job in jobs:
             if not job.done:
                 job.started = now
-                self._metrics.waited(now - job.arrived)
+                self._metrics.record_queue_time(now - job.arrived)
         try:
-            self._executor.step(jobs)
+            self._executor.run_step(jobs)
         except Exception as exc:  # noqa: BLE001 - every job must get an answer, and the thread must go on
             _log.error("answering %d requests raised %s", len(jobs), type(exc).__name__, exc_info=exc)
             for job in jobs:
                 if job.answer is None:
-                    job.answer = Refusal(grpc.StatusCode.INTERNAL, f"the server failed: {type(exc).__name__}: {exc}")
+                    job.answer = RequestError(
+                        grpc.StatusCode.INTERNAL, f"the server failed: {type(exc).__name__}: {exc}"
+                    )
         now = time.monotonic()
         for job in jobs:
             job.ended = now
-        self._source.hand_back(jobs)
+        self._finish_jobs(jobs)
 
     def _tell(self, future: asyncio.Future[None], failure: Exception | None) -> None:
         def tell() -> None:

@@ -1,4 +1,7 @@
-"""Reads single values of settings, from a command line (text) or from TOML (typed). All raise ValueError."""
+"""Readers of option values, from a command line (text) or from TOML (typed).
+
+They return the value and raise ValueError, which says what is accepted.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +33,21 @@ _BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def text(raw: Any) -> str:
-    """Text that is not empty."""
+    """Read text that is not empty."""
     if not isinstance(raw, str) or not raw.strip():
         raise ValueError("expected text")
     return raw.strip()
 
 
 def flag(raw: Any) -> bool:
-    """True or false."""
+    """Read true or false."""
     if not isinstance(raw, bool):
         raise ValueError("expected true or false")
     return raw
 
 
 def log_format(raw: Any) -> str:
-    """How log lines are written."""
+    """Read the format of log lines."""
     if raw not in ("text", "json"):
         raise ValueError("expected text or json")
     return str(raw)
@@ -61,17 +64,17 @@ def _whole(raw: Any, low: int, high: int, words: str) -> int:
 
 
 def count(raw: Any) -> int:
-    """A whole number from 1."""
+    """Read a whole number from 1."""
     return _whole(raw, 1, 2**62, "a whole number above 0")
 
 
 def port(raw: Any) -> int:
-    """A TCP port, 0 for a free one."""
+    """Read a TCP port, 0 for a free port."""
     return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
 
 
 def user(raw: Any) -> int:
-    """A user id, or the name of a user of this system."""
+    """Read a user id, or the name of a user of this system."""
     if isinstance(raw, str) and not raw.strip().isdecimal():
         try:
             return pwd.getpwnam(raw.strip()).pw_uid
@@ -81,7 +84,7 @@ def user(raw: Any) -> int:
 
 
 def number(raw: Any) -> float:
-    """A finite number above 0."""
+    """Read a finite number above 0."""
     try:
         value = float(raw)
     except (TypeError, ValueError):
@@ -92,7 +95,7 @@ def number(raw: Any) -> float:
 
 
 def duration_s(raw: Any) -> float:
-    """Seconds; the text carries the unit."""
+    """Read seconds; the text carries the unit."""
     match = _DURATION.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
         if raw in ("0", 0) and not isinstance(raw, bool):
@@ -102,7 +105,7 @@ def duration_s(raw: Any) -> float:
 
 
 def seconds(raw: Any) -> float:
-    """As `duration_s`; a number without a unit is seconds."""
+    """Read seconds as `duration_s` does; a number without a unit is seconds."""
     try:
         return number(raw)
     except ValueError:
@@ -110,7 +113,7 @@ def seconds(raw: Any) -> float:
 
 
 def size_bytes(raw: Any) -> int:
-    """Bytes; the text carries the unit."""
+    """Read bytes; the text carries the unit."""
     match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
     if match is None:
         raise ValueError("expected a size with its unit, as in 512MiB")
@@ -118,7 +121,7 @@ def size_bytes(raw: Any) -> int:
 
 
 def json_or_text(raw: Any) -> Any:
-    """JSON where the text is JSON (`3`, `true`, `[1, 2]`), else the text itself; what TOML typed stays as it is."""
+    """Read JSON where the text is JSON (`3`, `true`, `[1, 2]`), else the text itself; leave what TOML typed."""
     if not isinstance(raw, str):
         return raw
     try:
@@ -128,5 +131,5 @@ def json_or_text(raw: Any) -> Any:
 
 
 def no_token(raw: Any) -> str:
-    """Nothing at all: whoever gives a token here believes it is kept."""
+    """Refuse any value: a token on a command line is no secret."""
     raise ValueError("expected --token-file with a path: a token on the command line shows in ps")

@@ -1,7 +1,7 @@
-"""The settings of `edl serve` and `edl register`: the same names as flags and as keys of a TOML file.
+"""The option table of a command: the same names as flags and as keys of a TOML file.
 
-One table says for each option how it is written, read and explained; the command line, the file and `--help` are made
-from it. A flag wins over the file, the file over the default.
+An option says how it is written, read and explained; the command line, the file and `--help` are made from the table. A
+flag wins over the file, the file over the default.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Group", "Option", "add_flags", "read_file", "values"]
+__all__ = ["OptionGroup", "Option", "add_flags", "read_file", "values"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One setting.
+    """A setting of a command.
 
     Attributes:
         name: the flag without its dashes, and the key in a file.
         parse: makes a value of what stands on the command line (text) or in the file (any type of TOML). It raises
             ValueError, saying what is accepted.
         metavar: what `--help` shows for the value.
-        help: one line or two.
+        help: a line or two.
         many: may be given several times; a list in the file. The result is a tuple.
         pairs: as `many`, with `key=value`; a table in the file. The result is a dictionary.
         negative: can be turned off with `--no-NAME`; takes no value on the command line.
@@ -55,10 +55,17 @@ class Option:
         return self.name.replace("-", "_")
 
     def read(self, raw: Any, where: str) -> Any:
-        """The value of `raw`.
+        """Read a value.
+
+        Args:
+            raw: as the command line or the file has it.
+            where: it was found, for errors.
+
+        Returns:
+            What `parse` makes of it, in a tuple or a dictionary for `many` and `pairs`.
 
         Raises:
-            SettingsError: names `where` it was found and what is accepted.
+            SettingsError: names `where`, the value and what is accepted.
         """
         try:
             if self.pairs:
@@ -89,15 +96,20 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Group:
+class OptionGroup:
     """Options that belong together in `--help`."""
 
     title: str
     options: tuple[Option, ...]
 
 
-def add_flags(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
-    """A flag for each option; what is not given is left out of the namespace."""
+def add_flags(parser: argparse.ArgumentParser, groups: Sequence[OptionGroup]) -> None:
+    """Add flags for the options of `groups`; a flag that is not given is left out of the namespace.
+
+    Args:
+        parser: to add them to.
+        groups: of options.
+    """
     for group in groups:
         section = parser.add_argument_group(group.title)
         for option in group.options:
@@ -119,7 +131,13 @@ def add_flags(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read a TOML file.
+
+    Args:
+        path: of the file; `~` is expanded.
+
+    Returns:
+        Its tables.
 
     Raises:
         SettingsError: no such file, or not TOML; says in which line.
@@ -134,13 +152,18 @@ def read_file(path: str) -> dict[str, Any]:
 
 
 def values(
-    groups: Sequence[Group], flags: Mapping[str, Any], file: Mapping[str, Any], path: str = ""
+    groups: Sequence[OptionGroup], flags: Mapping[str, Any], file: Mapping[str, Any], path: str = ""
 ) -> dict[str, Any]:
-    """Every value that was given, by key; pairs of both places are joined, otherwise a flag replaces the file's.
+    """Read the values that were given; pairs of flags and file are joined, otherwise a flag replaces the file's value.
 
     Args:
+        groups: of options.
         flags: as parsed by `add_flags`.
-        file: as read by `read_file`, from `path`.
+        file: as read by `read_file`.
+        path: of the file, for errors.
+
+    Returns:
+        Values by key of their option.
 
     Raises:
         SettingsError: an unknown key in the file, or a value that its option refuses.

@@ -9,11 +9,17 @@ from typing import NoReturn
 from edl.errors import SettingsError
 from edl_serving.spelling import did_you_mean
 
-__all__ = ["Parser"]
+__all__ = ["CommandParser"]
 
 
-class Parser(argparse.ArgumentParser):
-    """Wrong usage is a SettingsError in place of an exit."""
+class CommandParser(argparse.ArgumentParser):
+    """Parses a command's arguments; wrong usage is a SettingsError in place of an exit.
+
+    Args:
+        command: its name, with positional arguments, for the usage.
+        description: printed before the options.
+        examples: printed after the options.
+    """
 
     def __init__(self, command: str, description: str, examples: str) -> None:
         super().__init__(
@@ -26,10 +32,16 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`.
+        """Parse arguments as `parse_args` does.
+
+        Args:
+            argv: what follows the command's name.
+
+        Returns:
+            What was found.
 
         Raises:
-            SettingsError: an unknown or malformed argument; suggests near ones.
+            SettingsError: an unknown or malformed argument; suggests near names.
         """
         found, unknown = self.parse_known_args(argv)
         if unknown:
@@ -40,6 +52,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def error(self, message: str) -> NoReturn:
+        """Raise SettingsError with argparse's message."""
         raise SettingsError(message)
 
 

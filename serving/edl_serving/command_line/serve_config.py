@@ -1,22 +1,19 @@
-"""Everything that `edl serve` can be told, as a table of options and as one object."""
+"""The settings of `edl serve`: its option table, and the object that is made of the values."""
 
 from __future__ import annotations
 
-import re
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from edl.discovery import Instance
-from edl.discovery.records import check_ttl, validated
 from edl.errors import SettingsError
 from edl.settings import Credentials, DiscoverySettings
-from edl_serving.backends import KINDS
+from edl_serving.backends import MODEL_LOADERS
 from edl_serving.backends.source import ModelSource
 from edl_serving.command_line import option_values as v
-from edl_serving.command_line.options import Group, Option
+from edl_serving.command_line.options import Option, OptionGroup
 from edl_serving.registration.address import outward_address
+from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.settings import ServerSettings
 
 __all__ = [
@@ -24,14 +21,14 @@ __all__ = [
     "DISCOVERY_OPTIONS",
     "GROUPS",
     "LOG_FORMAT",
-    "Announcement",
     "ServeConfig",
     "credentials_of",
+    "registration_settings_of",
 ]
 
 NO_DISCOVERY = "none"
 
-_MODEL = Group(
+_MODEL = OptionGroup(
     "the model (one of the first six)",
     (
         Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
@@ -64,7 +61,7 @@ _MODEL = Group(
     ),
 )
 
-_SERVER = Group(
+_SERVER = OptionGroup(
     "the server",
     (
         Option("model", v.text, "NAME", "name of the model in requests (default: the service's name)"),
@@ -121,7 +118,7 @@ DISCOVERY_OPTIONS = (
 
 NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
 
-_CREDENTIALS = Group(
+_CREDENTIALS = OptionGroup(
     "TLS and tokens (docs/security.md); files are read again when they change",
     (
         Option("tls-cert", v.text, "FILE", "certificate, PEM: students speak TLS to this teacher (EDL_TLS_CERT)"),
@@ -142,7 +139,7 @@ _CREDENTIALS = Group(
     ),
 )
 
-CLIENT_CREDENTIALS = Group(
+CLIENT_CREDENTIALS = OptionGroup(
     "TLS and tokens for that server (docs/security.md); files are read again when they change",
     (
         Option("tls-ca", v.text, "FILE", "speak TLS, with servers of these CAs; or system (EDL_TLS_CA)"),
@@ -155,14 +152,14 @@ CLIENT_CREDENTIALS = Group(
     ),
 )
 
-_DISCOVERY = Group(
+_DISCOVERY = OptionGroup(
     f"discovery (--discovery {NO_DISCOVERY} to stay out of it)",
     (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
 )
 
 LOG_FORMAT = Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line")
 
-_PROCESS = Group(
+_PROCESS = OptionGroup(
     "the process",
     (
         Option(
@@ -178,73 +175,25 @@ GROUPS = (_MODEL, _SERVER, _CREDENTIALS, _DISCOVERY, _PROCESS)
 
 
 @dataclass(frozen=True)
-class Announcement:
-    """How a teacher shows in discovery.
-
-    Attributes:
-        url: None to stay out of it.
-        id: None for this host's name and the port: the same again after a restart on that port.
-    """
-
-    service: str
-    url: str | None
-    ttl_s: float = 10.0
-    id: str | None = None
-    capacity: float = 1.0
-    tags: tuple[str, ...] = ()
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], service: str) -> Announcement:
-        """From values of `DISCOVERY_OPTIONS`."""
-        settings = DiscoverySettings.of(given.get("discovery"), given.get("ttl"))
-        return cls(
-            service=service,
-            url=None if settings.url == NO_DISCOVERY else settings.url,
-            ttl_s=settings.ttl_s,
-            id=given.get("id"),
-            capacity=given.get("capacity", 1.0),
-            tags=given.get("tag", ()),
-            meta=given.get("meta", {}),
-        )
-
-    def check(self, address: str) -> None:
-        """Find out now, rather than once a large model is loaded, what no registry would take.
-
-        Raises:
-            SettingsError: names the value.
-        """
-        if self.url is not None:
-            check_ttl(self.ttl_s)
-            validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
-
-    def instance(self, address: str, port: int, model: str, meta: Mapping[str, str]) -> Instance:
-        """What discovery is told. `meta` gives way to the user's."""
-        return Instance(
-            service=self.service,
-            id=self.id or re.sub(r"[^A-Za-z0-9.-]+", "-", f"{socket.gethostname()}-{port}").strip("-"),
-            address=address,
-            port=port,
-            capacity=self.capacity,
-            model=model,
-            tags=self.tags,
-            meta={**meta, **self.meta},
-        )
-
-
-@dataclass(frozen=True)
 class ServeConfig:
-    """All of it.
+    """The settings of `edl serve`.
 
     Attributes:
+        source: the model.
+        server: the server's settings.
+        registration: how the server shows in discovery.
         address: host name or address at which students reach this server.
         linger_s: how long the server takes requests after it shows as draining, so that students hear of it before
             they are refused; at most a quarter of the drain timeout.
+        ready_file: path of the ready file; None for none.
+        exit_with: id of the process with which this process ends; None for none.
+        verbose: whether debug lines are logged.
+        log_format: "text" or "json".
     """
 
     source: ModelSource
     server: ServerSettings
-    announcement: Announcement
+    registration: RegistrationSettings
     address: str
     linger_s: float = 0.5
     ready_file: str | None = None
@@ -254,37 +203,66 @@ class ServeConfig:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ServeConfig:
-        """From values of `GROUPS`.
+        """Build the settings from values of `GROUPS`.
+
+        Args:
+            given: values by key of their option.
 
         Raises:
             SettingsError: something is missing, or does not go together.
         """
-        kinds = [kind for kind in KINDS if kind.replace("-", "_") in given]
+        kinds = [kind for kind in MODEL_LOADERS if kind.replace("-", "_") in given]
         if len(kinds) != 1:
             found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"
-            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in KINDS)}; {found}")
+            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in MODEL_LOADERS)}; {found}")
         model = given.get("model") or given.get("service")
         if model is None:
             raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
-        announcement = Announcement.of(given, given.get("service") or model)
-        address = _address(given, announcement.url)
-        announcement.check(address)
+        registration = registration_settings_of(given, given.get("service") or model)
+        address = _address(given, registration.url)
+        registration.check(address)
         return cls(
             source=_source(kinds[0], given),
             server=_server(model, given),
-            announcement=announcement,
+            registration=registration,
             address=address,
             **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": "", "log_format": ""}),
         )
 
 
 def _only(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Those of `given` that `names` has, under the name that it gives them (empty: the same)."""
+    """Return the values of `given` that `names` has, under the names that it gives them (empty: the same)."""
     return {new or old: given[old] for old, new in names.items() if old in given}
 
 
+def registration_settings_of(given: Mapping[str, Any], service: str) -> RegistrationSettings:
+    """Build the settings from values of `DISCOVERY_OPTIONS`.
+
+    Args:
+        given: values by key of their option.
+        service: the service's name.
+
+    Raises:
+        SettingsError: the URL or the TTL of the environment cannot be used.
+    """
+    settings = DiscoverySettings.of(given.get("discovery"), given.get("ttl"))
+    return RegistrationSettings(
+        service=service,
+        url=None if settings.url == NO_DISCOVERY else settings.url,
+        ttl_s=settings.ttl_s,
+        id=given.get("id"),
+        capacity=given.get("capacity", 1.0),
+        tags=given.get("tag", ()),
+        meta=given.get("meta", {}),
+    )
+
+
 def credentials_of(given: Mapping[str, Any]) -> Credentials:
-    """From values of the options, or else from the environment."""
+    """Build the credentials from values of the options, or else from the environment.
+
+    Args:
+        given: values by key of their option.
+    """
     return Credentials.of(
         ca=given.get("tls_ca"),
         cert=given.get("tls_cert"),

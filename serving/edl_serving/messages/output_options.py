@@ -1,6 +1,6 @@
-"""Output options: what a request may ask to be done with the outputs before they are sent.
+"""Output options: what a request asks to be done with the outputs before they are sent.
 
-`edl_top_k` keeps the k largest logits of each row and sums up the rest, `edl_dtype` chooses the type of floating-point
+`edl_top_k` keeps the k largest logits of a row and sums up the rest, `edl_dtype` chooses the type of floating-point
 outputs. Both work on the last axis, row by row, so requests with different options share a batch.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from edl.protocol import kserve, names
 from edl.protocol.tensors import dtype_of
 from edl_serving.backends.backend import Array, TensorSpec
-from edl_serving.request_error import invalid, quote
+from edl_serving.request_error import invalid_argument, quote
 
 __all__ = ["OutputOptions", "top_k"]
 
@@ -26,7 +26,7 @@ _COLDEST, _HOTTEST = 1e-3, 1e6  # within these, float32 logits neither vanish no
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The options of one request.
+    """The output options of a request.
 
     Attributes:
         top_k: how many of the last axis to keep, None for all.
@@ -40,57 +40,79 @@ class OutputOptions:
 
     @classmethod
     def parse(cls, parameters: Mapping[str, kserve.InferParameter]) -> OutputOptions:
-        """Read a request's parameters; those of others are left alone.
+        """Read a request's parameters; leave parameters of other extensions alone.
+
+        Args:
+            parameters: by name.
 
         Raises:
-            Refusal: a value of a wrong type or out of range.
+            RequestError: a value of a wrong type or out of range.
         """
         if not parameters:
             return _AS_THEY_ARE
         k = _read(parameters, names.TOP_K, ("int64_param", "uint64_param"))
         if k is not None and k < 1:
-            raise invalid(f"parameter {names.TOP_K}={quote(k)}: must be at least 1")
+            raise invalid_argument(f"parameter {names.TOP_K}={quote(k)}: must be at least 1")
         temperature = _read(parameters, names.TEMPERATURE, ("double_param", "int64_param", "uint64_param"))
         if temperature is not None and not _COLDEST <= temperature <= _HOTTEST:
-            raise invalid(
+            raise invalid_argument(
                 f"parameter {names.TEMPERATURE}={quote(temperature)}: must be between {_COLDEST} and {_HOTTEST}"
             )
         datatype = _read(parameters, names.DTYPE, ("string_param",))
         if datatype is not None and datatype not in _DTYPES:
-            raise invalid(f"parameter {names.DTYPE}={quote(datatype)}: must be one of {', '.join(_DTYPES)}")
+            raise invalid_argument(f"parameter {names.DTYPE}={quote(datatype)}: must be one of {', '.join(_DTYPES)}")
         return cls(k, 1.0 if temperature is None else float(temperature), datatype)
 
-    def names_of(self, spec: TensorSpec) -> tuple[str, ...]:
-        """Names under which the output `spec` is sent.
+    def wire_names(self, spec: TensorSpec) -> tuple[str, ...]:
+        """Return the names under which an output is sent.
+
+        Args:
+            spec: of the output.
 
         Raises:
-            Refusal: `edl_top_k` cannot be taken of such an output.
+            RequestError: `edl_top_k` cannot be taken of such an output.
         """
         if self.top_k is None:
             return (spec.name,)
         if spec.datatype not in _FLOATS:
-            raise invalid(
+            raise invalid_argument(
                 f"parameter {names.TOP_K}: output {quote(spec.name)} is {spec.datatype}; ask for floating-point outputs"
             )
         if not spec.shape:
-            raise invalid(f"parameter {names.TOP_K}: output {quote(spec.name)} has one value a row, no classes")
+            raise invalid_argument(
+                f"parameter {names.TOP_K}: output {quote(spec.name)} has one value a row, no classes"
+            )
         self._check_classes(spec.name, spec.shape[-1])
         return names.top_k_names(spec.name)
 
-    def check(self, specs: list[TensorSpec]) -> None:
-        """Refuse `edl_dtype` if none of the wanted outputs is of floating point."""
+    def check_outputs(self, specs: list[TensorSpec]) -> None:
+        """Refuse `edl_dtype` if no requested output is of floating point.
+
+        Args:
+            specs: of the requested outputs.
+
+        Raises:
+            RequestError: none is.
+        """
         if self.datatype is not None and specs and not any(spec.datatype in _FLOATS for spec in specs):
             spec = specs[0]
-            raise invalid(
+            raise invalid_argument(
                 f"parameter {names.DTYPE}={self.datatype}: output {quote(spec.name)} is {spec.datatype}, "
                 "and only floating-point outputs can change type"
             )
 
-    def apply(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
-        """The arrays that are sent for `output` [rows, *shape], by name.
+    def apply_to(self, spec: TensorSpec, output: Array) -> dict[str, Array]:
+        """Make the arrays that are sent for an output.
+
+        Args:
+            spec: of the output.
+            output: `[rows, *shape]`.
+
+        Returns:
+            Arrays `[rows, ...]` by the names of `wire_names`.
 
         Raises:
-            Refusal: there are fewer than k classes (where only the model could know).
+            RequestError: there are fewer than k classes (where only the model could know).
         """
         if self.top_k is None:
             return {spec.name: self._cast(output)}
@@ -101,20 +123,20 @@ class OutputOptions:
     def _cast(self, output: Array) -> Array:
         if self.datatype is None or output.dtype.kind != "f":
             return output
-        return _narrowed(output, dtype_of(self.datatype))
+        return _cast_clamped(output, dtype_of(self.datatype))
 
     def _check_classes(self, name: str, classes: int) -> None:
         if self.top_k is not None and classes != -1 and self.top_k > classes:
-            raise invalid(f"parameter {names.TOP_K}={self.top_k}: output {quote(name)} has {classes} classes")
+            raise invalid_argument(f"parameter {names.TOP_K}={self.top_k}: output {quote(name)} has {classes} classes")
 
 
 _AS_THEY_ARE = OutputOptions()
 
 
-def _narrowed(output: Array, dtype: np.dtype[Any]) -> Array:
-    """`output` as `dtype`. Finite values beyond its range become its largest, as students do it themselves.
+def _cast_clamped(output: Array, dtype: np.dtype[Any]) -> Array:
+    """Cast `output`; finite values beyond the range of `dtype` become its largest, as students do it themselves.
 
-    An infinite logit would make every probability of its row NaN, and masks such as -1e9 are common.
+    An infinite logit would make all probabilities of its row NaN, and masks such as -1e9 are common.
     """
     if output.dtype.itemsize <= dtype.itemsize or not output.size:
         return output.astype(dtype, copy=False)
@@ -129,12 +151,12 @@ def _read(parameters: Mapping[str, kserve.InferParameter], name: str, fields: tu
         return None
     field = parameters[name].WhichOneof("parameter_choice")
     if field not in fields:
-        raise invalid(f"parameter {name}: must be given as {' or '.join(fields)}, not {field}")
+        raise invalid_argument(f"parameter {name}: must be given as {' or '.join(fields)}, not {field}")
     return getattr(parameters[name], field)
 
 
 def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Array]:
-    """The k largest logits of the last axis, and what the others add to a softmax.
+    """Find the k largest logits of the last axis, and what the others add to a softmax.
 
     Args:
         logits: `[..., classes]`, floating point, no NaN; infinite is allowed.
@@ -142,7 +164,7 @@ def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Arra
         temperature: of the sum over the others.
 
     Returns:
-        Class ids (int32 `[..., k]`, by falling logit, equal ones by rising id), their logits (as `logits`), and
+        Class ids (int32 `[..., k]`, by falling logit, equal logits by rising id), their logits (as `logits`), and
         log(sum(exp(logit / temperature))) over the others (float32 `[...]`, -inf if there are none).
     """
     ids = np.argpartition(logits, logits.shape[-1] - k, axis=-1)[..., -k:]

@@ -1,7 +1,7 @@
-"""A `ModelInferRequest` from bytes to arrays.
+"""Decoding of a `ModelInferRequest`, from bytes to arrays.
 
 Everything that a client can get wrong is refused here or in `request_plan`, before the request waits in a queue, with
-the offending name and value. Nothing is allocated from a claim: arrays are views of bytes that did arrive.
+the offending name and value. No memory is allocated from a claim: arrays are views of bytes that did arrive.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from edl.errors import ProtocolError
 from edl.protocol import codec
 from edl.protocol.tensors import from_raw
 from edl_serving.backends.backend import Array
-from edl_serving.messages.large_headers import check_large
-from edl_serving.messages.request_plan import Input, Place, Plan, Raw, make_plan
-from edl_serving.model import Model
-from edl_serving.request_error import invalid, quote
-from edl_serving.shared_memory.region import Region
+from edl_serving.messages.large_headers import check_large_header
+from edl_serving.messages.request_plan import RawContents, RegionSlice, RequestInput, RequestPlan, plan_request
+from edl_serving.model import ServedModel
+from edl_serving.request_error import invalid_argument, quote
+from edl_serving.shared_memory.region import SharedMemoryRegion
 from edl_serving.shared_memory.regions import ClientRegions
 
-__all__ = ["Request", "RequestReader"]
+__all__ = ["DecodedRequest", "RequestDecoder"]
 
 _SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become Python objects one by one
 _MAX_CACHED_HEADER = 2048
@@ -29,58 +29,64 @@ _MAX_CACHED_PLANS = 1024
 
 
 @dataclass(frozen=True)
-class Request:
+class DecodedRequest:
     """A request that can be computed.
 
     Attributes:
-        arrays: the inputs in the model's order, `[rows, *shape]` each; views of the message or of shared memory.
+        plan: of its header.
+        arrays: the inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
         regions: the shared memory that outputs are to be written to, by name.
     """
 
-    plan: Plan
+    plan: RequestPlan
     arrays: tuple[Array, ...]
-    regions: dict[str, Region]
+    regions: dict[str, SharedMemoryRegion]
 
 
-class RequestReader:
-    """Reads requests for one model. Used on the event loop.
+class RequestDecoder:
+    """Decodes requests for a model. Used on the event loop.
 
     Args:
-        max_rows: of one request.
+        model: that is served.
+        max_rows: of a request.
     """
 
-    def __init__(self, model: Model, max_rows: int) -> None:
+    def __init__(self, model: ServedModel, max_rows: int) -> None:
         self._model = model
         self._max_rows = max_rows
         self._max_bytes = model.max_message_bytes
         self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
-        self._plans: dict[bytes, Plan] = {}
+        self._plans: dict[bytes, RequestPlan] = {}
 
-    async def read(self, header: bytes, raw: Sequence[memoryview], regions: ClientRegions | None) -> Request:
+    async def decode(self, header: bytes, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
         """Check a request and find its tensors.
 
         Args:
-            header, raw: of `codec.split_request`.
+            header: of `codec.split_request`.
+            raw: the raw tensors, of `codec.split_request`.
             regions: shared memory that it may use; None if this client may not.
 
+        Returns:
+            The request.
+
         Raises:
-            Refusal: INVALID_ARGUMENT, with the offending name and value.
+            RequestError: INVALID_ARGUMENT, with the offending name and value.
         """
         plan = self._plans.get(header) if len(header) <= _MAX_CACHED_HEADER else None
         if plan is None:
             slow = len(header) > _SLOW_TO_READ
             plan = await asyncio.to_thread(self._plan, header) if slow else self._plan(header)
         if self._has_bytes and sum(view.nbytes for view in raw) > _SLOW_TO_READ:
-            return await asyncio.to_thread(bind, plan, raw, regions)
-        return bind(plan, raw, regions)
+            return await asyncio.to_thread(bind_tensors, plan, raw, regions)
+        return bind_tensors(plan, raw, regions)
 
-    def _plan(self, header: bytes) -> Plan:
+    def _plan(self, header: bytes) -> RequestPlan:
         try:
             if len(header) > _SLOW_TO_READ:
-                check_large(header, self._model, self._max_rows, self._max_bytes)
-            plan = make_plan(codec.parse_request(header), self._model, self._max_rows)
+                check_large_header(header, self._model, self._max_rows, self._max_bytes)
+            plan = plan_request(codec.parse_request(header), self._model, self._max_rows)
         except ProtocolError as exc:
-            raise invalid(str(exc)) from exc
+            raise invalid_argument(str(exc)) from exc
         if plan.typed is None and len(header) <= _MAX_CACHED_HEADER:
             if len(self._plans) >= _MAX_CACHED_PLANS:
                 self._plans.clear()
@@ -88,44 +94,56 @@ class RequestReader:
         return plan
 
 
-def bind(plan: Plan, raw: Sequence[memoryview], regions: ClientRegions | None) -> Request:
-    """Find the tensors of `plan` in `raw` and in shared memory.
+def bind_tensors(plan: RequestPlan, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
+    """Find the tensors of a request in its message and in shared memory.
+
+    Args:
+        plan: of the request's header.
+        raw: the message's raw tensors.
+        regions: see `RequestDecoder.decode`.
+
+    Returns:
+        The request.
 
     Raises:
-        Refusal: they are not there, or their bytes do not add up.
+        RequestError: a tensor is not there, or its bytes do not add up.
     """
     if raw and plan.typed is not None:
-        raise invalid(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
+        raise invalid_argument(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
     if len(raw) != plan.raw_count:
         _refuse_count(plan, len(raw))
     if plan.uses_shared_memory and regions is None:
-        raise invalid("this server takes no shared memory from this client")
+        raise invalid_argument("this server takes no shared memory from this client")
     arrays = []
-    for one in plan.inputs:
+    for tensor in plan.inputs:
         try:
-            if isinstance(one.source, Raw):
-                arrays.append(from_raw(one.spec.datatype, one.shape, raw[one.source.index]))
-            elif isinstance(one.source, Place):
-                arrays.append(_from_region(one, one.source, regions))
+            if isinstance(tensor.source, RawContents):
+                arrays.append(from_raw(tensor.spec.datatype, tensor.shape, raw[tensor.source.index]))
+            elif isinstance(tensor.source, RegionSlice):
+                arrays.append(_from_region(tensor, tensor.source, regions))
             else:
-                arrays.append(one.source)
+                arrays.append(tensor.source)
         except ProtocolError as exc:
-            raise invalid(f"input {quote(one.spec.name)}: {exc}") from exc
-    targets: dict[str, Region] = {}
+            raise invalid_argument(f"input {quote(tensor.spec.name)}: {exc}") from exc
+    targets: dict[str, SharedMemoryRegion] = {}
     for output in plan.outputs:
         if output.place is not None and regions is not None:
             region = targets[output.place.region] = regions[output.place.region]
-            region.check(output.place.offset, output.place.nbytes)
-    return Request(plan, tuple(arrays), targets)
+            region.check_range(output.place.offset, output.place.nbytes)
+    return DecodedRequest(plan, tuple(arrays), targets)
 
 
-def _refuse_count(plan: Plan, count: int) -> None:
-    for one in plan.inputs:
-        if isinstance(one.source, Raw) and one.source.index >= count:
-            raise invalid(f"input {quote(one.spec.name)} has no contents ({count} raw_input_contents were sent)")
-    raise invalid(f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory")
+def _refuse_count(plan: RequestPlan, count: int) -> None:
+    for tensor in plan.inputs:
+        if isinstance(tensor.source, RawContents) and tensor.source.index >= count:
+            raise invalid_argument(
+                f"input {quote(tensor.spec.name)} has no contents ({count} raw_input_contents were sent)"
+            )
+    raise invalid_argument(
+        f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory"
+    )
 
 
-def _from_region(one: Input, place: Place, regions: ClientRegions | None) -> Array:
+def _from_region(tensor: RequestInput, place: RegionSlice, regions: ClientRegions | None) -> Array:
     assert regions is not None
-    return from_raw(one.spec.datatype, one.shape, regions[place.region].view(place.offset, place.nbytes))
+    return from_raw(tensor.spec.datatype, tensor.shape, regions[place.region].view(place.offset, place.nbytes))

@@ -1,4 +1,4 @@
-"""A `ModelInferRequest`'s header checked against the model: all that can be known before its tensors are looked at.
+"""The plan of a request: its header checked against the model, all that can be known before its tensors are looked at.
 
 A client sends the same header with every batch, so a plan is made once and used again.
 """
@@ -15,19 +15,25 @@ from edl.protocol import kserve, names
 from edl.protocol.tensors import expected_nbytes, from_contents
 from edl_serving.backends.backend import Array, TensorSpec
 from edl_serving.messages.output_options import OutputOptions
-from edl_serving.messages.trace_context import checked_traceparent
-from edl_serving.model import Model
-from edl_serving.request_error import invalid, quote
+from edl_serving.messages.trace_context import valid_traceparent
+from edl_serving.model import ServedModel
+from edl_serving.request_error import invalid_argument, quote
 
-__all__ = ["Input", "Output", "Place", "Plan", "make_plan"]
+__all__ = ["RequestInput", "RequestedOutput", "RegionSlice", "RequestPlan", "plan_request"]
 
 _OBJECT_NBYTES = 41
 """Of an element of BYTES: CPython's object of bytes has 33 bytes around them, and the array 8 for where it is."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A piece of a registered region of shared memory."""
+class RegionSlice:
+    """A piece of a registered region of shared memory.
+
+    Attributes:
+        region: name of the region.
+        offset: in the region, in bytes.
+        nbytes: of the piece.
+    """
 
     region: str
     offset: int
@@ -35,18 +41,24 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Raw:
-    """An entry of `raw_input_contents`."""
+class RawContents:
+    """An entry of `raw_input_contents`, by its index."""
 
     index: int
 
 
-Source: TypeAlias = "Place | Raw | Array"
+Source: TypeAlias = "RegionSlice | RawContents | Array"
 
 
 @dataclass(frozen=True)
-class Input:
-    """An input tensor, and where its elements are: an array if they came as typed contents."""
+class RequestInput:
+    """An input tensor, and where its elements are.
+
+    Attributes:
+        spec: of the model's input.
+        shape: with the rows.
+        source: an entry of the message, a piece of shared memory, or the array itself if it came as typed contents.
+    """
 
     spec: TensorSpec
     shape: tuple[int, ...]
@@ -54,22 +66,22 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Output:
+class RequestedOutput:
     """An output to be sent.
 
     Attributes:
         name: on the wire; with `edl_top_k` one of the three names that replace the output's own.
         spec: the output that it is made of.
-        place: where to, None for into the response.
+        place: where to in shared memory, None for into the response.
     """
 
     name: str
     spec: TensorSpec
-    place: Place | None
+    place: RegionSlice | None
 
 
 @dataclass(frozen=True)
-class Plan:
+class RequestPlan:
     """What a request asks for.
 
     Attributes:
@@ -77,22 +89,26 @@ class Plan:
         rows: above 0, the first dimension of every input.
         inputs: in the model's order.
         raw_count: how many `raw_input_contents` there must be.
-        shapes: of the inputs without the rows; only requests with the same ones share a batch.
-        typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to one
-            request alone.
-        timeout_s: how long after its arrival anyone waits for the answer; None if the request does not say.
+        shapes: of the inputs without the rows; requests of the same shapes share a batch.
+        options: for the outputs.
+        outputs: to be sent, in this order.
+        typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to a
+            single
+            request.
+        uses_shared_memory: whether an input or output lies there.
+        timeout_s: how long after its arrival the client waits for the response; None if the request does not say.
         object_bytes: beside their message, of the Python objects that BYTES are made into.
         traceparent: the span that it is part of (`trace_context`); empty if the request does not say.
-        answers: headers of answers to this plan, serialized, by the shapes of the outputs.
+        answers: headers of responses to this plan, serialized, by the shapes of the outputs.
     """
 
     id: str
     rows: int
-    inputs: tuple[Input, ...]
+    inputs: tuple[RequestInput, ...]
     raw_count: int
     shapes: tuple[tuple[int, ...], ...]
     options: OutputOptions
-    outputs: tuple[Output, ...]
+    outputs: tuple[RequestedOutput, ...]
     typed: str | None
     uses_shared_memory: bool
     timeout_s: float | None = None
@@ -101,34 +117,46 @@ class Plan:
     answers: dict[object, bytes] = field(default_factory=dict, compare=False)
 
 
-def make_plan(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> Plan:
+def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> RequestPlan:
     """Check a header.
 
     Args:
-        max_rows: of one request.
+        header: the request without its raw tensors.
+        model: that is served.
+        max_rows: of a request.
+
+    Returns:
+        The plan.
 
     Raises:
-        Refusal: INVALID_ARGUMENT, with the offending name and value.
+        RequestError: INVALID_ARGUMENT, with the offending name and value.
     """
     if names.BUNDLE in header.parameters:
-        raise invalid(f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}")
-    model.check(header.model_name, header.model_version)
+        raise invalid_argument(
+            f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}"
+        )
+    model.check_request(header.model_name, header.model_version)
     inputs = _read_inputs(header, model, max_rows)
     options = OutputOptions.parse(header.parameters)
     outputs = _read_outputs(header, model, options)
-    sources = [one.source for one in inputs]
-    return Plan(
+    sources = [tensor.source for tensor in inputs]
+    return RequestPlan(
         id=header.id,
         rows=inputs[0].shape[0],
         inputs=inputs,
-        raw_count=sum(isinstance(source, Raw) for source in sources),
-        shapes=tuple([one.shape[1:] for one in inputs]),
+        raw_count=sum(isinstance(source, RawContents) for source in sources),
+        shapes=tuple([tensor.shape[1:] for tensor in inputs]),
         options=options,
         outputs=outputs,
-        typed=next((one.spec.name for one in inputs if not isinstance(one.source, (Raw, Place))), None),
-        uses_shared_memory=any(isinstance(source, Place) for source in sources) or any(one.place for one in outputs),
+        typed=next(
+            (tensor.spec.name for tensor in inputs if not isinstance(tensor.source, (RawContents, RegionSlice))), None
+        ),
+        uses_shared_memory=any(isinstance(source, RegionSlice) for source in sources)
+        or any(output.place for output in outputs),
         timeout_s=_read_timeout(header.parameters),
-        object_bytes=sum(_OBJECT_NBYTES * math.prod(one.shape) for one in inputs if one.spec.datatype == "BYTES"),
+        object_bytes=sum(
+            _OBJECT_NBYTES * math.prod(tensor.shape) for tensor in inputs if tensor.spec.datatype == "BYTES"
+        ),
         traceparent=_read_traceparent(header.parameters),
     )
 
@@ -138,74 +166,74 @@ def _read_timeout(parameters: Mapping[str, kserve.InferParameter]) -> float | No
         return None
     field = parameters[names.TIMEOUT_MS].WhichOneof("parameter_choice")
     if field != "int64_param":
-        raise invalid(f"parameter {names.TIMEOUT_MS}: must be given as int64_param, not {field}")
+        raise invalid_argument(f"parameter {names.TIMEOUT_MS}: must be given as int64_param, not {field}")
     return max(parameters[names.TIMEOUT_MS].int64_param / 1000, 0.0)
 
 
 def _read_traceparent(parameters: Mapping[str, kserve.InferParameter]) -> str:
     if names.TRACEPARENT not in parameters:
         return ""
-    return checked_traceparent(parameters[names.TRACEPARENT].string_param)
+    return valid_traceparent(parameters[names.TRACEPARENT].string_param)
 
 
-def _read_inputs(header: kserve.ModelInferRequest, model: Model, max_rows: int) -> tuple[Input, ...]:
+def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> tuple[RequestInput, ...]:
     specs = {spec.name: spec for spec in model.inputs}
     sent = [tensor.name for tensor in header.inputs]
     if len(sent) != len(specs) or set(sent) != specs.keys():
         _refuse_names(sent, model)
-    found: dict[str, Input] = {}
+    found: dict[str, RequestInput] = {}
     raw_count = 0
     for tensor in header.inputs:
         spec = specs[tensor.name]
         shape = tuple(tensor.shape)
         _check_shape(tensor.datatype, shape, spec)
         if shape[0] > max_rows:
-            raise invalid(
+            raise invalid_argument(
                 f"input {quote(spec.name)} has {shape[0]} rows; this server takes {max_rows} in a request "
                 "(edl serve --max-queue)"
             )
         if shape[0] != header.inputs[0].shape[0]:
             rows = header.inputs[0].shape[0]
-            raise invalid(f"input {quote(spec.name)} has {shape[0]} rows, but {quote(sent[0])} has {rows}")
-        source: Source | None = read_place(spec.name, tensor.parameters) if tensor.parameters else None
+            raise invalid_argument(f"input {quote(spec.name)} has {shape[0]} rows, but {quote(sent[0])} has {rows}")
+        source: Source | None = read_region_slice(spec.name, tensor.parameters) if tensor.parameters else None
         if tensor.HasField("contents"):
             if source is not None:
-                raise invalid(f"input {quote(spec.name)} has both contents and a shared memory region")
+                raise invalid_argument(f"input {quote(spec.name)} has both contents and a shared memory region")
             try:
                 source = from_contents(spec.datatype, shape, tensor.contents)
             except ProtocolError as exc:
-                raise invalid(f"input {quote(spec.name)}: {exc}") from exc
+                raise invalid_argument(f"input {quote(spec.name)}: {exc}") from exc
         elif source is None:
-            source = Raw(raw_count)
+            source = RawContents(raw_count)
             raw_count += 1
         else:
             _check_nbytes(spec, shape, source)
-        found[spec.name] = Input(spec, shape, source)
+        found[spec.name] = RequestInput(spec, shape, source)
     return tuple([found[spec.name] for spec in model.inputs])
 
 
-def _refuse_names(sent: list[str], model: Model) -> None:
-    """Say what is wrong with the names of the inputs."""
+def _refuse_names(sent: list[str], model: ServedModel) -> None:
+    """Raise the error that says what is wrong with the names of the inputs."""
     known = [spec.name for spec in model.inputs]
     has = f"model {model.name!r} has {', '.join(known)}"
     seen: set[str] = set()
     for name in sent:
         if name not in known:
-            raise invalid(f"unknown input {quote(name)}: {has}")
+            raise invalid_argument(f"unknown input {quote(name)}: {has}")
         if name in seen:
-            raise invalid(f"input {quote(name)} was sent twice")
+            raise invalid_argument(f"input {quote(name)} was sent twice")
         seen.add(name)
-    raise invalid(f"input {quote(next(name for name in known if name not in seen))} is missing: {has}")
+    raise invalid_argument(f"input {quote(next(name for name in known if name not in seen))} is missing: {has}")
 
 
 def _check_shape(datatype: str, shape: tuple[int, ...], spec: TensorSpec) -> None:
     if datatype != spec.datatype:
-        raise invalid(f"input {quote(spec.name)} is {spec.datatype}, not {quote(datatype)}")
+        raise invalid_argument(f"input {quote(spec.name)} is {spec.datatype}, not {quote(datatype)}")
     wanted = (-1, *spec.shape)
     if len(shape) != len(wanted) or not all(
         size > 0 and want in (-1, size) for size, want in zip(shape, wanted, strict=True)
     ):
-        raise invalid(
+        raise invalid_argument(
             f"input {quote(spec.name)} has shape {quote(list(shape[:32]))}; "
             f"it must be {list(wanted)}, where -1 is any size above 0"
         )
@@ -213,24 +241,37 @@ def _check_shape(datatype: str, shape: tuple[int, ...], spec: TensorSpec) -> Non
 
 def _check_nbytes(spec: TensorSpec, shape: tuple[int, ...], source: Source) -> None:
     expected = expected_nbytes(spec.datatype, shape)
-    if isinstance(source, Place) and expected not in (None, source.nbytes):
-        raise invalid(
+    if isinstance(source, RegionSlice) and expected not in (None, source.nbytes):
+        raise invalid_argument(
             f"input {quote(spec.name)}: {spec.datatype} of shape {list(shape)} takes {expected} bytes, "
             f"not {names.SHM_NBYTES}={source.nbytes}"
         )
 
 
-def read_place(name: str, parameters: Mapping[str, kserve.InferParameter]) -> Place | None:
-    """Where in shared memory a tensor lies, None if its parameters do not speak of it."""
+def read_region_slice(name: str, parameters: Mapping[str, kserve.InferParameter]) -> RegionSlice | None:
+    """Read where in shared memory a tensor lies.
+
+    Args:
+        name: of the tensor, for errors.
+        parameters: of the tensor.
+
+    Returns:
+        The piece; None if the parameters name no shared memory.
+
+    Raises:
+        RequestError: a parameter is missing or wrong.
+    """
     if names.SHM_REGION not in parameters:
         for other in (names.SHM_OFFSET, names.SHM_NBYTES):
             if other in parameters:
-                raise invalid(f"tensor {quote(name)} has a {other} but no {names.SHM_REGION}")
+                raise invalid_argument(f"tensor {quote(name)} has a {other} but no {names.SHM_REGION}")
         return None
     nbytes = _number(name, parameters, names.SHM_NBYTES)
     if nbytes is None:
-        raise invalid(f"tensor {quote(name)} has a {names.SHM_REGION} but no {names.SHM_NBYTES}")
-    return Place(parameters[names.SHM_REGION].string_param, _number(name, parameters, names.SHM_OFFSET) or 0, nbytes)
+        raise invalid_argument(f"tensor {quote(name)} has a {names.SHM_REGION} but no {names.SHM_NBYTES}")
+    return RegionSlice(
+        parameters[names.SHM_REGION].string_param, _number(name, parameters, names.SHM_OFFSET) or 0, nbytes
+    )
 
 
 def _number(name: str, parameters: Mapping[str, kserve.InferParameter], key: str) -> int | None:
@@ -238,37 +279,43 @@ def _number(name: str, parameters: Mapping[str, kserve.InferParameter], key: str
         return None
     field_name = parameters[key].WhichOneof("parameter_choice")
     if field_name not in ("int64_param", "uint64_param"):
-        raise invalid(f"tensor {quote(name)}: parameter {key} must be a whole number, not {field_name}")
+        raise invalid_argument(f"tensor {quote(name)}: parameter {key} must be a whole number, not {field_name}")
     value: int = getattr(parameters[key], field_name)
     if value < 0:
-        raise invalid(f"tensor {quote(name)}: parameter {key}={value}: must not be below 0")
+        raise invalid_argument(f"tensor {quote(name)}: parameter {key}={value}: must not be below 0")
     return value
 
 
-def _read_outputs(header: kserve.ModelInferRequest, model: Model, options: OutputOptions) -> tuple[Output, ...]:
+def _read_outputs(
+    header: kserve.ModelInferRequest, model: ServedModel, options: OutputOptions
+) -> tuple[RequestedOutput, ...]:
     if not header.outputs:
-        options.check(list(model.outputs))
-        return tuple([Output(name, spec, None) for spec in model.outputs for name in options.names_of(spec)])
+        options.check_outputs(list(model.outputs))
+        return tuple([RequestedOutput(name, spec, None) for spec in model.outputs for name in options.wire_names(spec)])
     by_name = {spec.name: spec for spec in model.outputs}
     parts = {}
     if options.top_k is not None:  # `logits__topk_ids` may be asked for alone
         parts = {name: spec for spec in model.outputs for name in names.top_k_names(spec.name)}
-    wanted: dict[str, Output] = {}
+    wanted: dict[str, RequestedOutput] = {}
     for output in header.outputs:
         spec = by_name.get(output.name) or parts.get(output.name)
         if spec is None:
-            raise invalid(f"unknown output {quote(output.name)}: model {model.name!r} has {', '.join(by_name)}")
-        sent_names = options.names_of(spec)
+            raise invalid_argument(
+                f"unknown output {quote(output.name)}: model {model.name!r} has {', '.join(by_name)}"
+            )
+        sent_names = options.wire_names(spec)
         if output.name not in by_name:
             sent_names = (output.name,)
         if "classification" in output.parameters:
-            raise invalid(f"output {quote(output.name)}: parameter classification is not offered; use {names.TOP_K}")
-        place = read_place(output.name, output.parameters) if output.parameters else None
+            raise invalid_argument(
+                f"output {quote(output.name)}: parameter classification is not offered; use {names.TOP_K}"
+            )
+        place = read_region_slice(output.name, output.parameters) if output.parameters else None
         if place is not None and len(sent_names) > 1:
-            raise invalid(f"output {quote(output.name)}: name its parts {', '.join(sent_names)} to place them")
+            raise invalid_argument(f"output {quote(output.name)}: name its parts {', '.join(sent_names)} to place them")
         for name in sent_names:
             if name in wanted:
-                raise invalid(f"output {quote(name)} was asked for twice")
-            wanted[name] = Output(name, spec, place)
-    options.check([one.spec for one in wanted.values()])
+                raise invalid_argument(f"output {quote(name)} was asked for twice")
+            wanted[name] = RequestedOutput(name, spec, place)
+    options.check_outputs([output.spec for output in wanted.values()])
     return tuple(wanted.values())

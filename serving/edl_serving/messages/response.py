@@ -1,4 +1,4 @@
-"""A job's outputs as the bytes of its `ModelInferResponse`."""
+"""Encoding of a job's outputs as a `ModelInferResponse`."""
 
 from __future__ import annotations
 
@@ -8,33 +8,40 @@ from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl.protocol.tensors import datatype_of, to_raw
 from edl_serving.backends.backend import Array
-from edl_serving.messages.request import Request
-from edl_serving.messages.request_plan import Place, Plan
-from edl_serving.model import Model
-from edl_serving.request_error import invalid, quote
+from edl_serving.messages.request import DecodedRequest
+from edl_serving.messages.request_plan import RegionSlice, RequestPlan
+from edl_serving.model import ServedModel
+from edl_serving.request_error import invalid_argument, quote
 
-__all__ = ["encode_answer"]
+__all__ = ["encode_response"]
 
 _MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
 
 
-def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array], id_bytes: bytes | None = None) -> bytes:
-    """Apply the request's options, and put each output into the response or into shared memory.
+def encode_response(
+    model: ServedModel, request: DecodedRequest, outputs: Mapping[str, Array], id_bytes: bytes | None = None
+) -> bytes:
+    """Apply the request's options, and put its outputs into the response or into shared memory.
 
     As with Triton, an output in shared memory has an empty entry in `raw_output_contents`: clients count on the index.
 
     Args:
+        model: that is served.
+        request: that is answered.
         outputs: by the model's names, this request's rows only.
-        id_bytes: if the answer is one of a stream, the id that it carries there (`codec.id_field`).
+        id_bytes: if the response is on a stream, the id that it carries there (`codec.id_field`).
+
+    Returns:
+        The bytes of a `ModelInferResponse` or, with `id_bytes`, of a `ModelStreamInferResponse`.
 
     Raises:
-        Refusal: an output does not fit the memory that the request gave for it.
+        RequestError: an output does not fit the memory that the request gave for it.
     """
     plan = request.plan
     sent: dict[str, Array] = {}
     for output in plan.outputs:
         if output.name not in sent:
-            sent.update(plan.options.apply(output.spec, outputs[output.spec.name]))
+            sent.update(plan.options.apply_to(output.spec, outputs[output.spec.name]))
     arrays = [sent[output.name] for output in plan.outputs]
     raw: list[Buffer] = [to_raw(array) for array in arrays]
     for index, output in enumerate(plan.outputs):
@@ -46,17 +53,17 @@ def encode_answer(model: Model, request: Request, outputs: Mapping[str, Array], 
     return codec.join_streamed_response(header, raw, id_bytes)
 
 
-def _put(request: Request, name: str, place: Place, data: Buffer) -> bytes:
+def _put(request: DecodedRequest, name: str, place: RegionSlice, data: Buffer) -> bytes:
     if len(data) > place.nbytes:
-        raise invalid(
+        raise invalid_argument(
             f"output {quote(name)} has {len(data)} bytes, and {names.SHM_NBYTES}={place.nbytes} "
             f"in region {quote(place.region)}"
         )
-    request.regions[place.region].write(place.offset, data)
+    request.regions[place.region].write_bytes(place.offset, data)
     return b""
 
 
-def _header(model: Model, plan: Plan, arrays: list[Array], raw: list[Buffer]) -> bytes:
+def _header(model: ServedModel, plan: RequestPlan, arrays: list[Array], raw: list[Buffer]) -> bytes:
     key = tuple([(array.shape, array.dtype) for array in arrays])
     header = plan.answers.get(key)
     if header is not None:

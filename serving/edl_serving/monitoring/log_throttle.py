@@ -1,4 +1,4 @@
-"""Log lines about a model that keeps failing, without filling the disk with them."""
+"""Log lines about a model that keeps failing, at a limited rate."""
 
 from __future__ import annotations
 
@@ -6,35 +6,41 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["Complaints"]
+__all__ = ["LogThrottle"]
 
 _EVERY_S = 10.0
 
 
-class Complaints:
-    """Logs the first fault of a kind in full, and then one line in ten seconds with how many there were since.
+class LogThrottle:
+    """Logs the first fault of a kind in full, and then a line in ten seconds with how many there were since.
 
     Args:
-        log: where to.
+        log: the logger that lines go to.
         clock: seconds, monotonic.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
         self._clock = clock
-        self._said: dict[str, tuple[float, int]] = {}  # kind -> when a line was written, faults since
+        self._logged: dict[str, tuple[float, int]] = {}  # kind -> when a line was written, faults since
 
-    def add(self, kind: str, message: str, exc: BaseException | None = None) -> None:
-        """A fault of `kind`; `exc` gives the stack."""
+    def log_error(self, kind: str, message: str, exc: BaseException | None = None) -> None:
+        """Log a fault, or count it.
+
+        Args:
+            kind: faults of the same kind share a rate.
+            message: of the line.
+            exc: whose stack is logged with the first fault of the kind.
+        """
         now = self._clock()
-        if kind not in self._said:
-            self._said[kind] = (now, 0)
+        if kind not in self._logged:
+            self._logged[kind] = (now, 0)
             self._log.error("%s", message, exc_info=exc)
             return
-        written_at, since = self._said[kind]
+        written_at, since = self._logged[kind]
         since += 1
         if now - written_at < _EVERY_S:
-            self._said[kind] = (written_at, since)
+            self._logged[kind] = (written_at, since)
             return
-        self._said[kind] = (now, 0)
+        self._logged[kind] = (now, 0)
         self._log.error("%s (%d faults of this kind in %.0f s)", message, since, now - written_at)

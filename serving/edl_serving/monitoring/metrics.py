@@ -1,7 +1,7 @@
-"""What Prometheus is told: https://prometheus.io/docs/practices/naming/.
+"""The server's metrics for Prometheus: https://prometheus.io/docs/practices/naming/.
 
-The counts are plain numbers that are put together when somebody asks. The client library's own counters take a lock for
-each increment, which at thousands of requests a second costs more than all of the batching.
+The counts are plain numbers that are put together at a scrape. The client library's own counters take a lock for an
+increment, which at thousands of requests a second costs more than all of the batching.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from edl.errors import SettingsError
 from edl_serving.monitoring.metrics_server import MetricsServer
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 
 __all__ = ["Metrics", "WorkerMetrics"]
 
@@ -27,7 +27,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class _Buckets:
-    """A histogram that one thread writes."""
+    """A histogram that a single thread writes."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -40,7 +40,15 @@ class _Buckets:
 
 
 class WorkerMetrics:
-    """What one worker thread counts; only it may call these."""
+    """Counts what a worker thread does; only that thread may call the methods.
+
+    Attributes:
+        rows: computed.
+        faults: by kind.
+        batch_rows: histogram of rows in a call of the model.
+        queue_s: histogram of seconds from arrival to batch.
+        compute_s: histogram of seconds of a call of the model.
+    """
 
     def __init__(self) -> None:
         self.rows = 0
@@ -49,26 +57,33 @@ class WorkerMetrics:
         self.queue_s = _Buckets(_SECONDS)
         self.compute_s = _Buckets(_SECONDS)
 
-    def waited(self, seconds: float) -> None:
-        """A request left the queue for a batch."""
+    def record_queue_time(self, seconds: float) -> None:
+        """Count a request that left the queue for a batch, after `seconds`."""
         self.queue_s.observe(seconds)
 
-    def computed(self, rows: int, seconds: float) -> None:
-        """The model was called."""
+    def record_batch(self, rows: int, seconds: float) -> None:
+        """Count a call of the model with `rows` that took `seconds`."""
         self.rows += rows
         self.batch_rows.observe(rows)
         self.compute_s.observe(seconds)
 
-    def faulted(self, kind: str) -> None:
-        """The model failed a request: "exception", "nan" or "output" (missing, or other than promised)."""
+    def record_fault(self, kind: str) -> None:
+        """Count a request that the model failed.
+
+        Args:
+            kind: "exception", "nan" or "output" (missing, or other than promised).
+        """
         self.faults[kind] += 1
 
 
 class Metrics(Collector):
-    """The counters of one server, in a registry of their own.
+    """Collects the counts of a server, in a registry of their own.
 
     Args:
-        model: label of every series.
+        model: label of all series.
+
+    Attributes:
+        registry: of the Prometheus client library.
     """
 
     def __init__(self, model: str) -> None:
@@ -81,30 +96,40 @@ class Metrics(Collector):
         self._http: MetricsServer | None = None
         self.registry.register(self)
 
-    def worker(self) -> WorkerMetrics:
-        """Counters for one more worker."""
+    def add_worker(self) -> WorkerMetrics:
+        """Return counters for a further worker."""
         self._workers.append(WorkerMetrics())
         return self._workers[-1]
 
-    def watch(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read whenever somebody asks."""
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read at a scrape.
+
+        Args:
+            name: of the series.
+            text: its help.
+            read: returns the value; called in another thread.
+        """
         self._gauges.append((name, text, read))
 
-    def answered(self, outcome: str) -> None:
-        """A request ended: "ok", "cancelled", or the status in lower case. For the event loop's thread only."""
+    def record_outcome(self, outcome: str) -> None:
+        """Count a request that ended. For the event loop's thread only.
+
+        Args:
+            outcome: "ok", "cancelled", or the status in lower case.
+        """
         self._outcomes[outcome] += 1
 
-    def refused(self, refusal: Refusal) -> None:
-        """A request ended with an error. For the event loop's thread only."""
-        self._outcomes[refusal.code.name.lower()] += 1
-        self._refusals[refusal.reason] += 1
+    def record_error(self, error: RequestError) -> None:
+        """Count a request that ended with an error. For the event loop's thread only."""
+        self._outcomes[error.code.name.lower()] += 1
+        self._refusals[error.reason] += 1
 
-    def turned_away(self, refusal: Refusal) -> None:
-        """A call that carries no request ended with an error. For the event loop's thread only."""
-        self._refusals[refusal.reason] += 1
+    def record_rejected_call(self, error: RequestError) -> None:
+        """Count a call without a request that ended with an error. For the event loop's thread only."""
+        self._refusals[error.reason] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """For Prometheus."""
+        """Yield the metrics of a scrape."""
         requests = CounterMetricFamily(
             "edl_teacher_requests", "Requests answered, by outcome.", labels=["model", "outcome"]
         )
@@ -131,9 +156,13 @@ class Metrics(Collector):
         rows.add_metric([self._model], sum(worker.rows for worker in self._workers))
         yield rows
         for name, text, parts in (
-            ("edl_teacher_batch_rows", "Rows in one call of the model.", [one.batch_rows for one in self._workers]),
-            ("edl_teacher_queue_seconds", "From arrival to batch.", [one.queue_s for one in self._workers]),
-            ("edl_teacher_compute_seconds", "One call of the model.", [one.compute_s for one in self._workers]),
+            (
+                "edl_teacher_batch_rows",
+                "Rows in one call of the model.",
+                [worker.batch_rows for worker in self._workers],
+            ),
+            ("edl_teacher_queue_seconds", "From arrival to batch.", [worker.queue_s for worker in self._workers]),
+            ("edl_teacher_compute_seconds", "One call of the model.", [worker.compute_s for worker in self._workers]),
         ):
             yield self._histogram(name, text, parts)
         for name, text, read in self._gauges:
@@ -152,7 +181,14 @@ class Metrics(Collector):
         return family
 
     def listen(self, host: str, port: int) -> int:
-        """Serve `/metrics`; the port.
+        """Serve `/metrics`.
+
+        Args:
+            host: a name or an address.
+            port: 0 for a free port.
+
+        Returns:
+            The port.
 
         Raises:
             SettingsError: the address cannot be listened on.
@@ -166,12 +202,12 @@ class Metrics(Collector):
     def close(self) -> None:
         """Stop listening."""
         if self._http is not None:
-            server, self._http = self._http, None
-            server.close()
+            self._http.close()
+            self._http = None
 
 
 def _read(gauge: Callable[[], float]) -> float:
-    """A gauge's value, read in another thread than it changes in."""
+    """Read a gauge whose value changes in another thread."""
     for _ in range(_MOST_TRIES):
         try:
             return gauge()

@@ -1,4 +1,4 @@
-"""The HTTP server of `/metrics`, of which clients that say nothing, or not much, hold but a few threads."""
+"""The HTTP server of `/metrics`, of which silent or slow clients hold but a few threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MetricsServer:
     Args:
         registry: of the metrics.
         host: a name or an address, IPv4 or IPv6.
-        port: 0 for any that is free.
+        port: 0 for a free port.
 
     Raises:
         OSError: the address cannot be listened on.
@@ -42,7 +42,7 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that is listened on."""
         return int(self._server.server_port)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own; close the oldest one where there are too many."""
+        """Answer a connection in a thread of its own; close the oldest connection where there are too many."""
         with self._lock:
             oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
             self._connections[id(request)] = request
@@ -78,7 +78,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a client that goes away, or talks nonsense, is no news."""
+        """Log no errors of clients: they go away, or talk nonsense."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -1,4 +1,4 @@
-"""Log lines of the commands, on stderr: for people, or as JSON for what collects them."""
+"""Log lines of the commands on standard error: text for people, or JSON for log collectors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ __all__ = ["JsonFormatter", "log_to_stderr"]
 
 
 def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
-    """Let EDL's loggers write to stderr, and other libraries' from warnings on. For commands only.
+    """Write EDL's log lines to standard error, and other libraries' from warnings on. For commands only.
 
     Args:
+        command: its name, which begins the lines.
+        verbose: write EDL's debug lines, too.
         log_format: "text" or "json".
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -29,10 +31,10 @@ def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "tex
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, command, message and, of an exception, its stack.
+    """Formats a line as a JSON object: time, level, logger, command, message and, of an exception, its stack.
 
     Args:
-        command: whose line it is.
+        command: its name.
     """
 
     def __init__(self, command: str) -> None:
@@ -40,7 +42,7 @@ class JsonFormatter(logging.Formatter):
         self._command = command
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         line = {
             "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

@@ -1,4 +1,4 @@
-"""Ends this process when another one ends, so that no teacher outlives whoever started it."""
+"""The end of this process together with another process, so that no teacher outlives the process that started it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import time
 
 from edl.errors import SettingsError
 
-__all__ = ["exit_with"]
+__all__ = ["terminate_with_parent"]
 
 _POLL_S = 0.25
 
 
-def exit_with(pid: int) -> None:
+def terminate_with_parent(pid: int) -> None:
     """Send this process SIGTERM when process `pid` ends, however it ends.
 
     This process moves to a process group of its own. When the group's last tie to its session goes with the other
     process, the kernel sends its *stopped* members SIGHUP and SIGCONT (setpgid(2), POSIX "orphaned process group"), so
-    that one paused by SIGSTOP, whose threads cannot notice anything, goes as well.
+    that a process paused by SIGSTOP, whose threads cannot notice anything, goes as well.
+
+    Args:
+        pid: of the other process.
 
     Raises:
         SettingsError: there is no such process.

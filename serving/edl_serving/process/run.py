@@ -1,4 +1,4 @@
-"""A teacher server as a whole process: started, joined to discovery, drained on a signal."""
+"""A teacher server as a whole process: started, registered, drained on a signal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from edl_serving.backends.backend import Backend
-from edl_serving.registration.address import warn_of_no_credentials
+from edl_serving.rpc.authentication import warn_of_no_credentials
 from edl_serving.server import TeacherServer
 from edl_serving.settings import ServerSettings
 
@@ -30,11 +30,15 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Call it from the main thread.
 
-    The first signal: not ready any more; `leave`, while requests are still served; then new requests are refused, and
-    those accepted are finished. All of it takes at most `settings.drain_timeout_s`. The second signal ends the process
-    at once, as that signal does by default (to a shell: exit code 128 + its number).
+    At the first signal: the server is not ready any more; `leave`, while requests are still served; then new requests
+    are
+    refused, and accepted requests are finished. All of it takes at most `settings.drain_timeout_s`. The second signal
+    ends
+    the process at once, as that signal does by default (to a shell: exit code 128 + its number).
 
     Args:
+        settings: of the server.
+        backends: see `TeacherServer`.
         join: called in a thread once the server is ready, to enter discovery. What it raises ends the server, and is
             raised again here.
         leave: called in a thread when draining begins, to leave discovery. What it raises is logged.
@@ -44,7 +48,7 @@ def serve(
 
     Raises:
         SettingsError: the settings, or the backends, cannot be served.
-        Exception: whatever `Backend.warm_up` or `join` raised.
+        Exception: what `Backend.warm_up` or `join` raised.
     """
     return asyncio.run(_serve(settings, backends, join, leave))
 
@@ -82,14 +86,14 @@ async def _serve(
 
 
 def _on_first_signal() -> asyncio.Event:
-    """An event that the first signal sets; it also gives the next one back its power to kill."""
+    """Return an event that the first signal sets; the next signal kills, as by default."""
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def handle(number: signal.Signals) -> None:
-        for one in _SIGNALS:
-            loop.remove_signal_handler(one)
-            signal.signal(one, signal.SIG_DFL)
+        for ended_by in _SIGNALS:
+            loop.remove_signal_handler(ended_by)
+            signal.signal(ended_by, signal.SIG_DFL)
         _log.info("%s: draining; a second signal ends at once", number.name)
         signalled.set()
 
@@ -99,7 +103,7 @@ def _on_first_signal() -> asyncio.Event:
 
 
 async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> bool:
-    """Wait for `work`; False if the signal comes first. Raises what `work` raises."""
+    """Wait for `work`; return False if the signal comes first. Raise what `work` raises."""
     signal_wait = asyncio.ensure_future(signalled.wait())
     try:
         await asyncio.wait({signal_wait, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +115,7 @@ async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> b
 
 
 def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `call` in a daemon thread: unlike an executor's, one that hangs does not keep the process from ending."""
+    """Run `call` in a daemon thread: unlike an executor's, it does not keep the process from ending if it hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
 
@@ -137,7 +141,7 @@ def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
 
 
 async def _drain(server: TeacherServer, leave: Callable[[], None] | None) -> bool:
-    """Whether everything accepted was answered within the settings' deadline."""
+    """Drain the server; return whether everything accepted was answered within the settings' deadline."""
     loop = asyncio.get_running_loop()
     timeout_s = server.settings.drain_timeout_s
     deadline = loop.time() + timeout_s

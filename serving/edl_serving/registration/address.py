@@ -1,4 +1,4 @@
-"""Which address of this host others can use."""
+"""Addresses of this host: which of them other hosts can use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import logging
 import socket
 
 from edl.discovery.urls import servers_of
-from edl.settings import Credentials
 
-__all__ = ["is_loopback", "outward_address", "warn_of_loopback", "warn_of_no_credentials"]
+__all__ = ["is_loopback", "outward_address", "warn_of_loopback"]
 
 _log = logging.getLogger(__name__)
 
@@ -17,9 +16,15 @@ _ANYWHERE = "198.51.100.1"  # RFC 5737: belongs to nobody, so it is routed like 
 
 
 def outward_address(discovery_url: str | None) -> str:
-    """The address of this host on the way to the registry, or else on the way out.
+    """Return the address of this host on the way to the registry, or else on the way out.
 
-    Nothing is sent: connecting a datagram socket only asks the kernel which way it would go.
+    Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+
+    Args:
+        discovery_url: URL of the registry; None for the way out.
+
+    Returns:
+        An IPv4 or IPv6 address; 127.0.0.1 if there is no route.
     """
     registry = [host for host, _ in servers_of(discovery_url or "")]
     for host in (*registry, _ANYWHERE):
@@ -36,29 +41,19 @@ def outward_address(discovery_url: str | None) -> str:
 
 
 def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
-    """Log a warning where a registry for many machines is told an address that means this one only."""
+    """Log a warning if an address of this host only is registered where other hosts look it up.
+
+    Args:
+        discovery_url: URL of the registry; None where the server stays out of discovery.
+        address: of the server.
+        remedy: flags that register another address.
+    """
     if discovery_url is not None and discovery_url.startswith(("consul", "etcd")) and is_loopback(address):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
 
 
-def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
-    """Log a warning where a teacher takes everybody who reaches it, from beyond this host."""
-    if is_loopback(host):
-        return
-    if not credentials.cert and not credentials.token_file:
-        _log.warning(
-            "listening on %s without TLS and tokens: whoever reaches this port can use the model, and the network can "
-            "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
-            host,
-        )
-    elif not credentials.cert:
-        _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
-    elif not credentials.ca and not credentials.token_file:
-        _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
-
-
 def is_loopback(host: str) -> bool:
-    """Whether `host` means this host only."""
+    """Return whether `host` means this host only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

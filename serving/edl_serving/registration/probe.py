@@ -1,4 +1,4 @@
-"""Keeps an existing server in discovery for as long as it is ready: what to do, and how to ask the server."""
+"""Readiness probes of a KServe v2 server of another make, and what a registry is to do about them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from edl.protocol.transport import grpc
 from edl.quoting import shown
 from edl.settings import Credentials
 
-__all__ = ["Answer", "Prober", "Server", "Turn", "Verdict", "newest_version"]
+__all__ = ["ProbeStatus", "ReadinessTracker", "ReadinessProbe", "RegistryAction", "ProbeResult", "newest_version"]
 
 
-class Answer(enum.Enum):
-    """What came of asking a server whether it is ready."""
+class ProbeStatus(enum.Enum):
+    """The outcome of a readiness probe."""
 
     READY = "ready"
     NOT_READY = "not ready"
@@ -27,24 +27,31 @@ class Answer(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """One probe's result, with words for the log."""
+class ProbeResult:
+    """The outcome of a readiness probe, with a reason for the log.
 
-    answer: Answer
+    Attributes:
+        status: the outcome.
+        reason: why the server is not ready; empty if it is.
+    """
+
+    status: ProbeStatus
     reason: str = ""
 
 
-class Turn(enum.Enum):
-    """What to do after a probe."""
+class RegistryAction(enum.Enum):
+    """A change of the registry that follows from a probe."""
 
-    ENTER = "enter"
-    LEAVE = "leave"
-    STAY = "stay"
+    REGISTER = "register"
+    DEREGISTER = "deregister"
+    KEEP = "keep"
 
 
-class Prober:
-    """Decides from one probe after the other. A server that says that it is not ready leaves at once; one that does
-    not answer leaves after `failures` probes in a row, because a single one may be lost.
+class ReadinessTracker:
+    """Decides after a probe whether a server is registered.
+
+    A server that says that it is not ready leaves at once. A server that does not answer leaves after `failures` probes
+    in a row, because a single probe may be lost.
 
     Args:
         failures: probes without an answer, at least 1.
@@ -53,35 +60,44 @@ class Prober:
     def __init__(self, failures: int) -> None:
         self._failures = failures
         self._missed = 0
-        self._present = False
+        self._registered = False
 
     @property
-    def present(self) -> bool:
+    def registered(self) -> bool:
         """Whether the server should be in discovery."""
-        return self._present
+        return self._registered
 
-    def hear(self, answer: Answer) -> Turn:
-        """What to do about the answer."""
-        self._missed = self._missed + 1 if answer is Answer.NO_ANSWER else 0
-        ready = answer is Answer.READY or (
-            self._present and answer is Answer.NO_ANSWER and self._missed < self._failures
+    def record_probe(self, status: ProbeStatus) -> RegistryAction:
+        """Count a probe.
+
+        Args:
+            status: the probe's outcome.
+
+        Returns:
+            What to do about the registry.
+        """
+        self._missed = self._missed + 1 if status is ProbeStatus.NO_ANSWER else 0
+        ready = status is ProbeStatus.READY or (
+            self._registered and status is ProbeStatus.NO_ANSWER and self._missed < self._failures
         )
-        turn = Turn.STAY if ready == self._present else Turn.ENTER if ready else Turn.LEAVE
-        self._present = ready
-        return turn
+        changed = ready != self._registered
+        self._registered = ready
+        if not changed:
+            return RegistryAction.KEEP
+        return RegistryAction.REGISTER if ready else RegistryAction.DEREGISTER
 
 
-class Server:
-    """A KServe v2 server, asked over gRPC. Not thread-safe.
+class ReadinessProbe:
+    """Asks a KServe v2 server over gRPC whether it is ready. Not thread-safe.
 
     Args:
         target: `host:port` or `unix:/path`.
-        model: whose readiness counts.
-        timeout_s: for each question.
+        model: the model that must be ready, too.
+        timeout_s: for a call.
         credentials: TLS and tokens for the server.
 
     Raises:
-        SettingsError: they cannot be used.
+        SettingsError: the credentials cannot be used.
     """
 
     def __init__(self, target: str, model: str, timeout_s: float, credentials: Credentials | None = None) -> None:
@@ -94,7 +110,7 @@ class Server:
 
     def _connect(self) -> None:
         self._version = self._files.current(now=True).version if self._files is not None else 0
-        self._with = call_metadata(self._target, self._files)
+        self._call_metadata = call_metadata(self._target, self._files)
         # Left alone, gRPC waits up to two minutes before it tries a server again that was away.
         options = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
         self._channel = channel(self._target, self._files, options)
@@ -114,22 +130,26 @@ class Server:
             response_deserializer=kserve.ModelMetadataResponse.FromString,
         )
 
-    def ask(self) -> Verdict:
-        """Whether server and model are ready."""
+    def probe(self) -> ProbeResult:
+        """Ask whether server and model are ready.
+
+        Returns:
+            The outcome; a failed call is an outcome, too.
+        """
         if self._files is not None and self._files.current().version != self._version:
             self._channel.close()
             self._connect()
-        timeout_s, metadata = self._timeout_s, self._with
+        timeout_s, metadata = self._timeout_s, self._call_metadata
         try:
             if not self._server_ready(kserve.ServerReadyRequest(), timeout=timeout_s, metadata=metadata).ready:
-                return Verdict(Answer.NOT_READY, "the server says that it is not ready")
+                return ProbeResult(ProbeStatus.NOT_READY, "the server says that it is not ready")
             request = kserve.ModelReadyRequest(name=self._model)
             if not self._model_ready(request, timeout=timeout_s, metadata=metadata).ready:
-                return Verdict(Answer.NOT_READY, f"the server is ready, its model {self._model!r} is not")
+                return ProbeResult(ProbeStatus.NOT_READY, f"the server is ready, its model {self._model!r} is not")
         except grpc.RpcError as exc:
-            verdict = _of(exc, self._model)
-            return replace(verdict, reason=self._explain(verdict.reason) or verdict.reason)
-        return Verdict(Answer.READY)
+            result = _result_of(exc, self._model)
+            return replace(result, reason=self._explain(result.reason) or result.reason)
+        return ProbeResult(ProbeStatus.READY)
 
     def _explain(self, words: str) -> str:
         if not looks_like_handshake(words):
@@ -139,10 +159,13 @@ class Server:
         return self._explained[1]
 
     def version(self) -> str:
-        """The model's newest version; empty if the server does not say. Students ask the server itself for it."""
+        """Return the model's newest version; empty if the server does not say.
+
+        Students ask the server itself for it.
+        """
         try:
             request = kserve.ModelMetadataRequest(name=self._model)
-            versions = self._metadata(request, timeout=self._timeout_s, metadata=self._with).versions
+            versions = self._metadata(request, timeout=self._timeout_s, metadata=self._call_metadata).versions
         except grpc.RpcError:
             return ""
         return newest_version(versions)
@@ -153,7 +176,14 @@ class Server:
 
 
 def newest_version(versions: Sequence[str]) -> str:
-    """The highest number among `versions`; where there is none, the text that sorts last. Empty for no version."""
+    """Return the version that a server means by no version.
+
+    Args:
+        versions: as the server lists them.
+
+    Returns:
+        The highest number; where there is none, the text that sorts last; empty for no version.
+    """
     # Triton lists numbers, of 64 bits; elsewhere a version is any text, and of thousands of digits no number.
     numbers = [version for version in versions if version.isdecimal() and len(version) <= 18]
     return max(numbers, key=int) if numbers else max(versions, default="")
@@ -162,18 +192,18 @@ def newest_version(versions: Sequence[str]) -> str:
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 
 
-def _of(exc: grpc.RpcError, model: str) -> Verdict:
+def _result_of(exc: grpc.RpcError, model: str) -> ProbeResult:
     code = exc.code() if isinstance(exc, grpc.Call) else None
     if code in _SILENT:
-        return Verdict(Answer.NO_ANSWER, _words(exc))
+        return ProbeResult(ProbeStatus.NO_ANSWER, _error_text(exc))
     if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
-        return Verdict(Answer.NOT_READY, f"the server has no model {model!r}: {_words(exc)}")
+        return ProbeResult(ProbeStatus.NOT_READY, f"the server has no model {model!r}: {_error_text(exc)}")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return Verdict(Answer.NOT_READY, f"the server refuses edl register: {_words(exc)}")
-    return Verdict(Answer.NOT_READY, f"the server does not speak KServe v2: {_words(exc)}")
+        return ProbeResult(ProbeStatus.NOT_READY, f"the server refuses edl register: {_error_text(exc)}")
+    return ProbeResult(ProbeStatus.NOT_READY, f"the server does not speak KServe v2: {_error_text(exc)}")
 
 
-def _words(exc: grpc.RpcError) -> str:
+def _error_text(exc: grpc.RpcError) -> str:
     if isinstance(exc, grpc.Call):
         return f"{exc.code().name}: {shown(exc.details() or '')}"
     return shown(exc)

@@ -1,4 +1,4 @@
-"""A file that says that a process is ready, for whoever started it."""
+"""The ready file: JSON that is there while a process is ready, for the process that started it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ReadyFile"]
 
 
 class ReadyFile:
-    """Written whole or not at all; gone before the process is ready and after it is no longer.
+    """Writes a file whole or not at all, and deletes it when the process is not ready.
 
     Args:
         path: None for no file.
 
     Raises:
-        SettingsError: it cannot be written there.
+        SettingsError: the file cannot be written there.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -32,18 +32,21 @@ class ReadyFile:
         self._forget_draft()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Write `content` as JSON, visible at once and whole.
+        """Write `content` as JSON.
+
+        Args:
+            content: keys and values of the JSON object.
 
         Raises:
-            SettingsError: it cannot be written.
+            SettingsError: the file cannot be written.
         """
         self._draft(json.dumps(content) + "\n", publish=True)
 
     def remove(self) -> None:
-        """Delete it if it is there.
+        """Delete the file if it is there.
 
         Raises:
-            SettingsError: something that is no file is there, or it cannot be deleted.
+            SettingsError: it is no file, or cannot be deleted.
         """
         if self._path is None:
             return
@@ -72,7 +75,9 @@ class ReadyFile:
         return path.with_name(f".{path.name}.{os.getpid()}")
 
     def __enter__(self) -> ReadyFile:
+        """Return the file."""
         return self
 
     def __exit__(self, *exc: object) -> None:
+        """Delete the file."""
         self.remove()

@@ -1,4 +1,4 @@
-"""A teacher as others see it: in discovery, and in the file that says that it is ready."""
+"""The registration of a teacher server: its instance in discovery, and its ready file."""
 
 from __future__ import annotations
 
@@ -13,116 +13,136 @@ from typing import TYPE_CHECKING
 
 from edl.discovery import Instance
 from edl.protocol import names
-from edl_serving.command_line.serve_config import ServeConfig
 from edl_serving.registration.address import warn_of_loopback
-from edl_serving.registration.announcer import Announcer
 from edl_serving.registration.ready_file import ReadyFile
+from edl_serving.registration.reconciler import InstanceReconciler
+from edl_serving.registration.settings import RegistrationSettings
 
 if TYPE_CHECKING:
     from edl_serving.server import TeacherServer
 
-__all__ = ["Presence"]
+__all__ = ["TeacherRegistration"]
 
 _log = logging.getLogger(__name__)
-_TELL_S = 2.0  # at most, to tell a registry that may be away of our leaving: the lease tells others as well
-_JOIN_S = 10.0  # what is wrong with a registration shows within this; a registry that is away does not end the server
+
+_WITHDRAW_TIMEOUT_S = 2.0
+"""For a registry that may be away to take a change: longer would delay the end of a drain, which the lease replaces."""
+
+_REGISTER_TIMEOUT_S = 10.0
+"""For a registry to refuse an instance that it cannot hold: a registry of another continent answers within this."""
 
 
-class Presence:
-    """This teacher in discovery, and the file that says that it is ready. `join` and `leave` are for `serve`."""
+class TeacherRegistration:
+    """Keeps a teacher in discovery from `register` until `start_draining`, and only while its model is healthy.
 
-    def __init__(self, config: ServeConfig, ready_file: ReadyFile) -> None:
-        self._config = config
+    Args:
+        settings: how the teacher shows; without a URL only the ready file is written.
+        address: host name or address at which students reach the server.
+        linger_s: how long to wait after the teacher shows as draining, so that students hear of it.
+        ready_file: the file that says that the teacher is ready.
+
+    Attributes:
+        version: of the model; to be set before `register`. Empty if unknown.
+    """
+
+    def __init__(self, settings: RegistrationSettings, address: str, linger_s: float, ready_file: ReadyFile) -> None:
+        self.version = ""
+        self._settings = settings
+        self._address = address
+        self._linger_s = linger_s
         self._ready_file = ready_file
         self._instance: Instance | None = None
         self._metrics_port: int | None = None
-        self._announcer: Announcer | None = None
-        self._moving = threading.Lock()  # between the event loop, which tells of a canary, and `join` and `leave`
+        self._drain_timeout_s = 0.0
+        self._reconciler: InstanceReconciler | None = None
+        self._lock = threading.Lock()  # between the event loop, which reports health, and the threads of the callers
         self._healthy = True
-        self._left = False
-        self.version = ""
-        announcement = config.announcement
-        if announcement.url is not None:
-            self._announcer = Announcer(announcement.url, announcement.ttl_s, self._on_shown)
+        self._draining = False
+        if settings.url is not None:
+            self._reconciler = InstanceReconciler(settings.url, settings.ttl_s, self._on_published)
 
-    def join(self, server: TeacherServer) -> None:
-        """Enter discovery; a registry that is away is tried again in the background."""
-        told = self._config.announcement
+    def register(self, server: TeacherServer) -> None:
+        """Enter discovery; the reconciler tries again in the background while the registry is away.
+
+        Args:
+            server: the server, which is ready.
+
+        Raises:
+            SettingsError: the registry cannot hold the instance.
+        """
         self._metrics_port = server.metrics_port
-        self._instance = told.instance(self._config.address, server.port, self._config.server.model, self._meta())
-        server.watch_ready(self._ready_changed)
-        if self._announcer is None:
-            self._say_ready(self._instance)
+        self._drain_timeout_s = server.settings.drain_timeout_s
+        model = server.settings.model
+        self._instance = self._settings.instance(self._address, server.port, model, self._metadata(server))
+        server.watch_ready(self._on_health_change)
+        if self._reconciler is None:
+            self._write_ready_file(self._instance)
             return
-        announcer = self._announcer
-        server.metrics.watch(
+        reconciler = self._reconciler
+        server.metrics.add_gauge(
             "edl_teacher_registered",
             "Whether discovery has this teacher, and its lease is kept.",
-            lambda: float(announcer.shown is not None and not announcer.error),
+            lambda: float(reconciler.published is not None and not reconciler.error),
         )
-        warn_of_loopback(told.url, self._config.address, "--host 0.0.0.0")
-        with self._moving:
+        warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
+        with self._lock:
             if self._healthy:
-                self._announcer.want(self._instance)
-        self._announcer.settle(_JOIN_S)
+                self._reconciler.set_desired(self._instance)
+        self._reconciler.wait_until_current(_REGISTER_TIMEOUT_S)
 
-    def _ready_changed(self, healthy: bool) -> None:
-        """Be in discovery only while the model answers. Returns at once."""
-        with self._moving:
-            self._healthy = healthy
-            if self._left or self._instance is None:
-                return
-            if not healthy:
-                self._ready_file.remove()
-            if self._announcer is not None:
-                self._announcer.want(self._instance if healthy else None)
-            elif healthy:
-                self._say_ready(self._instance)
-
-    def leave(self) -> None:
-        """Show as draining, and give students a moment to hear of it."""
-        with self._moving:
-            self._left = True
+    def start_draining(self) -> None:
+        """Show as draining, and wait `linger_s` for students to hear of it."""
+        with self._lock:
+            self._draining = True
         self._ready_file.remove()
-        if self._announcer is None or self._instance is None or not self._healthy:
+        if self._reconciler is None or self._instance is None or not self._healthy:
             return
-        quarter_s = self._config.server.drain_timeout_s / 4  # the rest is for requests in flight
+        quarter_s = self._drain_timeout_s / 4  # the rest is for requests in flight
         self._instance = replace(self._instance, state="draining")
-        self._announcer.want(self._instance)
-        if self._announcer.settle(min(_TELL_S, quarter_s)):
-            time.sleep(min(self._config.linger_s, quarter_s))
+        self._reconciler.set_desired(self._instance)
+        if self._reconciler.wait_until_current(min(_WITHDRAW_TIMEOUT_S, quarter_s)):
+            time.sleep(min(self._linger_s, quarter_s))
 
-    def __enter__(self) -> Presence:
+    def __enter__(self) -> TeacherRegistration:
+        """Return the registration."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._announcer is not None:
-            self._announcer.close(_TELL_S)
+        """Leave discovery."""
+        if self._reconciler is not None:
+            self._reconciler.close(_WITHDRAW_TIMEOUT_S)
 
-    def _meta(self) -> dict[str, str]:
+    def _on_health_change(self, healthy: bool) -> None:
+        """Enter or leave discovery as the model's health changes. Return at once."""
+        with self._lock:
+            self._healthy = healthy
+            if self._draining or self._instance is None:
+                return
+            if not healthy:
+                self._ready_file.remove()
+            if self._reconciler is not None:
+                self._reconciler.set_desired(self._instance if healthy else None)
+            elif healthy:
+                self._write_ready_file(self._instance)
+
+    def _metadata(self, server: TeacherServer) -> dict[str, str]:
         meta = {"pid": str(os.getpid())}
         if self.version:
             meta["version"] = self.version
         # Equal on student and teacher if they share a kernel, and so perhaps memory.
         with contextlib.suppress(OSError):
             meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        if self._config.server.uds is not None:
-            meta["uds"] = str(Path(self._config.server.uds).absolute())
-        if self._config.server.credentials.cert:
+        if server.settings.uds is not None:
+            meta["uds"] = str(Path(server.settings.uds).absolute())
+        if server.settings.credentials.cert:
             meta[names.TLS_META] = "1"
         return meta
 
-    def _on_shown(self, instance: Instance | None) -> None:
+    def _on_published(self, instance: Instance | None) -> None:
         if instance is not None and instance.state == "ready":
-            _log.info("registered as %s/%s at %s", instance.service, instance.id, self._config.announcement.url)
-            self._say_ready(instance)
+            _log.info("registered as %s/%s at %s", instance.service, instance.id, self._settings.url)
+            self._write_ready_file(instance)
 
-    def _say_ready(self, instance: Instance) -> None:
-        self._ready_file.write(
-            {
-                "endpoint": instance.endpoint,
-                "port": instance.port,
-                "metrics_port": self._metrics_port,
-                "pid": os.getpid(),
-            }
-        )
+    def _write_ready_file(self, instance: Instance) -> None:
+        content = {"endpoint": instance.endpoint, "port": instance.port, "metrics_port": self._metrics_port}
+        self._ready_file.write({**content, "pid": os.getpid()})

@@ -1,8 +1,7 @@
-"""The access log: one line of JSON for each request, in a file or on standard output.
+"""The access log: a line of JSON for a request, in a file or on standard output.
 
-Lines are made and written in a thread of their own, since a disk or a pipe may be slow, or hang, and neither the event
-loop nor the end of the process may wait for it. Of what that thread cannot keep up with, the next line says how much
-was dropped.
+A thread writes the lines, since a disk or a pipe may be slow, or hang, and neither the event loop nor the end of the
+process may wait for it. A line says how many lines before it were dropped because the thread could not keep up.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edl.errors import SettingsError
-from edl_serving.batching.job import Job
+from edl_serving.batching.job import InferenceJob
 
 __all__ = ["AccessLog"]
 
@@ -38,11 +37,12 @@ _CLOSE_S = 2.0
 class AccessLog:
     """Writes lines until `close`.
 
-    A file is opened anew when it was moved or deleted, so `logrotate` needs to do no more than that.
+    A file that was moved or deleted is opened anew, so `logrotate` needs to do no more than that.
 
     Args:
         path: "-" for standard output.
-        model, version: what is served, for each line.
+        model: name of the model, for all lines.
+        version: of the model, for all lines.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -65,11 +65,12 @@ class AccessLog:
         self._thread = threading.Thread(target=self._run, name="edl-access-log", daemon=True)
         self._thread.start()
 
-    def add(self, job: Job | None, status: str, **fields: Any) -> None:
-        """Write of a request. For one thread at a time.
+    def write_request(self, job: InferenceJob | None, status: str, **fields: Any) -> None:
+        """Write a line. Not thread-safe.
 
         Args:
-            job: None if the request was refused before it was one.
+            job: None if the request was refused before it was queued.
+            status: name of the gRPC status.
             fields: client, id, traceparent and bytes.
         """
         if len(self._lines) >= _MOST_WAITING:
@@ -82,13 +83,14 @@ class AccessLog:
             line["queue_ms"] = round(((job.started or ended) - job.arrived) * 1000, 3)
             line["compute_ms"] = round((ended - job.started) * 1000, 3) if job.started else 0.0
         if self._dropped:
-            line["dropped"], self._dropped = self._dropped, 0  # lines before this one
+            line["dropped"] = self._dropped  # before this line
+            self._dropped = 0
         self._lines.append(line)
         if not self._changed.is_set():
             self._changed.set()
 
     def close(self) -> None:
-        """Write what waits, and end the thread; gives up on a file that hangs."""
+        """Write the lines that wait and end the thread, or give up after 2 s on a file that hangs."""
         self._closing.set()
         self._changed.set()
         self._thread.join(_CLOSE_S)
@@ -104,12 +106,12 @@ class AccessLog:
             self._write(b"".join(map(_encoded, lines)))
             if self._closing.is_set():
                 self._changed.set()
-        self._let_go()
+        self._close_file()
 
     def _write(self, data: bytes) -> None:
         try:
-            if self._file is None or self._moved(self._file):
-                self._let_go()
+            if self._file is None or self._was_rotated(self._file):
+                self._close_file()
                 self._file = self._open()
             view = memoryview(data)
             while view:
@@ -118,7 +120,7 @@ class AccessLog:
             if not self._failing:
                 self._failing = True
                 _log.error("the access log %r cannot be written: %s", self._path, exc.strerror or exc)
-            self._let_go()
+            self._close_file()
             return
         if self._failing:
             self._failing = False
@@ -128,7 +130,7 @@ class AccessLog:
         # Not standard output's buffer: a thread that hangs would keep its lock when the process ends.
         return FileIO(os.dup(1), "w") if self._path == "-" else FileIO(self._path, "a", opener=_open_at_once)
 
-    def _moved(self, file: FileIO) -> bool:
+    def _was_rotated(self, file: FileIO) -> bool:
         if self._path == "-":
             return False
         try:
@@ -137,15 +139,15 @@ class AccessLog:
             return True
         return (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino)
 
-    def _let_go(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+    def _close_file(self) -> None:
+        if self._file is not None:
             with contextlib.suppress(OSError):
-                file.close()
+                self._file.close()
+            self._file = None
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe without a reader is an error (ENXIO), where `open` alone would wait for one."""
+    """Open a file; a pipe without a reader raises ENXIO, where `open` alone would wait for a reader."""
     file = os.open(path, flags | os.O_NONBLOCK, 0o666)
     os.set_blocking(file, True)
     return file

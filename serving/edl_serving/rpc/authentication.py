@@ -1,4 +1,4 @@
-"""Lets in who shows a token that is valid at this moment, and shows out who was let in with what is valid no more."""
+"""Authentication by tokens, and the end of streams whose token or certificate is revoked."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
+from edl.protocol.channel import is_this_host
 from edl.protocol.tls.credentials import AUTHORIZATION, CHECK_EVERY_S, CredentialFiles, Material
 from edl.protocol.transport import grpc
+from edl.settings import Credentials
+from edl_serving.settings import authority
 
-__all__ = ["TokenCheck", "follow_revocations", "revokes"]
+__all__ = ["TokenInterceptor", "watch_revocations", "is_revocation", "warn_of_no_credentials"]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _SCHEME: Final = "Bearer "
 _HEALTH: Final = "/grpc.health.v1.Health/"
@@ -26,8 +29,8 @@ _NO_TOKEN: Final = f"no token: {_REMEDY}"
 _WRONG_TOKEN: Final = f"the token is not valid here, or no more: {_REMEDY}"
 
 
-class TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without a valid token, of any method, known or not, before a byte of theirs is read.
+class TokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid token, of known and unknown methods, before a byte of them is read.
 
     Args:
         files: whose tokens are valid.
@@ -62,29 +65,54 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return any(matches)
 
 
-def revokes(before: Material, after: Material) -> bool:
-    """Whether somebody who was let in before is not let in any more."""
+def is_revocation(before: Material, after: Material) -> bool:
+    """Return whether clients that were let in by `before` are not let in by `after`."""
     return not (before.authorities <= after.authorities and set(before.tokens) <= set(after.tokens))
 
 
-async def follow_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
-    """Have `end_streams` called when files that were replaced shut somebody out. Runs until cancelled.
+async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
+    """Call `end_streams` when replaced files revoke a token or an authority. Run until cancelled.
 
-    Whose stream has ended connects anew, and is looked at again.
+    A client whose stream has ended connects anew, and is authenticated again.
+
+    Args:
+        files: tokens and certificates.
+        end_streams: ends all streams; called again later if it raises.
     """
     before, complaint = files.current(), ""
     while True:
         await asyncio.sleep(CHECK_EVERY_S)
         try:
             after = files.current()
-            if revokes(before, after):
+            if is_revocation(before, after):
                 end_streams()
-        except Exception as exc:  # whatever it is, this must not be the last look: nobody would see that it ended
+        except Exception as exc:  # noqa: BLE001 - whatever it is, this must not be the last look: nobody would see that it ended
             if complaint != repr(exc):
                 complaint = repr(exc)
-                logger.exception("revoked credentials could not be followed; that is tried again")
+                _log.exception("revoked credentials could not be followed; that is tried again")
             continue  # `before` stays, for what is still to be ended
         before, complaint = after, ""
+
+
+def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
+    """Log a warning if a server that others reach serves without TLS or without checking its clients.
+
+    Args:
+        host: the address that is listened on.
+        credentials: of the server.
+    """
+    if is_this_host(authority(host, 0)):
+        return
+    if not credentials.cert and not credentials.token_file:
+        _log.warning(
+            "listening on %s without TLS and tokens: whoever reaches this port can use the model, and the network can "
+            "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
+            host,
+        )
+    elif not credentials.cert:
+        _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
+    elif not credentials.ca and not credentials.token_file:
+        _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
 
 
 def _digest(token: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Who has calls open at this server, and how many bytes of each it holds: what the limits for clients are about.
+"""Clients with calls open at this server, and the limits for them: connections, streams and bytes.
 
 What does not belong here: whose turn it is (`batching.batch_queue`), and what is in a request.
 """
@@ -11,12 +11,12 @@ from typing import Any, TypeAlias
 from urllib.parse import unquote
 
 from edl.protocol.transport import grpc
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 from edl_serving.settings import ServerSettings
 
-__all__ = ["Client", "Clients", "Context", "StreamPlace", "client_of"]
+__all__ = ["ClientConnection", "ConnectionLimiter", "ServicerContext", "StreamSlot", "client_of"]
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _RETRY_MS = 200
 """For a client that finds no room beside others, who stay for minutes: as often as costs the server nothing."""
@@ -27,21 +27,22 @@ the longer it would do nothing, though the model may be idle."""
 _numbers = itertools.count()
 
 
-def client_of(context: Context) -> str:
-    """Name the client that a call is from: its connection, as gRPC names the peer."""
+def client_of(context: ServicerContext) -> str:
+    """Return the name of the client that a call is from: its connection, as gRPC names the peer."""
     peer = unquote(context.peer())
     # All peers on a Unix socket may have one name.
     return peer if not peer.startswith("unix") else f"{peer}#{next(_numbers)}"
 
 
 @dataclass(eq=False)
-class Client:
-    """One client with calls open.
+class ClientConnection:
+    """A client with calls open.
 
     Attributes:
         name: of `client_of`.
+        max_bytes: the limit for `nbytes`.
         calls: that are open.
-        nbytes: of its requests without an answer, and of its answers that are not sent yet.
+        nbytes: of its requests without a response, and of its responses that are not sent yet.
     """
 
     name: str
@@ -49,14 +50,17 @@ class Client:
     calls: int = 0
     nbytes: int = 0
 
-    def take(self, nbytes: int) -> None:
-        """Hold a request of so many bytes.
+    def hold_bytes(self, nbytes: int) -> None:
+        """Count a request's bytes, which the caller subtracts from `nbytes` later.
+
+        Args:
+            nbytes: of the request.
 
         Raises:
-            Refusal: with those held already it would be too many.
+            RequestError: there are too many bytes with those held already.
         """
         if self.nbytes + nbytes > self.max_bytes and self.nbytes:
-            raise Refusal(
+            raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"{self.nbytes:,} bytes of requests and answers of this client are under way, this request has "
                 f"{nbytes:,}, and {self.max_bytes:,} are the most for one client (edl serve --max-client-bytes)",
@@ -66,35 +70,46 @@ class Client:
         self.nbytes += nbytes
 
 
-class Clients:
-    """All clients with calls open. Used on the event loop only.
+class ConnectionLimiter:
+    """Counts clients and streams, and refuses more than the settings allow. Used on the event loop only.
+
+    Args:
+        settings: the limits.
 
     Attributes:
         streams: `ModelStreamInfer` calls that are served.
-        waiting: those that are open and wait for a place.
+        waiting: `ModelStreamInfer` calls that are open without being served.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
         self._max_connections = settings.max_connections
         self._max_streams = settings.max_streams
         self._max_client_bytes = settings.max_client_bytes
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, ClientConnection] = {}
         self.streams = 0
         self.waiting = 0
 
     def __len__(self) -> int:
+        """Return the number of clients with calls open."""
         return len(self._clients)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all requests without an answer, and of all answers that are not sent yet."""
+        """Bytes of all requests without a response, and of all responses that are not sent yet."""
         return sum(client.nbytes for client in self._clients.values())
 
-    def enter(self, name: str, *, stream: bool = False) -> Client:
-        """A client opened a call, which `leave` ends.
+    def open_call(self, name: str, *, stream: bool = False) -> ClientConnection:
+        """Count a call, until `close_call`.
+
+        Args:
+            name: of the client.
+            stream: whether the call is a stream that is to be served.
+
+        Returns:
+            The client.
 
         Raises:
-            Refusal: there are too many clients, or too many streams.
+            RequestError: there are too many clients, or too many streams.
         """
         client = self._clients.get(name)
         if client is None and len(self._clients) >= self._max_connections:
@@ -102,71 +117,84 @@ class Clients:
         if stream and self.streams >= self._max_streams:
             raise _full(f"{self._max_streams} streams are open", "--max-streams", "streams")
         if client is None:
-            client = self._clients[name] = Client(name, self._max_client_bytes)
+            client = self._clients[name] = ClientConnection(name, self._max_client_bytes)
         client.calls += 1
         self.streams += stream
         return client
 
-    def begin_waiting(self) -> None:
-        """A stream was opened for which there is no place."""
+    def add_waiting_stream(self) -> None:
+        """Count a stream that is open without being served.
+
+        Raises:
+            RequestError: too many streams wait already.
+        """
         if self.waiting >= self._max_streams:
             raise _full(f"{self.waiting} streams wait for a place", "--max-streams", "streams")
         self.waiting += 1
 
-    def leave(self, client: Client, *, stream: bool = False) -> None:
-        """A call that entered has ended."""
+    def close_call(self, client: ClientConnection, *, stream: bool = False) -> None:
+        """Stop counting a call.
+
+        Args:
+            client: of `open_call`.
+            stream: as given to `open_call`.
+        """
         client.calls -= 1
         self.streams -= stream
         if not client.calls:
             del self._clients[client.name]
 
 
-class StreamPlace:
-    """The place of one open stream among those that are served.
+class StreamSlot:
+    """A slot for an open stream among the streams that are served.
 
-    A stream for which there is none stays open, and its requests are refused one by one, until there is: a student
-    whose stream is ended while it writes would not learn why.
+    A stream without a slot stays open, and its requests are refused until a slot is free: a student whose stream ends
+    while it writes would not learn why.
 
     Args:
+        clients: which counts the slots.
         name: of the client.
 
     Raises:
-        Refusal: as many streams wait for a place as there are places.
+        RequestError: as many streams wait for a slot as there are slots.
 
     Attributes:
-        client: None while there is no place.
+        client: None while there is no slot.
     """
 
-    def __init__(self, clients: Clients, name: str) -> None:
+    def __init__(self, clients: ConnectionLimiter, name: str) -> None:
         self._clients = clients
         self._name = name
-        self.client: Client | None = None
+        self.client: ClientConnection | None = None
         try:
-            self.client = clients.enter(name, stream=True)
-        except Refusal:
-            clients.begin_waiting()
+            self.client = clients.open_call(name, stream=True)
+        except RequestError:
+            clients.add_waiting_stream()
 
-    def admit(self) -> Client:
-        """Take a place.
+    def acquire(self) -> ClientConnection:
+        """Take a slot unless the stream has it.
+
+        Returns:
+            The client.
 
         Raises:
-            Refusal: there is none.
+            RequestError: no slot is free.
         """
         if self.client is None:
-            self.client = self._clients.enter(self._name, stream=True)
+            self.client = self._clients.open_call(self._name, stream=True)
             self._clients.waiting -= 1
         return self.client
 
     def close(self) -> None:
-        """The stream has ended."""
+        """Release the slot at the end of the stream."""
         if self.client is None:
             self._clients.waiting -= 1
         else:
-            self._clients.leave(self.client, stream=True)
+            self._clients.close_call(self.client, stream=True)
 
 
-def _full(what: str, option: str, reason: str) -> Refusal:
-    return Refusal(
+def _full(what: str, option: str, reason: str) -> RequestError:
+    return RequestError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         f"{what}, the most that this server takes (edl serve {option})",
         retry_after_ms=_RETRY_MS,

@@ -1,6 +1,6 @@
-"""Whether this server can listen where it is told to: asked of the kernel before gRPC does.
+"""Checks of listening addresses by the kernel, before gRPC listens.
 
-gRPC says less, says it on standard error in words of its own, and takes a path that is no socket for one of its own.
+gRPC says less about a failure, says it on standard error, and takes a path that is no socket for its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from edl.errors import SettingsError
 
-__all__ = ["check_path", "check_port", "private_path", "publish", "withdraw"]
+__all__ = ["check_path", "check_port", "private_path", "publish_socket", "withdraw_socket"]
 
 _HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for others too, or one of its addresses"
 _REMEDIES = {
@@ -25,6 +25,10 @@ _REMEDIES = {
 
 def check_port(host: str, port: int) -> None:
     """Raise if a TCP port cannot be listened on, as far as the kernel can tell.
+
+    Args:
+        host: a name or an address, with or without brackets.
+        port: 0 for a free port.
 
     Raises:
         SettingsError: there is no such address here, or another process listens there.
@@ -41,10 +45,14 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raise if a Unix socket cannot be made at `path`. One that a dead server left there is replaced.
+    """Raise if a Unix socket cannot be made. A socket that a dead server left is replaced.
+
+    Args:
+        path: of the socket.
 
     Raises:
-        SettingsError: a server listens there, something else is there, the folder is missing or takes none, or the path
+        SettingsError: a server listens there, the path is something else, the folder is missing or not writable, or the
+            path
             is too long.
     """
     if Path(path).is_socket():
@@ -77,18 +85,24 @@ def _check_left(path: str) -> None:
 
 
 def private_path(path: str) -> str:
-    """Where to listen before `publish`.
+    """Return the path to listen on before `publish_socket`.
 
     gRPC deletes the path that it listened on when it stops, even if the socket there is another server's by then.
     """
     return f"{path}.{os.getpid()}"
 
 
-def publish(path: str) -> tuple[int, int]:
-    """Move the socket from `private_path` to `path`; return what `withdraw` knows it by.
+def publish_socket(path: str) -> tuple[int, int]:
+    """Move the socket from `private_path(path)` to `path`.
+
+    Args:
+        path: of the socket.
+
+    Returns:
+        The socket's identity, for `withdraw_socket`.
 
     Raises:
-        SettingsError: the system did not let us.
+        SettingsError: the system refuses it.
     """
     try:
         Path(private_path(path)).replace(path)
@@ -97,9 +111,15 @@ def publish(path: str) -> tuple[int, int]:
         raise SettingsError(f"--uds {path!r}: no socket can be made there: {exc.strerror or exc}") from exc
 
 
-def withdraw(path: str, identity: tuple[int, int]) -> None:
-    """Delete a socket that was published, unless another is there by now. To be called while it is listened on, or the
-    other one might have the same identity."""
+def withdraw_socket(path: str, identity: tuple[int, int]) -> None:
+    """Delete a published socket, unless another socket is there by now.
+
+    Call it while the socket is listened on: a later socket might have the same identity.
+
+    Args:
+        path: of the socket.
+        identity: of `publish_socket`.
+    """
     with contextlib.suppress(FileNotFoundError):
         if _identity(path) == identity:
             Path(path).unlink()

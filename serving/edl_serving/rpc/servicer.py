@@ -15,28 +15,37 @@ from edl import __version__
 from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
 from edl_serving.lifecycle import Lifecycle
-from edl_serving.model import Model
+from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import Metrics
-from edl_serving.request_error import Refusal, invalid, malformed, quote
-from edl_serving.rpc.clients import Clients, client_of
-from edl_serving.rpc.inference import Context, Inference
-from edl_serving.shared_memory.regions import ClientRegions, Regions
+from edl_serving.request_error import RequestError, invalid_argument, malformed_message, quote
+from edl_serving.rpc.clients import ConnectionLimiter, client_of
+from edl_serving.rpc.inference import InferenceHandler, ServicerContext
+from edl_serving.shared_memory.regions import ClientRegions, RegionTable
 
-__all__ = ["Servicer"]
+__all__ = ["InferenceServicer"]
 
 M = TypeVar("M", bound=Message)
 
 
-class Servicer:
-    """Everything but the computing, which is `Inference`'s."""
+class InferenceServicer:
+    """Answers KServe v2's methods but inference, which `InferenceHandler` answers.
+
+    Args:
+        model: that is served.
+        lifecycle: says whether the server is ready.
+        inference: answers inference calls.
+        regions: registered shared memory, None where it is turned off.
+        clients: refuses clients beyond the limits.
+        metrics: counts refused calls.
+    """
 
     def __init__(
         self,
-        model: Model,
+        model: ServedModel,
         lifecycle: Lifecycle,
-        inference: Inference,
-        regions: Regions | None,
-        clients: Clients,
+        inference: InferenceHandler,
+        regions: RegionTable | None,
+        clients: ConnectionLimiter,
         metrics: Metrics,
     ) -> None:
         self._model = model
@@ -47,7 +56,7 @@ class Servicer:
         self._metrics = metrics
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All methods of the service."""
+        """Return gRPC's handler for all methods of the service."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "ServerLive": _unary(kserve.ServerLiveRequest, self._server_live),
             "ServerReady": _unary(kserve.ServerReadyRequest, self._server_ready),
@@ -59,34 +68,34 @@ class Servicer:
             "SystemSharedMemoryStatus": _unary(kserve.SystemSharedMemoryStatusRequest, self._shm_status),
             "SystemSharedMemoryRegister": _unary(kserve.SystemSharedMemoryRegisterRequest, self._shm_register),
             "SystemSharedMemoryUnregister": _unary(kserve.SystemSharedMemoryUnregisterRequest, self._shm_unregister),
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._inference.unary),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._inference.stream),
+            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._inference.infer),
+            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._inference.stream_infer),
         }
         return grpc.method_handlers_generic_handler(names.SERVICE, handlers)
 
-    def _server_live(self, request: kserve.ServerLiveRequest, context: Context) -> Message:
+    def _server_live(self, request: kserve.ServerLiveRequest, context: ServicerContext) -> Message:
         return kserve.ServerLiveResponse(live=True)
 
-    def _server_ready(self, request: kserve.ServerReadyRequest, context: Context) -> Message:
+    def _server_ready(self, request: kserve.ServerReadyRequest, context: ServicerContext) -> Message:
         return kserve.ServerReadyResponse(ready=self._lifecycle.ready)
 
-    def _model_ready(self, request: kserve.ModelReadyRequest, context: Context) -> Message:
+    def _model_ready(self, request: kserve.ModelReadyRequest, context: ServicerContext) -> Message:
         known = request.name == self._model.name and request.version in ("", self._model.version)
         return kserve.ModelReadyResponse(ready=known and self._lifecycle.ready)
 
-    def _server_metadata(self, request: kserve.ServerMetadataRequest, context: Context) -> Message:
+    def _server_metadata(self, request: kserve.ServerMetadataRequest, context: ServicerContext) -> Message:
         return kserve.ServerMetadataResponse(name="edl", version=__version__, extensions=self._model.extensions())
 
-    def _model_metadata(self, request: kserve.ModelMetadataRequest, context: Context) -> Message:
+    def _model_metadata(self, request: kserve.ModelMetadataRequest, context: ServicerContext) -> Message:
         self._check_room(context)
-        self._model.check(request.name, request.version)
+        self._model.check_request(request.name, request.version)
         return self._model.metadata()
 
-    def _model_config(self, request: kserve.ModelConfigRequest, context: Context) -> Message:
-        self._model.check(request.name, request.version)
+    def _model_config(self, request: kserve.ModelConfigRequest, context: ServicerContext) -> Message:
+        self._model.check_request(request.name, request.version)
         return self._model.config()
 
-    def _repository_index(self, request: kserve.RepositoryIndexRequest, context: Context) -> Message:
+    def _repository_index(self, request: kserve.RepositoryIndexRequest, context: ServicerContext) -> Message:
         ready = self._lifecycle.ready
         answer = kserve.RepositoryIndexResponse()
         if ready or not request.ready:
@@ -98,44 +107,44 @@ class Servicer:
             )
         return answer
 
-    def _shm_status(self, request: kserve.SystemSharedMemoryStatusRequest, context: Context) -> Message:
+    def _shm_status(self, request: kserve.SystemSharedMemoryStatusRequest, context: ServicerContext) -> Message:
         return self._local_regions(context).status(request.name)
 
-    def _shm_register(self, request: kserve.SystemSharedMemoryRegisterRequest, context: Context) -> Message:
+    def _shm_register(self, request: kserve.SystemSharedMemoryRegisterRequest, context: ServicerContext) -> Message:
         self._local_regions(context).register(request)
         return kserve.SystemSharedMemoryRegisterResponse()
 
-    def _shm_unregister(self, request: kserve.SystemSharedMemoryUnregisterRequest, context: Context) -> Message:
+    def _shm_unregister(self, request: kserve.SystemSharedMemoryUnregisterRequest, context: ServicerContext) -> Message:
         self._local_regions(context).unregister(request.name)
         return kserve.SystemSharedMemoryUnregisterResponse()
 
-    def _check_room(self, context: Context) -> None:
-        """Tell a student that connects, rather than its first request, that there are too many clients."""
+    def _check_room(self, context: ServicerContext) -> None:
+        """Refuse a student beyond the limits when it connects, rather than at its first request."""
         try:
-            self._clients.leave(self._clients.enter(client_of(context)))
-        except Refusal as refusal:
-            self._metrics.turned_away(refusal)
+            self._clients.close_call(self._clients.open_call(client_of(context)))
+        except RequestError as error:
+            self._metrics.record_rejected_call(error)
             raise
 
-    def _local_regions(self, context: Context) -> ClientRegions:
+    def _local_regions(self, context: ServicerContext) -> ClientRegions:
         if self._regions is None:
-            raise invalid("shared memory is turned off on this server")
-        regions = self._regions.of_client(context.peer())
+            raise invalid_argument("shared memory is turned off on this server")
+        regions = self._regions.regions_of_client(context.peer())
         if regions is None:
-            raise invalid(f"shared memory is for clients on this host, not for {quote(context.peer())}")
+            raise invalid_argument(f"shared memory is for clients on this host, not for {quote(context.peer())}")
         return regions
 
 
-def _unary(kind: type[M], answer: Callable[[M, Context], Message]) -> grpc.RpcMethodHandler[Any, Any]:
-    async def handle(data: bytes, context: Context) -> bytes:
+def _unary(kind: type[M], answer: Callable[[M, ServicerContext], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+    async def handle(data: bytes, context: ServicerContext) -> bytes:
         try:
             try:
                 request = kind.FromString(data)
             except DecodeError as exc:
-                raise malformed(data, f"malformed {kind.__name__}: {exc}") from exc
+                raise malformed_message(data, f"malformed {kind.__name__}: {exc}") from exc
             return answer(request, context).SerializeToString()
-        except Refusal as refusal:
-            await context.abort(refusal.code, refusal.message, refusal.trailing_metadata)
+        except RequestError as error:
+            await context.abort(error.code, error.message, error.trailing_metadata)
 
-    handler: Callable[[bytes, Context], Awaitable[bytes]] = handle
+    handler: Callable[[bytes, ServicerContext], Awaitable[bytes]] = handle
     return grpc.unary_unary_rpc_method_handler(handler)

@@ -1,4 +1,4 @@
-"""One open `ModelStreamInfer`: its requests under way, and the answers on their way back."""
+"""An open `ModelStreamInfer`: its requests under way, and the responses on their way back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from edl.errors import ProtocolError
 from edl.protocol import bundles, codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl_serving.lifecycle import Lifecycle
-from edl_serving.request_error import Refusal, invalid, malformed, quote
-from edl_serving.rpc.clients import Context, StreamPlace
+from edl_serving.request_error import RequestError, invalid_argument, malformed_message, quote
+from edl_serving.rpc.clients import ServicerContext, StreamSlot
 
-__all__ = ["Compute", "Context", "Stream", "refused"]
+__all__ = ["Compute", "ServicerContext", "InferStream", "encode_error"]
 
-_Parts: TypeAlias = tuple[bytes, list[memoryview], str, Refusal | None]
-Compute: TypeAlias = Callable[[bytes, list[memoryview], int, str, Refusal | None], Awaitable[bytes]]
+_Parts: TypeAlias = tuple[bytes, list[memoryview], str, RequestError | None]
+Compute: TypeAlias = Callable[[bytes, list[memoryview], int, str, RequestError | None], Awaitable[bytes]]
 
-_Taken: TypeAlias = tuple[bool, int | None]
+_Admission: TypeAlias = tuple[bool, int | None]
 """Whether the lifecycle counts a request, and how many bytes its client's limit does; None if it was refused."""
 
 _WINDOW = 64  # requests of one stream that are worked on at a time; the others wait in the connection
@@ -29,17 +29,20 @@ _CANCEL = kserve.ModelInferRequest(
 ).SerializeToString()
 
 
-class Stream:
-    """Answers in the order of the requests or, if the call's metadata say so, as soon as they are there.
+class InferStream:
+    """Answers the requests of a stream: in their order or, if the call's metadata ask for it, as responses are ready.
 
     An error ends its request, not the stream.
 
     Args:
-        compute: called with a request's header without its id, its raw tensors, the bytes of both, its id, and why it
-            is refused, if it is; returns the bytes of a `ModelStreamInferResponse`.
-        cancelled: called for each request that nobody waits for any more.
-        place: among the streams that are served.
+        compute: called with a request's header without its id, its raw tensors, the bytes of both, its id, and the
+            error
+            that refuses it, or None; returns the bytes of a `ModelStreamInferResponse`.
+        cancelled: called for a request that was cancelled.
+        lifecycle: says whether requests are taken.
+        slot: among the streams that are served.
         metadata: of the call.
+        context: of the call.
     """
 
     def __init__(
@@ -47,34 +50,38 @@ class Stream:
         compute: Compute,
         cancelled: Callable[[], None],
         lifecycle: Lifecycle,
-        place: StreamPlace,
+        slot: StreamSlot,
         metadata: Mapping[str, str | bytes],
-        context: Context,
+        context: ServicerContext,
     ) -> None:
         self._compute = compute
         self._cancelled = cancelled
         self._lifecycle = lifecycle
-        self._place = place
+        self._slot = slot
         self._context = context
         self._ordered = names.UNORDERED not in metadata
         self._bundles = names.BUNDLES in metadata and not self._ordered
         self._window = asyncio.Semaphore(_WINDOW)
         self._answers: deque[asyncio.Task[bytes] | None] = deque()
         self._wake = asyncio.Event()
-        self._entered: dict[asyncio.Task[bytes], _Taken] = {}  # all not written yet
+        self._entered: dict[asyncio.Task[bytes], _Admission] = {}  # all not written yet
         self._computing: dict[str, asyncio.Task[bytes]] = {}  # by id, where there is no order
         self._receiver: asyncio.Task[None] | None = None
         self._last = False
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
-        """Until the client, or `end`, ends the stream and everything taken has been answered."""
+        """Answer requests until the client, or `end`, ends the stream and all requests have been answered.
+
+        Args:
+            requests: the messages' bytes.
+        """
         self._receiver = asyncio.create_task(self._receive(requests))
         try:
             while (task := await self._next_answer()) is not None:
-                tasks, message = self._with_others(task, await task)
+                tasks, message = self._bundle_ready(task, await task)
                 await self._context.write(message)
-                for one in tasks:
-                    self._forget(one)
+                for written in tasks:
+                    self._release(written)
             if self._receiver.done() and not self._receiver.cancelled():
                 self._receiver.result()
         finally:
@@ -83,10 +90,10 @@ class Stream:
                 task.cancel()
             await asyncio.gather(self._receiver, *self._entered, return_exceptions=True)
             for task in list(self._entered):
-                self._forget(task)
+                self._release(task)
 
     def end(self) -> None:
-        """Take no more requests, and end the stream behind the last answer."""
+        """Take no more requests, and end the stream behind the last response."""
         if self._receiver is not None:
             self._receiver.cancel()
 
@@ -102,8 +109,8 @@ class Stream:
             await self._wake.wait()
         return self._answers.popleft()
 
-    def _with_others(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
-        """The message with this answer and, if the client takes bundles, others that are there by now."""
+    def _bundle_ready(self, task: asyncio.Task[bytes], answer: bytes) -> tuple[list[asyncio.Task[bytes]], bytes]:
+        """Return the message with this response and, if the client takes bundles, with others that are ready."""
         tasks, answers, nbytes = [task], [answer], len(answer)
         while self._bundles and self._answers and (other := self._answers[0]) is not None:
             if other.cancelled() or other.exception() is not None:
@@ -123,34 +130,39 @@ class Stream:
             async for data in requests:
                 for parts in self._messages(data):
                     await self._window.acquire()
-                    self._take(*parts)
+                    self._accept(*parts)
         finally:
             self._last = True
             if self._ordered or not self._entered:
                 self._answer(None)
 
     def _messages(self, data: bytes) -> Iterator[_Parts]:
-        """The message, or those in it if it is a bundle."""
-        header, raw, request_id, refusal = _split(data)
+        """Yield the message, or the messages in it if it is a bundle."""
+        header, raw, request_id, error = _split(data)
         if not bundles.is_bundle(header):
-            yield header, raw, request_id, refusal
+            yield header, raw, request_id, error
         elif len(data) > bundles.MOST_REQUEST_NBYTES:
-            yield header, raw, request_id, _misused(f"{len(data):,} bytes, at most {bundles.MOST_REQUEST_NBYTES:,}")
+            yield (
+                header,
+                raw,
+                request_id,
+                _bundle_error(f"{len(data):,} bytes, at most {bundles.MOST_REQUEST_NBYTES:,}"),
+            )
         elif self._ordered:
-            yield header, raw, request_id, _misused(f"the stream was not opened with {names.UNORDERED}")
+            yield header, raw, request_id, _bundle_error(f"the stream was not opened with {names.UNORDERED}")
         elif request_id or not raw:
             yield (
                 header,
                 raw,
                 request_id,
-                _misused(f"has the id {quote(request_id)} and {len(raw)} messages"),
+                _bundle_error(f"has the id {quote(request_id)} and {len(raw)} messages"),
             )
         else:
             for message in raw:
                 part = _split(message)
-                yield (*part[:3], _misused("lies within another one")) if bundles.is_bundle(part[0]) else part
+                yield (*part[:3], _bundle_error("lies within another one")) if bundles.is_bundle(part[0]) else part
 
-    def _take(self, header: bytes, raw: list[memoryview], request_id: str, refusal: Refusal | None) -> None:
+    def _accept(self, header: bytes, raw: list[memoryview], request_id: str, error: RequestError | None) -> None:
         if header == _CANCEL and not self._ordered:
             self._window.release()
             if request_id in self._computing:
@@ -158,18 +170,18 @@ class Stream:
             return
         entered, held = False, None
         nbytes = len(header) + sum([len(tensor) for tensor in raw])
-        if refusal is None:
+        if error is None:
             try:
-                self._lifecycle.enter()
+                self._lifecycle.begin_request()
                 entered = True
-                (self._place.client or self._place.admit()).take(nbytes)
+                (self._slot.client or self._slot.acquire()).hold_bytes(nbytes)
                 held = nbytes
-            except Refusal as exc:
-                refusal = exc
-        task = asyncio.ensure_future(self._compute(header, raw, nbytes, request_id, refusal))
+            except RequestError as exc:
+                error = exc
+        task = asyncio.ensure_future(self._compute(header, raw, nbytes, request_id, error))
         self._entered[task] = entered, held
         if self._ordered:
-            task.add_done_callback(self._hold_answer)
+            task.add_done_callback(self._hold_response)
             self._answer(task)
         else:
             self._computing[request_id] = task
@@ -179,31 +191,31 @@ class Stream:
         if self._computing.get(request_id) is task:
             del self._computing[request_id]
         if task.cancelled():
-            self._forget(task)
+            self._release(task)
         else:
-            self._hold_answer(task)
+            self._hold_response(task)
             self._answer(task)
 
-    def _hold_answer(self, task: asyncio.Task[bytes]) -> None:
-        client = self._place.client
+    def _hold_response(self, task: asyncio.Task[bytes]) -> None:
+        client = self._slot.client
         if client is not None and not task.cancelled() and task.exception() is None and task in self._entered:
             _, held = self._entered[task]
             if held is not None:
                 client.nbytes += len(task.result())
                 self._entered[task] = self._entered[task][0], held + len(task.result())
 
-    def _forget(self, task: asyncio.Task[bytes]) -> None:
+    def _release(self, task: asyncio.Task[bytes]) -> None:
         taken = self._entered.pop(task, None)
         if taken is None:
             return
         entered, held = taken
         self._window.release()
-        if held is not None and self._place.client is not None:
-            self._place.client.nbytes -= held
+        if held is not None and self._slot.client is not None:
+            self._slot.client.nbytes -= held
         if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
             self._cancelled()
         if entered:
-            self._lifecycle.leave()
+            self._lifecycle.end_request()
         if self._last and not self._ordered and not self._entered:
             self._answer(None)
 
@@ -212,18 +224,24 @@ def _split(data: Buffer) -> _Parts:
     try:
         return (*codec.split_streamed_request(data), None)
     except ProtocolError as exc:
-        return b"", [], "", malformed(data, str(exc))
+        return b"", [], "", malformed_message(data, str(exc))
 
 
-def _misused(how: str) -> Refusal:
-    return invalid(f"parameter {names.BUNDLE}: {how}")
+def _bundle_error(how: str) -> RequestError:
+    return invalid_argument(f"parameter {names.BUNDLE}: {how}")
 
 
-def refused(refusal: Refusal, model: str, request_id: str) -> bytes:
-    """The `ModelStreamInferResponse` that says what a unary call's status and trailing metadata would."""
+def encode_error(error: RequestError, model: str, request_id: str) -> bytes:
+    """Return the `ModelStreamInferResponse` that says what the status and trailing metadata of a unary call would.
+
+    Args:
+        error: that ended the request.
+        model: name of the model.
+        request_id: of the request.
+    """
     answer = kserve.ModelInferResponse(model_name=model, id=request_id)
-    answer.parameters[names.STATUS].string_param = refusal.code.name
-    if refusal.retry_after_ms is not None:
-        answer.parameters[names.RETRY_AFTER].int64_param = refusal.retry_after_ms
-    message = kserve.ModelStreamInferResponse(error_message=refusal.message, infer_response=answer)
+    answer.parameters[names.STATUS].string_param = error.code.name
+    if error.retry_after_ms is not None:
+        answer.parameters[names.RETRY_AFTER].int64_param = error.retry_after_ms
+    message = kserve.ModelStreamInferResponse(error_message=error.message, infer_response=answer)
     return bytes(message.SerializeToString())

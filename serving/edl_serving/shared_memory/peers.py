@@ -1,8 +1,10 @@
-"""Who is at the other end of a connection from this host: which user, as the kernel tells.
+"""The user at the other end of a connection from this host, as the kernel tells.
 
-gRPC tells a peer's address only. The kernel knows the user of each socket of this network namespace, the client's end
-of a connection over loopback among them. It is asked for one socket where the server's own address is known, and for
-all (`/proc/net/tcp`, proc(5)) where it listens on every address: two users may have one end towards two of those.
+gRPC tells a peer's address only. The kernel knows the user of the sockets of this network namespace, the client's end
+of
+a connection over loopback among them. It is asked for a single socket where the server's own address is known, and for
+all (`/proc/net/tcp`, proc(5)) where the server listens on every address: two users may have an end of the same address
+towards two of those.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from urllib.parse import unquote
 
 from edl_serving.shared_memory.socket_owner import Address, user_of_socket
 
-__all__ = ["Peers", "is_local"]
+__all__ = ["PeerCredentials", "is_local"]
 
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
@@ -30,19 +32,23 @@ _FRESH_S = 1.0
 
 @functools.lru_cache(maxsize=1024)
 def is_local(peer: str) -> bool:
-    """Whether gRPC's name of a peer ("ipv4:1.2.3.4:5", "ipv6:[::1]:5", "unix:...") is one on this host."""
+    """Return whether a peer is on this host.
+
+    Args:
+        peer: gRPC's name of it ("ipv4:1.2.3.4:5", "ipv6:[::1]:5", "unix:...").
+    """
     if _is_unix(peer):
         return True
     address = _parsed(peer)
     return address is not None and address[0].is_loopback
 
 
-class Peers:
-    """The clients of one server, on this host. Used on the event loop.
+class PeerCredentials:
+    """Finds the users of a server's clients on this host. Used on the event loop.
 
     Args:
-        ports: TCP ports that the server listens on.
-        host: the address that it listens on.
+        ports: returns the TCP ports that the server listens on.
+        host: the address that the server listens on.
     """
 
     def __init__(self, ports: Callable[[], Collection[int]], host: str = "") -> None:
@@ -55,7 +61,7 @@ class Peers:
         self._read_at = -_FRESH_S
 
     def user_of(self, peer: str) -> int | None:
-        """The user id of a local peer, None if it cannot be told.
+        """Return the user id of a local peer; None if it cannot be told.
 
         A Unix socket lets in whom its file's permissions let in, so its clients count as the server's own user.
         """
@@ -73,7 +79,10 @@ class Peers:
         return None if user == _NOBODY else user
 
     def is_connected(self, peer: str) -> bool:
-        """Whether a connection of this name is still there; those of Unix sockets have no names of their own."""
+        """Return whether a connection is still there.
+
+        True for Unix sockets, whose clients have no names of their own.
+        """
         if _is_unix(peer):
             return True
         return self.user_of(peer) is not None
@@ -117,7 +126,7 @@ def _parsed(peer: str) -> Address | None:
 
 
 def _from_table(text: str) -> Address:
-    """An address and port as in /proc/net/tcp: words of 32 bits as they lie in memory, in hexadecimal digits."""
+    """Parse an address and port of /proc/net/tcp: words of 32 bits in the host's byte order, in hexadecimal digits."""
     host, _, port = text.partition(":")
     words = [bytes.fromhex(host[at : at + 8]) for at in range(0, len(host), 8)]
     packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
@@ -125,6 +134,6 @@ def _from_table(text: str) -> Address:
 
 
 def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An IPv4 address as such, where a socket for both kinds shows it as an IPv6 one."""
+    """Return an IPv4 address that a socket for both kinds shows as an IPv6 address."""
     mapped = getattr(address, "ipv4_mapped", None)
     return mapped or address

@@ -1,8 +1,8 @@
-"""Which shared memory is registered, and for whom.
+"""The registered regions of shared memory, and which client may use them.
 
 The server opens what a client names with its own rights, so it must not do for a client what the client could not do
-itself: it takes an object only from its owner, and each user's regions have names of their own. Within a user, a
-client that names no region means its own: those that its connection has registered, or one that is gone.
+itself: it takes an object from its owner only, and users have names of regions of their own. Within a user, a client
+that names no region means its own: regions that its connection has registered, or a connection that is gone.
 """
 
 from __future__ import annotations
@@ -12,139 +12,183 @@ from collections.abc import Collection, Iterator
 
 from edl.protocol import kserve
 from edl.protocol.transport import grpc
-from edl_serving.request_error import Refusal, invalid, quote
-from edl_serving.shared_memory.peers import Peers, is_local
-from edl_serving.shared_memory.region import Region, open_region
+from edl_serving.request_error import RequestError, invalid_argument, quote
+from edl_serving.shared_memory.peers import PeerCredentials, is_local
+from edl_serving.shared_memory.region import SharedMemoryRegion, open_region
 
-__all__ = ["ClientRegions", "Regions"]
+__all__ = ["ClientRegions", "RegionTable"]
 
 
-class Regions:
+class RegionTable:
     """The registered regions, by user and name. Used on the event loop only.
 
     Args:
         max_regions: how many there may be.
         max_bytes: how large all of them may be together.
-        peers: tells who a client is.
-        users: whose shared memory is taken, besides that of the server's own user.
+        peers: tells the user of a client.
+        users: ids of users whose shared memory is taken, besides the server's own user.
     """
 
-    def __init__(self, max_regions: int, max_bytes: int, peers: Peers, users: Collection[int] = ()) -> None:
-        self._max_regions, self._max_bytes = max_regions, max_bytes
+    def __init__(self, max_regions: int, max_bytes: int, peers: PeerCredentials, users: Collection[int] = ()) -> None:
+        self._max_regions = max_regions
+        self._max_bytes = max_bytes
         self._peers = peers
         self._users = frozenset({os.geteuid(), *users})
-        self._by_user: dict[int, dict[str, Region]] = {}
+        self._by_user: dict[int, dict[str, SharedMemoryRegion]] = {}
 
     def __len__(self) -> int:
+        """Return the number of regions."""
         return sum(map(len, self._by_user.values()))
 
     @property
     def nbytes(self) -> int:
-        """Of all regions."""
+        """Bytes of all regions."""
         return sum(region.nbytes for region in self._all())
 
-    def of_client(self, peer: str) -> ClientRegions | None:
-        """The regions as a client on this host may see them; None for others."""
+    def regions_of_client(self, peer: str) -> ClientRegions | None:
+        """Return the regions as a client on this host may see them; None for a client elsewhere."""
         return ClientRegions(self, self._peers, self._users, peer) if is_local(peer) else None
 
-    def of_user(self, user: int) -> dict[str, Region]:
-        """By name; the store itself."""
+    def regions_of_user(self, user: int) -> dict[str, SharedMemoryRegion]:
+        """Return a user's regions by name; changes to the dictionary are changes to the table."""
         return self._by_user.setdefault(user, {})
 
-    def sweep(self) -> None:
-        """Let go of regions whose client has died."""
+    def remove_abandoned(self) -> None:
+        """Forget regions whose client has died."""
         for regions in self._by_user.values():
             for name in [name for name, region in regions.items() if region.abandoned]:
                 del regions[name]
 
-    def check_room(self, nbytes: int) -> None:
-        """Refuse one more region of this size if there is no room."""
+    def check_capacity(self, nbytes: int) -> None:
+        """Refuse a further region if there is no room.
+
+        Args:
+            nbytes: of the region.
+
+        Raises:
+            RequestError: there is no room.
+        """
         if len(self) >= self._max_regions or self.nbytes + nbytes > self._max_bytes:
-            raise Refusal(
+            raise RequestError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"no room for {nbytes} bytes of shared memory: {len(self)} of {self._max_regions} regions and "
                 f"{self.nbytes} of {self._max_bytes} bytes are registered; unregister some",
             )
 
-    def _all(self) -> Iterator[Region]:
+    def _all(self) -> Iterator[SharedMemoryRegion]:
         for regions in self._by_user.values():
             yield from regions.values()
 
 
 class ClientRegions:
-    """The regions as one client sees them: those of its user."""
+    """The regions as a client sees them: those of its user.
 
-    def __init__(self, regions: Regions, peers: Peers, users: Collection[int], peer: str) -> None:
-        self._regions, self._peers, self._users, self._peer = regions, peers, users, peer
+    Args:
+        regions: of all users.
+        peers: tells the user of the client.
+        users: ids of users whose shared memory is taken.
+        peer: the client's connection, as gRPC names it.
+    """
+
+    def __init__(self, regions: RegionTable, peers: PeerCredentials, users: Collection[int], peer: str) -> None:
+        self._regions = regions
+        self._peers = peers
+        self._users = users
+        self._peer = peer
         self._user = -1
-        self._mine: dict[str, Region] | None = None
+        self._regions_by_name: dict[str, SharedMemoryRegion] | None = None
 
     def __len__(self) -> int:
+        """Return the number of regions of the user."""
         return len(self._own())
 
-    def __getitem__(self, name: str) -> Region:
-        """Raises Refusal if there is none of that name."""
+    def __getitem__(self, name: str) -> SharedMemoryRegion:
+        """Return the region of a name.
+
+        Raises:
+            RequestError: there is none of that name.
+        """
         try:
             return self._own()[name]
         except KeyError:
-            raise invalid(f"shared memory region {quote(name)} is not registered") from None
+            raise invalid_argument(f"shared memory region {quote(name)} is not registered") from None
 
     def register(self, request: kserve.SystemSharedMemoryRegisterRequest) -> None:
-        """Open what the request names. The same region again is no error; a name whose object is gone is free again.
+        """Open what the request names.
+
+        The same region again is no error. A name whose object is gone is free again.
+
+        Args:
+            request: of the client.
 
         Raises:
-            Refusal: the name is taken, there are too many, or see `open_region`.
+            RequestError: the name is taken, there are too many regions, or see `open_region`.
         """
         if not request.name:
-            raise invalid("shared memory region name '': must not be empty")
+            raise invalid_argument("shared memory region name '': must not be empty")
         own = self._own()
         region = open_region(request, self._peer, self._user, self._users)
-        self._regions.sweep()
+        self._regions.remove_abandoned()
         known = own.get(request.name)
         if known is not None:
             if (known.identity, known.offset, known.nbytes) == (region.identity, region.offset, region.nbytes):
                 known.peer = self._peer
                 return
             if os.fstat(known.fd).st_nlink > 0:
-                raise Refusal(
+                raise RequestError(
                     grpc.StatusCode.ALREADY_EXISTS,
                     f"shared memory region {quote(request.name)} is registered already, with key {quote(known.key)}",
                 )
             del own[request.name]
-        self._regions.check_room(region.nbytes)
+        self._regions.check_capacity(region.nbytes)
         own[request.name] = region
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all of this client for an empty name. An unknown one is no error, as with Triton."""
+        """Forget a region. An unknown name is no error, as with Triton.
+
+        Args:
+            name: empty for all regions of this client.
+        """
         own = self._own()
         for gone in [name] if name else self._names():
             own.pop(gone, None)
 
     def status(self, name: str) -> kserve.SystemSharedMemoryStatusResponse:
-        """The region `name`, or all of this client for an empty name.
+        """Describe regions.
+
+        Args:
+            name: empty for all regions of this client.
+
+        Returns:
+            The response to the client.
 
         Raises:
-            Refusal: there is none of that name.
+            RequestError: there is none of that name.
         """
         answer = kserve.SystemSharedMemoryStatusResponse()
         for region in [self[name]] if name else [self[mine] for mine in self._names()]:
             entry = answer.regions[region.name]
-            entry.name, entry.key = region.name, region.key
-            entry.offset, entry.byte_size = region.offset, region.nbytes
+            entry.name = region.name
+            entry.key = region.key
+            entry.offset = region.offset
+            entry.byte_size = region.nbytes
         return answer
 
     def _names(self) -> list[str]:
-        """Of those that this connection registered, or one that is gone: a client may connect again."""
+        """Return names that this connection registered, or a connection that is gone: a client may connect again."""
         return [
             name
             for name, region in self._own().items()
             if region.peer == self._peer or not self._peers.is_connected(region.peer)
         ]
 
-    def _own(self) -> dict[str, Region]:
-        if self._mine is None:  # only now, since most clients never use shared memory
+    def _own(self) -> dict[str, SharedMemoryRegion]:
+        if self._regions_by_name is None:  # only now, since most clients never use shared memory
             user = self._peers.user_of(self._peer)
             if user is None:
-                raise invalid(f"shared memory is for users of this host; which one {quote(self._peer)} is is unknown")
-            self._user, self._mine = user, self._regions.of_user(user)
-        return self._mine
+                raise invalid_argument(
+                    f"shared memory is for users of this host; which one {quote(self._peer)} is is unknown"
+                )
+            self._user = user
+            self._regions_by_name = self._regions.regions_of_user(user)
+        return self._regions_by_name

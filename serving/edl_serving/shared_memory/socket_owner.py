@@ -23,7 +23,11 @@ _TIMEOUT_S = 1.0  # the kernel answers at once
 
 
 def user_of_socket(local: Address, remote: Address) -> int | None:
-    """The user whose established socket has these ends.
+    """Return the user of an established socket.
+
+    Args:
+        local: address and port of this end.
+        remote: address and port of the other end.
 
     Returns:
         The user id; None if there is no such socket.

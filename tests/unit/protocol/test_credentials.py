@@ -25,7 +25,7 @@ from edl.protocol.tls.public_keys import kind_not_in_grpc
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from edl_serving.rpc import authentication
-from edl_serving.rpc.authentication import revokes
+from edl_serving.rpc.authentication import is_revocation
 from tests.certificates import Authority, Pair, ec, put
 from tests.descriptors import count_descriptors
 from tests.interrupting import deadline
@@ -349,7 +349,7 @@ def test_failed_end_of_streams_is_retried(
                 raise RuntimeError("streams cannot be ended")
             ended.set()
 
-        task = asyncio.create_task(authentication.follow_revocations(files, end_streams))
+        task = asyncio.create_task(authentication.watch_revocations(files, end_streams))
         await asyncio.sleep(0)  # it has seen the first token
         put(tmp_path / "token", TOKEN[::-1])
         try:
@@ -470,10 +470,10 @@ def test_only_what_is_taken_away_revokes(tmp_path: Path) -> None:
 
     before = material(old.pem, "a")
     for same in (before, material(new.pem + b"# both\n" + old.pem, "a"), material(old.pem, "b", "a")):
-        assert not revokes(before, same), "streams of students that nothing was taken from end"
+        assert not is_revocation(before, same), "streams of students that nothing was taken from end"
     for less in (material(new.pem, "a"), material(old.pem, "b"), material(old.pem)):
-        assert revokes(before, less)
-    assert revokes(material(old.pem + new.pem), material(old.pem))
+        assert is_revocation(before, less)
+    assert is_revocation(material(old.pem + new.pem), material(old.pem))
 
 
 def test_program_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from edl.protocol import kserve
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
-from edl_serving.messages.request import Request
-from edl_serving.messages.request_plan import Plan, make_plan
-from edl_serving.model import Model
-from edl_serving.request_error import Refusal
+from edl_serving.messages.request import DecodedRequest
+from edl_serving.messages.request_plan import RequestPlan, plan_request
+from edl_serving.model import ServedModel
+from edl_serving.request_error import RequestError
 
 Predict = Callable[[Mapping[str, Array]], Any]
 
@@ -54,8 +54,8 @@ class FakeBackend(Backend):
         return result
 
 
-def model_of(backend: FakeBackend, **settings: Any) -> Model:
-    return Model(ServerSettings(model="m", **settings), [backend])
+def model_of(backend: FakeBackend, **settings: Any) -> ServedModel:
+    return ServedModel(ServerSettings(model="m", **settings), [backend])
 
 
 def header_for(shape: tuple[int, ...] = (2, 4), **fields: Any) -> kserve.ModelInferRequest:
@@ -65,17 +65,17 @@ def header_for(shape: tuple[int, ...] = (2, 4), **fields: Any) -> kserve.ModelIn
     return header
 
 
-def plan_for(model: Model, header: kserve.ModelInferRequest, max_rows: int = 100) -> Plan:
-    return make_plan(header, model, max_rows)
+def plan_for(model: ServedModel, header: kserve.ModelInferRequest, max_rows: int = 100) -> RequestPlan:
+    return plan_request(header, model, max_rows)
 
 
-def request_for(model: Model, x: Array, header: kserve.ModelInferRequest | None = None) -> Request:
-    return Request(plan_for(model, header or header_for(x.shape)), (x,), {})
+def request_for(model: ServedModel, x: Array, header: kserve.ModelInferRequest | None = None) -> DecodedRequest:
+    return DecodedRequest(plan_for(model, header or header_for(x.shape)), (x,), {})
 
 
 def refusal_of(call: Callable[[], object]) -> str:
     """The message that `call` is refused with."""
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         call()
     assert refused.value.code.name in ("INVALID_ARGUMENT", "NOT_FOUND")
     return refused.value.message

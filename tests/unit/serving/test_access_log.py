@@ -15,7 +15,7 @@ import pytest
 
 from edl.distill.transport.tracing import RequestIds, current_traceparent
 from edl.errors import SettingsError
-from edl_serving.messages.trace_context import checked_traceparent, request_id_of
+from edl_serving.messages.trace_context import request_id_of, valid_traceparent
 from edl_serving.process.log_output import JsonFormatter
 from edl_serving.rpc.access_log import AccessLog
 from tests.interrupting import deadline
@@ -28,7 +28,7 @@ def test_ids_are_unique_and_valid_spans() -> None:
     found = [next(ids) for _ in range(1000) for ids in (one, other)]
     assert len(set(found)) == 2000
     assert all(len(each) == 16 and int(each, 16) for each in found)
-    assert checked_traceparent(one.traceparent) == one.traceparent
+    assert valid_traceparent(one.traceparent) == one.traceparent
     assert one.traceparent[3:35] == other.traceparent[3:35], "requests of one process are in one trace"
 
 
@@ -48,7 +48,7 @@ def test_ids_are_unique_and_valid_spans() -> None:
     ],
 )
 def test_invalid_traceparents_are_left_out(text: str | bytes | None) -> None:
-    assert checked_traceparent(text) == ""
+    assert valid_traceparent(text) == ""
 
 
 def test_request_ids_are_cut() -> None:
@@ -101,10 +101,10 @@ def until(condition: Callable[[], object]) -> None:
 def test_the_access_log_may_be_rotated(tmp_path: Path) -> None:
     path = tmp_path / "access.log"
     log = AccessLog(str(path), "m", "1")
-    log.add(None, "OK", id="first")
+    log.write_request(None, "OK", id="first")
     until(lambda: lines_of(path))
     path.rename(tmp_path / "access.log.1")
-    log.add(None, "OK", id="second")
+    log.write_request(None, "OK", id="second")
     log.close()
     assert [line["id"] for line in lines_of(tmp_path / "access.log.1")] == ["first"]
     assert [line["id"] for line in lines_of(path)] == ["second"]
@@ -127,7 +127,7 @@ def test_a_pipe_that_nobody_reads_is_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     log = AccessLog("/dev/full", "m", "1")
     for _ in range(100):
-        log.add(None, "OK", id="lost")
+        log.write_request(None, "OK", id="lost")
     log.close()
     said = [record.getMessage() for record in caplog.records if record.name == "edl_serving.rpc.access_log"]
     assert len(said) == 1, said
@@ -141,7 +141,7 @@ def test_a_pipe_that_hangs_holds_nothing_up(tmp_path: Path, caplog: pytest.LogCa
     try:
         log = AccessLog(str(path), "m", "1")
         for number in range(30_000):  # a pipe holds 64 kB, and the queue 10,000 lines
-            log.add(None, "OK", id=number)
+            log.write_request(None, "OK", id=number)
         log.close()
         assert any("hangs" in record.getMessage() for record in caplog.records)
     finally:
@@ -156,9 +156,9 @@ def test_dropped_lines_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "access.log"
     log = AccessLog(str(path), "m", "1")
     for number in range(1000):
-        log.add(None, "OK", id=number)
+        log.write_request(None, "OK", id=number)
     until(lambda: len(lines_of(path)) >= 10)
-    log.add(None, "OK", id="last")
+    log.write_request(None, "OK", id="last")
     log.close()
     lines = lines_of(path)
     dropped = sum(int(str(line.get("dropped", 0))) for line in lines)

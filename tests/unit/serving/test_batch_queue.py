@@ -9,63 +9,63 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from edl_serving.batching.batch_queue import BatchQueue
-from edl_serving.batching.job import Job
+from edl_serving.batching.job import InferenceJob
 
 FOREVER = float("inf")
 
 
-def job(rows: int, arrived: float, shape: int = 1, deadline: float = FOREVER) -> Job:
+def job(rows: int, arrived: float, shape: int = 1, deadline: float = FOREVER) -> InferenceJob:
     nothing: Any = None
-    return Job(nothing, rows, ((shape,),), arrived, deadline)
+    return InferenceJob(nothing, rows, ((shape,),), arrived, deadline)
 
 
 def test_an_idle_queue_has_nothing_to_wait_for() -> None:
-    taken = BatchQueue(8, 1.0, 100).take(0.0)
+    taken = BatchQueue(8, 1.0, 100).pop_batch(0.0)
     assert (taken.jobs, taken.expired, taken.wait_s) == ([], [], None)
 
 
 def test_a_batch_is_due_when_it_is_full_or_has_waited() -> None:
     queue = BatchQueue(8, 1.0, 100)
     first, second = job(4, 10.0), job(4, 10.25)
-    queue.push(first)
-    assert queue.take(10.5).wait_s == 0.5
-    queue.push(second)
-    assert queue.take(10.5).jobs == [first, second]
-    queue.push(first)
-    assert queue.take(11.0).jobs == [first]
+    queue.push_job(first)
+    assert queue.pop_batch(10.5).wait_s == 0.5
+    queue.push_job(second)
+    assert queue.pop_batch(10.5).jobs == [first, second]
+    queue.push_job(first)
+    assert queue.pop_batch(11.0).jobs == [first]
 
 
 def test_without_a_delay_a_batch_is_due_at_once() -> None:
     queue = BatchQueue(8, 0.0, 100)
     first = job(1, 10.0)
-    queue.push(first)
-    assert queue.take(10.0).jobs == [first]
+    queue.push_job(first)
+    assert queue.pop_batch(10.0).jobs == [first]
 
 
 def test_a_job_that_does_not_fit_starts_the_next_batch() -> None:
     queue = BatchQueue(8, 0.0, 100)
     jobs = [job(5, 1.0), job(5, 1.1), job(1, 1.2)]
     for one in jobs:
-        queue.push(one)
-    assert queue.take(2.0).jobs == [jobs[0]]
-    assert queue.take(2.0).jobs == jobs[1:]
+        queue.push_job(one)
+    assert queue.pop_batch(2.0).jobs == [jobs[0]]
+    assert queue.pop_batch(2.0).jobs == jobs[1:]
 
 
 def test_a_full_batch_of_another_shape_need_not_wait_for_the_oldest() -> None:
     queue = BatchQueue(8, 1.0, 100)
     young, full = job(1, 1.0, shape=1), job(8, 1.1, shape=2)
-    queue.push(young)
-    queue.push(full)
-    assert queue.take(1.2).jobs == [full]
-    assert queue.take(2.0).jobs == [young]
+    queue.push_job(young)
+    queue.push_job(full)
+    assert queue.pop_batch(1.2).jobs == [full]
+    assert queue.pop_batch(2.0).jobs == [young]
 
 
 def test_the_queue_is_bounded_in_rows() -> None:
     queue = BatchQueue(8, 0.0, 10)
-    assert queue.push(job(6, 0.0)) == []
+    assert queue.push_job(job(6, 0.0)) == []
     large = job(5, 0.0)
-    assert queue.push(large) == [large]
-    assert queue.push(job(4, 0.0)) == []
+    assert queue.push_job(large) == [large]
+    assert queue.push_job(job(4, 0.0)) == []
     assert queue.rows == 10
 
 
@@ -73,9 +73,9 @@ def test_the_queue_is_bounded_in_rows() -> None:
 def test_a_job_larger_than_a_batch_goes_alone(rows: int) -> None:
     queue = BatchQueue(8, 5.0, 100)
     large, small = job(rows, 0.0), job(1, 0.0)
-    queue.push(large)
-    queue.push(small)
-    assert queue.take(0.0).jobs == [large]
+    queue.push_job(large)
+    queue.push_job(small)
+    assert queue.pop_batch(0.0).jobs == [large]
 
 
 class Model(RuleBasedStateMachine):
@@ -84,14 +84,14 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = BatchQueue(8, 0.5, 40)
-        self.waiting: list[Job] = []
+        self.waiting: list[InferenceJob] = []
         self.now = 0.0
 
     @rule(rows=st.integers(1, 12), shape=st.integers(1, 3), patience=st.sampled_from([0.125, 1.0, FOREVER]))
     def push(self, rows: int, shape: int, patience: float) -> None:
         one = job(rows, self.now, shape, self.now + patience)
         fits = sum(other.rows for other in self.waiting) + rows <= 40
-        assert self.queue.push(one) == ([] if fits else [one])
+        assert self.queue.push_job(one) == ([] if fits else [one])
         if fits:
             self.waiting.append(one)
 
@@ -104,12 +104,12 @@ class Model(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.waiting))
         self.waiting.remove(one)
-        assert self.queue.remove(one)
-        assert not self.queue.remove(one)
+        assert self.queue.remove_job(one)
+        assert not self.queue.remove_job(one)
 
     @rule()
     def take(self) -> None:
-        taken = self.queue.take(self.now)
+        taken = self.queue.pop_batch(self.now)
         assert taken.expired == [one for one in self.waiting if one.deadline <= self.now] or set(
             map(id, taken.expired)
         ) == {id(one) for one in self.waiting if one.deadline <= self.now}

@@ -12,9 +12,9 @@ import edl_serving
 from edl.errors import SettingsError
 from edl.protocol import kserve
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
-from edl_serving.monitoring.log_throttle import Complaints
+from edl_serving.monitoring.log_throttle import LogThrottle
 from edl_serving.monitoring.metrics import Metrics
-from edl_serving.request_error import Refusal, invalid, quote
+from edl_serving.request_error import RequestError, invalid_argument, quote
 from tests.unit.serving.fakes import LOGITS, FakeBackend, X, model_of
 
 
@@ -104,30 +104,32 @@ def test_an_unknown_version_is_not_listed() -> None:
     backend.version_if_unnamed = ""
     model = model_of(backend)
     assert list(model.metadata().versions) == []
-    model.check("m", "")
-    with pytest.raises(Refusal, match="and none that is known"):
-        model.check("m", "1")
+    model.check_request("m", "")
+    with pytest.raises(RequestError, match="and none that is known"):
+        model.check_request("m", "1")
 
 
 def test_what_a_client_sent_is_quoted_short_and_printable() -> None:
     assert quote("a\nb") == "'a\\nb'"
     assert len(quote("x" * 10**6)) < 200
     assert len(quote(list(range(1000)))) < 200
-    refusal = invalid("y" * 10**5)
+    refusal = invalid_argument("y" * 10**5)
     assert len(refusal.message) < 1100
     assert refusal.trailing_metadata == ()
-    assert Refusal(refusal.code, "full", retry_after_ms=20).trailing_metadata == (("grpc-retry-pushback-ms", "20"),)
+    assert RequestError(refusal.code, "full", retry_after_ms=20).trailing_metadata == (
+        ("grpc-retry-pushback-ms", "20"),
+    )
 
 
 def test_metrics_add_up_over_workers() -> None:
     metrics = Metrics("m")
     for rows in (3, 64):
-        worker = metrics.worker()
-        worker.computed(rows, 0.003)
-        worker.waited(0.0001)
-    worker.faulted("nan")
-    metrics.answered("ok")
-    metrics.watch("edl_teacher_in_flight", "Requests not answered yet.", lambda: 5)
+        worker = metrics.add_worker()
+        worker.record_batch(rows, 0.003)
+        worker.record_queue_time(0.0001)
+    worker.record_fault("nan")
+    metrics.record_outcome("ok")
+    metrics.add_gauge("edl_teacher_in_flight", "Requests not answered yet.", lambda: 5)
 
     def value(name: str, **labels: str) -> float | None:
         return metrics.registry.get_sample_value(name, {"model": "m", **labels})
@@ -144,11 +146,11 @@ def test_metrics_add_up_over_workers() -> None:
 
 def test_a_model_that_keeps_failing_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    complaints = Complaints(logging.getLogger("edl_serving.test"), lambda: now)
+    throttle = LogThrottle(logging.getLogger("edl_serving.test"), lambda: now)
     for _ in range(1000):
         now += 0.02
-        complaints.add("nan", "output 'logits' has NaN")
-    complaints.add("exception", "raised ValueError", ValueError("seven"))
+        throttle.log_error("nan", "output 'logits' has NaN")
+    throttle.log_error("exception", "raised ValueError", ValueError("seven"))
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "output 'logits' has NaN"
     assert len(lines) == 3

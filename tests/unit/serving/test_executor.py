@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from edl.protocol import codec, tensors
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.executor import Executor
-from edl_serving.batching.job import Job
+from edl_serving.batching.job import InferenceJob
 from edl_serving.monitoring.metrics import WorkerMetrics
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 from tests.unit.serving.fakes import FakeBackend, X, five_logits, header_for, model_of, request_for
 
 FOREVER = float("inf")
@@ -32,11 +32,11 @@ class Bench:
         self.metrics = WorkerMetrics()
         self.executor = Executor(backend, self.model, ServerSettings(model="m", **settings), self.metrics)
 
-    def job(self, x: Array, deadline: float = FOREVER) -> Job:
-        return Job(request_for(self.model, x), len(x), ((4,),), 0.0, deadline)
+    def job(self, x: Array, deadline: float = FOREVER) -> InferenceJob:
+        return InferenceJob(request_for(self.model, x), len(x), ((4,),), 0.0, deadline)
 
-    def run(self, *jobs: Job) -> list[Any]:
-        self.executor.run(jobs)
+    def run(self, *jobs: InferenceJob) -> list[Any]:
+        self.executor.run_jobs(jobs)
         return [job.answer for job in jobs]
 
 
@@ -126,7 +126,7 @@ def test_what_a_model_raises_is_told_without_its_stack(caplog: pytest.LogCapture
     with caplog.at_level(logging.ERROR, "edl_serving"):
         answers = [bench.run(bench.job(rows(2)))[0] for _ in range(3)]
     for answer in answers:
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, RequestError)
         assert answer.code.name == "INTERNAL"
         assert answer.message == "model 'm': raised ValueError: no such token: 7"
     (record,) = caplog.records
@@ -145,7 +145,7 @@ def test_nothing_that_a_model_raises_ends_the_worker(error: BaseException) -> No
 def test_only_the_guilty_request_of_a_batch_is_answered_with_the_error() -> None:
     bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
     answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
-    assert [type(answer) for answer in answers] == [bytes, Refusal, bytes]
+    assert [type(answer) for answer in answers] == [bytes, RequestError, bytes]
     assert bench.backend.calls == [6, 2, 3, 1]
 
 
@@ -233,7 +233,7 @@ def test_requests_with_different_options_share_a_batch() -> None:
     bench = Bench(FakeBackend())
     header = header_for((2, 4))
     header.parameters["edl_top_k"].int64_param = 2
-    top = Job(request_for(bench.model, rows(2), header), 2, ((4,),), 0.0, FOREVER)
+    top = InferenceJob(request_for(bench.model, rows(2), header), 2, ((4,),), 0.0, FOREVER)
     dense = bench.job(rows(1))
     bench.run(top, dense)
     assert bench.backend.calls == [3]
@@ -244,7 +244,7 @@ def test_requests_with_different_options_share_a_batch() -> None:
 def test_answers_carry_the_id_and_the_version_of_their_request() -> None:
     bench = Bench(FakeBackend())
     for name in ("first", "second"):
-        job = Job(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)
+        job = InferenceJob(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)
         bench.run(job)
         header, _ = codec.decode_response(job.answer if isinstance(job.answer, bytes) else b"")
         assert (header.id, header.model_name, header.model_version) == (name, "m", "1")

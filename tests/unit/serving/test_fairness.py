@@ -9,57 +9,57 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from edl_serving.batching.batch_queue import BatchQueue
-from edl_serving.batching.job import Job
+from edl_serving.batching.job import InferenceJob
 
 FOREVER = float("inf")
 BATCH = 8
 CLIENTS = ("a", "b", "c")
 
 
-def job(rows: int, client: str, *, arrived: float = 0.0, shape: int = 1, nbytes: int = 0) -> Job:
+def job(rows: int, client: str, *, arrived: float = 0.0, shape: int = 1, nbytes: int = 0) -> InferenceJob:
     nothing: Any = None
-    return Job(nothing, rows, ((shape,),), arrived, FOREVER, client=client, nbytes=nbytes)
+    return InferenceJob(nothing, rows, ((shape,),), arrived, FOREVER, client=client, nbytes=nbytes)
 
 
-def take_part(queue: BatchQueue, now: float = 0.0) -> list[tuple[Job, int]]:
+def take_part(queue: BatchQueue, now: float = 0.0) -> list[tuple[InferenceJob, int]]:
     """Take a batch, and put the rest of a large job back, as a worker does: the jobs, and rows of each computed."""
     taken = []
-    for one in queue.take(now).jobs:
+    for one in queue.pop_batch(now).jobs:
         rows = min(one.rows - one.done, BATCH)
         one.done += rows
         taken.append((one, rows))
         if one.done < one.rows:
-            queue.put_back(one)
+            queue.requeue_job(one)
     return taken
 
 
 def test_a_newcomer_is_in_the_next_batch() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000)
     for _ in range(50):
-        queue.push(job(4, "greedy"))
-    queue.take(0.0)
+        queue.push_job(job(4, "greedy"))
+    queue.pop_batch(0.0)
     late = job(1, "modest", arrived=5.0)
-    queue.push(late)
-    assert late in queue.take(5.0).jobs, "a client with one request waited behind another one's fifty"
+    queue.push_job(late)
+    assert late in queue.pop_batch(5.0).jobs, "a client with one request waited behind another one's fifty"
 
 
 def test_a_newcomer_of_another_shape_is_next() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000)
     for _ in range(50):
-        queue.push(job(4, "greedy"))
-    queue.take(0.0)
+        queue.push_job(job(4, "greedy"))
+    queue.pop_batch(0.0)
     late = job(1, "modest", arrived=5.0, shape=2)
-    queue.push(late)
-    assert queue.take(5.0).jobs == [late], "the oldest request decided, so that its client had every turn"
+    queue.push_job(late)
+    assert queue.pop_batch(5.0).jobs == [late], "the oldest request decided, so that its client had every turn"
 
 
 def test_a_large_job_lets_others_in_between() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000)
     large = job(20 * BATCH, "greedy")
-    queue.push(large)
+    queue.push_job(large)
     assert take_part(queue) == [(large, BATCH)]
     small = job(1, "modest", arrived=1.0)
-    queue.push(small)
+    queue.push_job(small)
     assert take_part(queue, 1.0) == [(small, 1)]
     assert take_part(queue, 1.0) == [(large, BATCH)]
 
@@ -68,10 +68,10 @@ def test_batches_are_full_with_many_clients() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000)
     for client in ("a", "b", "c", "d", "e"):
         for _ in range(4):
-            queue.push(job(2, client))
+            queue.push_job(job(2, client))
     sizes = []
     while len(queue):
-        sizes.append(sum(one.rows for one in queue.take(0.0).jobs))
+        sizes.append(sum(one.rows for one in queue.pop_batch(0.0).jobs))
     assert sizes == [BATCH] * 5
 
 
@@ -79,24 +79,24 @@ def test_the_latest_of_the_largest_give_way() -> None:
     queue = BatchQueue(BATCH, 0.0, 16)
     jobs = [job(4, "greedy", arrived=at) for at in range(4)]
     for one in jobs:
-        assert queue.push(one) == []
+        assert queue.push_job(one) == []
     extra = job(4, "greedy", arrived=9.0)
-    assert queue.push(extra) == [extra], "a client does not push itself out"
-    assert queue.push(job(4, "modest")) == [jobs[3]]
-    assert queue.push(job(4, "modest")) == [jobs[2]]
+    assert queue.push_job(extra) == [extra], "a client does not push itself out"
+    assert queue.push_job(job(4, "modest")) == [jobs[3]]
+    assert queue.push_job(job(4, "modest")) == [jobs[2]]
     third = job(4, "modest")
-    assert queue.push(third) == [third], "both have half of the queue now"
+    assert queue.push_job(third) == [third], "both have half of the queue now"
     assert queue.rows == 16
 
 
 def test_the_queue_is_bounded_in_bytes() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000, max_queue_bytes=100)
     first, second = job(1, "a", nbytes=60), job(1, "a", nbytes=50)
-    assert queue.push(first) == []
-    assert queue.push(second) == [second]
-    assert queue.push(job(1, "a", nbytes=40)) == []
+    assert queue.push_job(first) == []
+    assert queue.push_job(second) == [second]
+    assert queue.push_job(job(1, "a", nbytes=40)) == []
     assert queue.nbytes == 100
-    queue.take(0.0)
+    queue.pop_batch(0.0)
     assert queue.nbytes == 0
 
 
@@ -110,7 +110,7 @@ def test_two_backlogged_clients_get_equal_rows(ours: list[int], theirs: list[int
     served = {"a": 0, "b": 0}
     for turn in range(300):
         for client, sizes in (("a", ours), ("b", theirs)):
-            queue.push(job(sizes[turn % len(sizes)] + 3 * BATCH, client, arrived=float(turn)))
+            queue.push_job(job(sizes[turn % len(sizes)] + 3 * BATCH, client, arrived=float(turn)))
         for one, rows in take_part(queue, float(turn)):
             served[one.client] += rows
         # Start-time fair queueing promises the largest part of each; one that did not fit into a batch, one more.
@@ -123,7 +123,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = BatchQueue(BATCH, 0.0, 40, max_queue_bytes=400)
-        self.waiting: dict[str, list[Job]] = {client: [] for client in CLIENTS}
+        self.waiting: dict[str, list[InferenceJob]] = {client: [] for client in CLIENTS}
         self.now = 0.0
 
     def share(self, client: str) -> float:
@@ -139,7 +139,7 @@ class Model(RuleBasedStateMachine):
             sum(other.rows - other.done for other in everyone) + rows <= 40
             and sum(other.nbytes for other in everyone) + nbytes <= 400
         )
-        refused = self.queue.push(one)
+        refused = self.queue.push_job(one)
         if fits:
             assert refused == []
         if refused == [one]:
@@ -158,7 +158,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([other for jobs in self.waiting.values() for other in jobs]))
-        assert self.queue.remove(one)
+        assert self.queue.remove_job(one)
         self.waiting[one.client].remove(one)
 
     @rule()

@@ -14,7 +14,7 @@ import os, sys, traceback
 from tests.unit.serving.fakes import FakeBackend, five_logits, model_of, request_for
 from edl_serving import ServerSettings
 from edl_serving.batching.executor import Executor
-from edl_serving.batching.job import Job
+from edl_serving.batching.job import InferenceJob
 from edl_serving.monitoring.metrics import WorkerMetrics
 import numpy as np
 
@@ -30,8 +30,8 @@ def predict(inputs):
 backend = FakeBackend(predict)
 model = model_of(backend)
 x = np.ones((2, 4), np.float32)
-job = Job(request_for(model, x), 2, ((4,),), 0.0, float("inf"))
-Executor(backend, model, ServerSettings(model="m"), WorkerMetrics()).run([job])
+job = InferenceJob(request_for(model, x), 2, ((4,),), 0.0, float("inf"))
+Executor(backend, model, ServerSettings(model="m"), WorkerMetrics()).run_jobs([job])
 if os.getpid() != server:
     os._exit(99)
 print("answer", type(job.answer).__name__)

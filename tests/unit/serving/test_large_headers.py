@@ -11,8 +11,8 @@ import pytest
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve
 from edl_serving import TensorSpec
-from edl_serving.messages.request import Request, RequestReader
-from edl_serving.request_error import Refusal
+from edl_serving.messages.request import DecodedRequest, RequestDecoder
+from edl_serving.request_error import RequestError
 from tests.unit.serving.fakes import FakeBackend, model_of
 
 N = 2 << 20
@@ -32,8 +32,8 @@ def tensor(*extra: bytes, name: bytes = b"x", datatype: bytes = b"FP32", shape: 
     return field(1, b"m") + field(5, field(1, name) + field(2, datatype) + field(3, sizes) + b"".join(extra))
 
 
-def read(header: bytes, model: object = WIDE) -> Request:
-    return asyncio.run(RequestReader(model, 100).read(header, [], None))  # type: ignore[arg-type]
+def read(header: bytes, model: object = WIDE) -> DecodedRequest:
+    return asyncio.run(RequestDecoder(model, 100).decode(header, [], None))  # type: ignore[arg-type]
 
 
 ATTACKS = {
@@ -56,7 +56,7 @@ def test_large_headers_make_no_objects(attack: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(codec, "parse_request", lambda data: (parsed.append(len(data)), parse(data))[1])
     tracemalloc.start()
     try:
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(RequestError) as refused:
             read(ATTACKS[attack])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -70,14 +70,14 @@ def test_large_headers_make_no_objects(attack: str, monkeypatch: pytest.MonkeyPa
 def test_typed_contents_count_in_memory() -> None:
     count = 40_000
     header = tensor(field(5, b"\x42\x00" * count), name=b"words", datatype=b"BYTES", shape=(1, count))
-    with pytest.raises(Refusal, match=r"40,000 elements as typed contents would take .* --max-message"):
+    with pytest.raises(RequestError, match=r"40,000 elements as typed contents would take .* --max-message"):
         read(header, WORDS)
 
 
 @pytest.mark.parametrize("claimed", [1, 5])
 def test_large_strings_are_counted(claimed: int) -> None:
     header = tensor(field(5, field(8, b"a" * 100_000) * 3), name=b"words", datatype=b"BYTES", shape=(1, claimed))
-    with pytest.raises(Refusal, match=r"more than 1 fields|takes 5 elements, bytes_contents has 3"):
+    with pytest.raises(RequestError, match=r"more than 1 fields|takes 5 elements, bytes_contents has 3"):
         read(header, WORDS)
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from edl_serving.backends import ModelSource, open_backends
-from edl_serving.command_line.model_failure import what_failed
+from edl_serving.command_line.model_failure import describe_failure
 
 
 def test_the_stack_of_a_model_that_is_installed_as_a_package_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +21,6 @@ def test_the_stack_of_a_model_that_is_installed_as_a_package_is_the_users(monkey
     source = ModelSource("callable", "installed_model:predict", inputs=("x:float32[2]",), version="1")
     with pytest.raises(ValueError, match="matmul") as caught:
         open_backends(source)
-    said = what_failed(caught.value, source)
+    said = describe_failure(caught.value, source)
     assert "in predict" in said
     assert "it was called with zeros" in said

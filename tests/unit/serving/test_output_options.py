@@ -91,41 +91,43 @@ def test_a_parameter_without_a_value_is_refused() -> None:
 
 def test_top_k_is_refused_where_it_means_nothing() -> None:
     options = OutputOptions.parse(parameters(edl_top_k=6))
-    assert "'logits' has 5 classes" in refusal_of(lambda: options.names_of(LOGITS))
-    assert "'count' is INT64" in refusal_of(lambda: options.names_of(COUNT))
-    assert "'loss'" in refusal_of(lambda: options.names_of(TensorSpec("loss", "FP32")))
+    assert "'logits' has 5 classes" in refusal_of(lambda: options.wire_names(LOGITS))
+    assert "'count' is INT64" in refusal_of(lambda: options.wire_names(COUNT))
+    assert "'loss'" in refusal_of(lambda: options.wire_names(TensorSpec("loss", "FP32")))
     late = TensorSpec("logits", "FP32", (-1,))
-    assert options.names_of(late) == ("logits__topk_ids", "logits__topk_values", "logits__tail_lse")
-    assert "'logits' has 3 classes" in refusal_of(lambda: options.apply(late, np.zeros((1, 3), np.float32)))
+    assert options.wire_names(late) == ("logits__topk_ids", "logits__topk_values", "logits__tail_lse")
+    assert "'logits' has 3 classes" in refusal_of(lambda: options.apply_to(late, np.zeros((1, 3), np.float32)))
 
 
 def test_dtype_changes_floats_and_leaves_integers() -> None:
     options = OutputOptions.parse(parameters(edl_dtype="FP16"))
-    options.check([COUNT, LOGITS])
-    found = options.apply(LOGITS, np.array([[1, math.inf, -math.inf, 0.1, 0]], np.float32))["logits"]
+    options.check_outputs([COUNT, LOGITS])
+    found = options.apply_to(LOGITS, np.array([[1, math.inf, -math.inf, 0.1, 0]], np.float32))["logits"]
     assert found.dtype == np.float16
     assert found[0, :3].tolist() == [1, math.inf, -math.inf]
-    assert options.apply(COUNT, np.array([3]))["count"].dtype == np.int64
-    assert "'count' is INT64" in refusal_of(lambda: options.check([COUNT]))
+    assert options.apply_to(COUNT, np.array([3]))["count"].dtype == np.int64
+    assert "'count' is INT64" in refusal_of(lambda: options.check_outputs([COUNT]))
 
 
 @pytest.mark.parametrize(("asked", "given", "most"), [("FP16", "f4", 65504.0), ("FP32", "f8", 3.4028234663852886e38)])
 def test_values_beyond_the_range_of_a_dtype_stay_finite(asked: str, given: str, most: float) -> None:
     options = OutputOptions.parse(parameters(edl_dtype=asked))
     rows = np.array([[1, most * 2, -most * 2, math.inf, -math.inf], [math.nan, most * 4, 0, 1, 2]], given)
-    found = options.apply(LOGITS, rows)["logits"]
+    found = options.apply_to(LOGITS, rows)["logits"]
     assert found.dtype == np.dtype(given[0] + str(np.dtype(given).itemsize // 2))
     assert found[0].tolist() == [1, most, -most, math.inf, -math.inf]
     assert np.isnan(found[1, 0])
     assert found[1, 1] == most
-    assert options.apply(LOGITS, rows[:0])["logits"].shape == (0, 5)
-    some = OutputOptions.parse(parameters(edl_dtype=asked, edl_top_k=2)).apply(LOGITS, rows[:1, :3].repeat(2, 1)[:, :5])
+    assert options.apply_to(LOGITS, rows[:0])["logits"].shape == (0, 5)
+    some = OutputOptions.parse(parameters(edl_dtype=asked, edl_top_k=2)).apply_to(
+        LOGITS, rows[:1, :3].repeat(2, 1)[:, :5]
+    )
     assert some["logits__topk_values"].tolist() == [[most, most]]
 
 
 def test_dtype_and_top_k_go_together() -> None:
     options = OutputOptions.parse(parameters(edl_dtype="FP16", edl_top_k=2))
-    found = options.apply(LOGITS, np.arange(10, dtype=np.float32).reshape(2, 5))
+    found = options.apply_to(LOGITS, np.arange(10, dtype=np.float32).reshape(2, 5))
     assert {name: array.dtype for name, array in found.items()} == {
         "logits__topk_ids": np.int32,
         "logits__topk_values": np.float16,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from edl_serving.shared_memory.peers import Peers, is_local
+from edl_serving.shared_memory.peers import PeerCredentials, is_local
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,12 @@ def connection(host: str = "127.0.0.1", family: socket.AddressFamily = socket.AF
 @pytest.mark.parametrize("listening", ["127.0.0.1", "[::1]", "0.0.0.0", "localhost"])
 def test_the_kernel_knows_the_user(host: str, family: socket.AddressFamily, listening: str) -> None:
     with connection(host, family) as (port, peer):
-        peers = Peers(lambda: (port,), listening)
+        peers = PeerCredentials(lambda: (port,), listening)
         assert peers.user_of(peer) == os.geteuid()
         assert peers.is_connected(peer)
-        assert Peers(lambda: (port + 1,), listening).user_of(peer) is None, "it is connected to another server"
+        assert PeerCredentials(lambda: (port + 1,), listening).user_of(peer) is None, (
+            "it is connected to another server"
+        )
 
 
 def test_tables_do_where_sockets_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +74,13 @@ def test_tables_do_where_sockets_cannot_be_asked(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("edl_serving.shared_memory.peers.user_of_socket", fail)
     with connection() as (port, peer):
-        assert Peers(lambda: (port,), "127.0.0.1").user_of(peer) == os.geteuid()
+        assert PeerCredentials(lambda: (port,), "127.0.0.1").user_of(peer) == os.geteuid()
 
 
 @pytest.mark.parametrize("listening", ["127.0.0.1", "0.0.0.0"])
 def test_a_connection_that_has_ended(listening: str) -> None:
     with connection() as (port, peer):
-        peers = Peers(lambda: (port,), listening)
+        peers = PeerCredentials(lambda: (port,), listening)
         assert peers.is_connected(peer)
     deadline = time.monotonic() + 20
     while peers.is_connected(peer):
@@ -89,10 +91,10 @@ def test_a_connection_that_has_ended(listening: str) -> None:
 
 @pytest.mark.parametrize("peer", ["ipv4:127.0.0.1:1", "ipv4:127.0.0.1", "ipv6:[::1]:x", "", "vsock:2:50000"])
 def test_who_is_not_there_is_nobody(peer: str) -> None:
-    assert Peers(lambda: (1,)).user_of(peer) is None
+    assert PeerCredentials(lambda: (1,)).user_of(peer) is None
 
 
 def test_a_unix_socket_is_for_its_owner() -> None:
-    peers = Peers(lambda: ())
+    peers = PeerCredentials(lambda: ())
     assert peers.user_of("unix:") == os.geteuid()
     assert peers.is_connected("unix:")

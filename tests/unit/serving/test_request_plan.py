@@ -11,9 +11,9 @@ import pytest
 
 from edl.protocol import codec, kserve
 from edl_serving import TensorSpec
-from edl_serving.messages.request import Request, RequestReader
-from edl_serving.messages.request_plan import make_plan
-from edl_serving.request_error import Refusal
+from edl_serving.messages.request import DecodedRequest, RequestDecoder
+from edl_serving.messages.request_plan import plan_request
+from edl_serving.request_error import RequestError
 from tests.unit.serving.fakes import LOGITS, FakeBackend, header_for, model_of, refusal_of
 
 TWO = model_of(
@@ -32,9 +32,9 @@ def two(rows: int = 2, words_rows: int | None = None) -> kserve.ModelInferReques
     return header
 
 
-def read(header: kserve.ModelInferRequest, raw: list[bytes], model: Any = TWO) -> Request:
+def read(header: kserve.ModelInferRequest, raw: list[bytes], model: Any = TWO) -> DecodedRequest:
     data, views = codec.split_request(codec.encode_request(header, raw))
-    return asyncio.run(RequestReader(model, 100).read(data, views, None))
+    return asyncio.run(RequestDecoder(model, 100).decode(data, views, None))
 
 
 def words(*items: bytes) -> bytes:
@@ -61,11 +61,11 @@ def test_typed_contents_are_read() -> None:
 
 
 def test_contents_are_never_taken_from_an_earlier_request_with_the_same_header() -> None:
-    reader = RequestReader(ONE, 100)
+    decoder = RequestDecoder(ONE, 100)
     found = []
     for value in (1, 2):
         data, views = codec.split_request(codec.encode_request(header_for(), [np.full(8, value, "<f4").tobytes()]))
-        found.append(asyncio.run(reader.read(data, views, None)).arrays[0][0, 0])
+        found.append(asyncio.run(decoder.decode(data, views, None)).arrays[0][0, 0])
     assert found == [1, 2]
 
 
@@ -121,7 +121,7 @@ def edit(change: Callable[[kserve.ModelInferRequest], object]) -> kserve.ModelIn
 def test_a_wrong_header_is_refused_with_the_offender(
     change: Callable[[kserve.ModelInferRequest], object], said: list[str]
 ) -> None:
-    message = refusal_of(lambda: make_plan(edit(change), TWO, 100))
+    message = refusal_of(lambda: plan_request(edit(change), TWO, 100))
     assert len(message) <= 1000
     for words_ in said:
         assert words_ in message
@@ -185,11 +185,11 @@ def test_parts_of_top_k_can_be_asked_for_alone() -> None:
     header = header_for()
     header.parameters["edl_top_k"].int64_param = 2
     header.outputs.add(name="logits__topk_ids")
-    assert [output.name for output in make_plan(header, ONE, 100).outputs] == ["logits__topk_ids"]
+    assert [output.name for output in plan_request(header, ONE, 100).outputs] == ["logits__topk_ids"]
     header.outputs.add(name="logits")
-    assert "'logits__topk_ids' was asked for twice" in refusal_of(lambda: make_plan(header, ONE, 100))
+    assert "'logits__topk_ids' was asked for twice" in refusal_of(lambda: plan_request(header, ONE, 100))
 
 
 def test_a_message_that_is_no_protobuf_is_refused() -> None:
-    with pytest.raises(Refusal, match="malformed"):
-        asyncio.run(RequestReader(ONE, 10).read(b"\x0a\xff", [], None))
+    with pytest.raises(RequestError, match="malformed"):
+        asyncio.run(RequestDecoder(ONE, 10).decode(b"\x0a\xff", [], None))

@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 from edl.discovery import Instance, open_registry
 from edl.errors import SettingsError
 from edl_serving import TensorSpec
-from edl_serving.backends.specs import cast, parse_spec, parse_specs, pick
-from edl_serving.backends.target import resolve
+from edl_serving.backends.specs import cast_to_spec, parse_spec, parse_specs, select_outputs
+from edl_serving.backends.target import import_target
 from edl_serving.cmd_register import parse_endpoint
 from edl_serving.command_line import option_values as values
 from edl_serving.command_line.options import add_flags, read_file
 from edl_serving.command_line.options import values as merged
-from edl_serving.command_line.parser import Parser
+from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import GROUPS, ServeConfig
 from edl_serving.registration.address import is_loopback, outward_address, warn_of_loopback
-from edl_serving.registration.announcer import Announcer
-from edl_serving.registration.probe import Answer, Prober, Turn
+from edl_serving.registration.probe import ProbeStatus, ReadinessTracker, RegistryAction
+from edl_serving.registration.reconciler import InstanceReconciler
 
 LEAST = ["--callable", "m:f", "--model", "digits"]
 
 
 def config_of(*arguments: str, file: str | None = None, folder: Path | None = None) -> ServeConfig:
-    parser = Parser("edl serve", "", "")
+    parser = CommandParser("edl serve", "", "")
     add_flags(parser, GROUPS)
     flags = vars(parser.parse(arguments))
     if file is None:
@@ -42,17 +42,17 @@ def config_of(*arguments: str, file: str | None = None, folder: Path | None = No
 
 def test_two_flags_are_enough() -> None:
     config = config_of(*LEAST)
-    assert (config.server.model, config.announcement.service) == ("digits", "digits")
+    assert (config.server.model, config.registration.service) == ("digits", "digits")
     assert (config.server.host, config.server.port, config.address) == ("127.0.0.1", 0, "127.0.0.1")
-    assert config.announcement.url is not None
-    assert config.announcement.url.startswith("sqlite:///")
+    assert config.registration.url is not None
+    assert config.registration.url.startswith("sqlite:///")
     assert config.server.metrics_port is None
 
 
 def test_model_and_service_stand_in_for_one_another() -> None:
     assert config_of("--callable", "m:f", "--service", "s").server.model == "s"
     config = config_of("--callable", "m:f", "--service", "s", "--model", "m")
-    assert (config.server.model, config.announcement.service) == ("m", "s")
+    assert (config.server.model, config.registration.service) == ("m", "s")
 
 
 FLAGS = [
@@ -114,11 +114,11 @@ def test_a_file_says_the_same_as_the_flags(tmp_path: Path) -> None:
     assert from_flags.server.drain_timeout_s == 90
     assert from_flags.server.max_message_bytes == 4 << 20
     assert from_flags.server.check_nan is False
-    assert from_flags.announcement.meta == {"rack": "r7"}
+    assert from_flags.registration.meta == {"rack": "r7"}
 
 
 def test_every_option_can_stand_in_a_file_and_is_explained_by_help(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser("edl serve", "", "")
+    parser = CommandParser("edl serve", "", "")
     add_flags(parser, GROUPS)
     with pytest.raises(SystemExit):
         parser.parse(["--help"])
@@ -132,7 +132,7 @@ def test_flags_win_over_the_file_and_pairs_are_joined(tmp_path: Path) -> None:
     config = config_of("--port", "1", "--option", "width=1", "--tag", "c", "--check-nan", file=FILE, folder=tmp_path)
     assert config.server.port == 1
     assert config.server.check_nan is True
-    assert config.announcement.tags == ("c",)
+    assert config.registration.tags == ("c",)
     assert config.source.options == {"width": 1, "kind": "wide"}
 
 
@@ -201,16 +201,16 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_discovery_comes_from_the_environment_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDL_DISCOVERY", "consul://c:8500")
     monkeypatch.setenv("EDL_TTL_S", "4")
-    assert config_of(*LEAST).announcement.url == "consul://c:8500"
-    assert config_of(*LEAST).announcement.ttl_s == 4
-    assert config_of(*LEAST, "--ttl", "5s").announcement.ttl_s == 5
-    assert config_of(*LEAST, "--discovery", "none").announcement.url is None
-    assert config_of(*LEAST, "--discovery", "none", "--service", "any thing").announcement.url is None
+    assert config_of(*LEAST).registration.url == "consul://c:8500"
+    assert config_of(*LEAST).registration.ttl_s == 4
+    assert config_of(*LEAST, "--ttl", "5s").registration.ttl_s == 5
+    assert config_of(*LEAST, "--discovery", "none").registration.url is None
+    assert config_of(*LEAST, "--discovery", "none", "--service", "any thing").registration.url is None
 
 
 def test_a_teacher_has_the_same_id_again_on_the_same_port() -> None:
-    told = config_of(*LEAST).announcement
-    first, again, other = (told.instance("h", port, "m", {}).id for port in (1, 1, 2))
+    settings = config_of(*LEAST).registration
+    first, again, other = (settings.instance("h", port, "m", {}).id for port in (1, 1, 2))
     assert first == again != other
 
 
@@ -329,19 +329,19 @@ def test_a_name_is_given_once() -> None:
 
 def test_answers_are_cast_where_no_value_changes_beyond_rounding() -> None:
     spec = TensorSpec("y", "FP32", (2,))
-    assert cast(spec, [[1, 2]]).dtype == "float32"
+    assert cast_to_spec(spec, [[1, 2]]).dtype == "float32"
     with pytest.raises(TypeError, match="'y' is float32, which does not become INT64"):
-        cast(TensorSpec("y", "INT64", (1,)), cast(spec, [[1.5]]))
+        cast_to_spec(TensorSpec("y", "INT64", (1,)), cast_to_spec(spec, [[1.5]]))
 
 
 def test_outputs_are_picked_by_name_and_by_order_only_where_there_are_no_names() -> None:
-    assert pick({"a": 1, "b": 2}, ["b"])["b"] == 2
-    assert pick({"output_0": 1, "output_1": 2}, ["logits"]) == {"logits": 1}
-    assert pick({"output": 1}, ["logits"]) == {"logits": 1}
+    assert select_outputs({"a": 1, "b": 2}, ["b"])["b"] == 2
+    assert select_outputs({"output_0": 1, "output_1": 2}, ["logits"]) == {"logits": 1}
+    assert select_outputs({"output": 1}, ["logits"]) == {"logits": 1}
     with pytest.raises(ValueError, match="answers 'a', 'b'; wanted are 'logits'"):
-        pick({"a": 1, "b": 2}, ["logits"])
+        select_outputs({"a": 1, "b": 2}, ["logits"])
     with pytest.raises(ValueError, match="wanted are 'x', 'y'"):
-        pick({"output": 1}, ["x", "y"])
+        select_outputs({"output": 1}, ["x", "y"])
 
 
 # What a target names.
@@ -352,9 +352,9 @@ def test_targets_are_modules_and_files(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "teacher_in_a_file.py").write_text("import beside\nclass Box:\n    value = beside.VALUE + 1\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert resolve("teacher_in_a_file.py:Box.value", "--callable") == 42
-    assert resolve(f"{tmp_path}/teacher_in_a_file.py:Box.value", "--callable") == 42
-    assert resolve("teacher_in_a_file:Box.value", "--callable") == 42
+    assert import_target("teacher_in_a_file.py:Box.value", "--callable") == 42
+    assert import_target(f"{tmp_path}/teacher_in_a_file.py:Box.value", "--callable") == 42
+    assert import_target("teacher_in_a_file:Box.value", "--callable") == 42
 
 
 @pytest.mark.parametrize(
@@ -370,14 +370,14 @@ def test_targets_are_modules_and_files(tmp_path: Path, monkeypatch: pytest.Monke
 )
 def test_targets_that_do_not_exist_are_named(target: str, words: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(words)):
-        resolve(target, "--callable")
+        import_target(target, "--callable")
 
 
 def test_a_module_that_misses_another_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match="'needs_more' imports 'surely_not_installed', which is not installed"):
-        resolve("needs_more:f", "--callable")
+        import_target("needs_more:f", "--callable")
 
 
 # Registering for another server.
@@ -409,56 +409,58 @@ def test_endpoints(text: str, parsed: tuple[str, int] | None) -> None:
 
 
 def test_silence_is_forgiven_so_many_times_and_a_plain_no_never() -> None:
-    prober = Prober(failures=3)
-    silent, yes, no = Answer.NO_ANSWER, Answer.READY, Answer.NOT_READY
+    prober = ReadinessTracker(failures=3)
+    silent, yes, no = ProbeStatus.NO_ANSWER, ProbeStatus.READY, ProbeStatus.NOT_READY
     story = [
-        (silent, Turn.STAY),
-        (yes, Turn.ENTER),
-        (silent, Turn.STAY),
-        (silent, Turn.STAY),
-        (yes, Turn.STAY),
-        (silent, Turn.STAY),
-        (silent, Turn.STAY),
-        (silent, Turn.LEAVE),
-        (silent, Turn.STAY),
-        (yes, Turn.ENTER),
-        (no, Turn.LEAVE),
-        (silent, Turn.STAY),
-        (yes, Turn.ENTER),
+        (silent, RegistryAction.KEEP),
+        (yes, RegistryAction.REGISTER),
+        (silent, RegistryAction.KEEP),
+        (silent, RegistryAction.KEEP),
+        (yes, RegistryAction.KEEP),
+        (silent, RegistryAction.KEEP),
+        (silent, RegistryAction.KEEP),
+        (silent, RegistryAction.DEREGISTER),
+        (silent, RegistryAction.KEEP),
+        (yes, RegistryAction.REGISTER),
+        (no, RegistryAction.DEREGISTER),
+        (silent, RegistryAction.KEEP),
+        (yes, RegistryAction.REGISTER),
     ]
-    assert [prober.hear(answer) for answer, _ in story] == [turn for _, turn in story]
+    assert [prober.record_probe(answer) for answer, _ in story] == [turn for _, turn in story]
 
 
-@given(st.lists(st.sampled_from(Answer)), st.integers(1, 4))
-def test_entering_and_leaving_alternate_and_only_a_ready_server_enters(answers: list[Answer], failures: int) -> None:
-    prober = Prober(failures)
+@given(st.lists(st.sampled_from(ProbeStatus)), st.integers(1, 4))
+def test_entering_and_leaving_alternate_and_only_a_ready_server_enters(
+    answers: list[ProbeStatus], failures: int
+) -> None:
+    prober = ReadinessTracker(failures)
     turns = []
     for answer in answers:
-        turn = prober.hear(answer)
-        assert turn is not Turn.ENTER or answer is Answer.READY
-        assert answer is not Answer.NOT_READY or not prober.present
-        if turn is not Turn.STAY:
+        turn = prober.record_probe(answer)
+        assert turn is not RegistryAction.REGISTER or answer is ProbeStatus.READY
+        assert answer is not ProbeStatus.NOT_READY or not prober.registered
+        if turn is not RegistryAction.KEEP:
             turns.append(turn)
-    assert turns == ([Turn.ENTER, Turn.LEAVE] * len(turns))[: len(turns)]
+    assert turns == ([RegistryAction.REGISTER, RegistryAction.DEREGISTER] * len(turns))[: len(turns)]
 
 
 def test_a_registry_that_refuses_is_an_error_for_whoever_waits(tmp_path: Path) -> None:
-    announcer = Announcer(f"sqlite:///{tmp_path}/d.sqlite", 2.0)
+    reconciler = InstanceReconciler(f"sqlite:///{tmp_path}/d.sqlite", 2.0)
     try:
-        announcement = config_of(*LEAST, "--discovery", "none", "--service", "not a name").announcement
-        announcer.want(announcement.instance("127.0.0.1", 1, "m", {}))
+        registration = config_of(*LEAST, "--discovery", "none", "--service", "not a name").registration
+        reconciler.set_desired(registration.instance("127.0.0.1", 1, "m", {}))
         with pytest.raises(SettingsError, match="not a name"):
-            announcer.settle(10)
+            reconciler.wait_until_current(10)
     finally:
-        announcer.close()
+        reconciler.close()
 
 
 def test_two_teachers_of_one_id_are_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     url = f"sqlite:///{tmp_path}/d.sqlite"
     for port, warned in ((8500, False), (8501, True)):
         with open_registry(url) as registry, registry.register(Instance("digits", "one", "127.0.0.1", 8500)):
-            announcer = Announcer(url, 2.0)
-            announcer.want(Instance("digits", "one", "127.0.0.1", port))
-            assert announcer.settle(20.0)
+            reconciler = InstanceReconciler(url, 2.0)
+            reconciler.set_desired(Instance("digits", "one", "127.0.0.1", port))
+            assert reconciler.wait_until_current(20.0)
             assert ("give each an --id of its own" in caplog.text) is warned
-            announcer.close()
+            reconciler.close()

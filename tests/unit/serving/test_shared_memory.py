@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from edl.protocol import kserve, names
-from edl_serving.request_error import Refusal
+from edl_serving.request_error import RequestError
 from edl_serving.shared_memory import region as shm
-from edl_serving.shared_memory.peers import Peers
-from edl_serving.shared_memory.regions import ClientRegions, Regions
+from edl_serving.shared_memory.peers import PeerCredentials
+from edl_serving.shared_memory.regions import ClientRegions, RegionTable
 from tests.descriptors import count_descriptors
 
 Make = Callable[[int], str]
@@ -53,7 +53,7 @@ def descriptors() -> int:
 
 def for_client(max_regions: int, max_bytes: int) -> ClientRegions:
     """The regions of a server as a client of its own user sees them."""
-    found = Regions(max_regions, max_bytes, Peers(lambda: ())).of_client("unix:")
+    found = RegionTable(max_regions, max_bytes, PeerCredentials(lambda: ())).regions_of_client("unix:")
     assert found is not None
     return found
 
@@ -62,14 +62,14 @@ def for_client(max_regions: int, max_bytes: int) -> ClientRegions:
     "key", ["", "/", "/..", "..", "/.", "/a/b", "a/b", "/../etc/passwd", "//etc", "/a\0b", "/" + "x" * 300, "/é" * 200]
 )
 def test_a_key_that_is_no_plain_name_is_refused(key: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         for_client(4, 1000).register(asked(key, 1))
     assert refused.value.code.name == "INVALID_ARGUMENT"
     assert repr(key)[:20] in refused.value.message
 
 
 def test_an_object_that_is_not_there_is_refused() -> None:
-    with pytest.raises(Refusal, match="'/edl-no-such-object' cannot be opened"):
+    with pytest.raises(RequestError, match="'/edl-no-such-object' cannot be opened"):
         for_client(4, 1000).register(asked("/edl-no-such-object", 1))
 
 
@@ -81,7 +81,7 @@ def test_a_link_and_a_folder_are_refused(make: Make) -> None:
     folder.mkdir()
     try:
         for path in (link, folder):
-            with pytest.raises(Refusal, match=r"cannot be opened|no shared memory object"):
+            with pytest.raises(RequestError, match=r"cannot be opened|no shared memory object"):
                 for_client(4, 1000).register(asked(path.name, 1))
     finally:
         link.unlink()
@@ -92,7 +92,7 @@ def test_a_link_and_a_folder_are_refused(make: Make) -> None:
 def test_a_claim_beyond_the_object_is_refused(make: Make, offset: int, nbytes: int) -> None:
     key = make(64)
     before = descriptors()
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         for_client(4, 2**65).register(asked(key, nbytes, offset=offset))
     assert str(nbytes) in refused.value.message
     del refused
@@ -106,7 +106,7 @@ def test_a_region_is_seen_from_its_offset_and_written_back(make: Make, offset: i
     regions.register(asked(key, 100, offset=offset))
     view = regions["r"].view(3, 4)
     assert list(view) == [(offset + 3 + index) % 256 for index in range(4)]
-    regions["r"].write(3, b"abcd")
+    regions["r"].write_bytes(3, b"abcd")
     assert bytes(view) == b"abcd"  # the same memory
     assert Path(f"/dev/shm{key}").read_bytes()[offset + 3 : offset + 7] == b"abcd"
 
@@ -115,7 +115,7 @@ def test_a_region_is_seen_from_its_offset_and_written_back(make: Make, offset: i
 def test_bytes_outside_the_region_are_refused(make: Make, offset: int, nbytes: int) -> None:
     regions = for_client(4, 10_000)
     regions.register(asked(make(200), 100))
-    with pytest.raises(Refusal, match="'r' has 100 bytes"):
+    with pytest.raises(RequestError, match="'r' has 100 bytes"):
         regions["r"].view(offset, nbytes)
 
 
@@ -125,7 +125,7 @@ def test_an_object_that_has_shrunk_is_refused_instead_of_crashing(make: Make) ->
     regions.register(asked(key, 8192))
     os.truncate(f"/dev/shm{key}", 4096)
     assert len(regions["r"].view(0, 4096)) == 4096
-    with pytest.raises(Refusal, match="has shrunk to 4096 bytes"):
+    with pytest.raises(RequestError, match="has shrunk to 4096 bytes"):
         regions["r"].view(4000, 200)
 
 
@@ -135,7 +135,7 @@ def test_an_array_outlives_its_registration_and_leaks_nothing(make: Make) -> Non
     regions.register(asked(make(256), 256))
     array = np.frombuffer(regions["r"].view(0, 256), np.uint8)
     regions.unregister("r")
-    with pytest.raises(Refusal, match="'r' is not registered"):
+    with pytest.raises(RequestError, match="'r' is not registered"):
         regions["r"]
     assert array.tolist() == list(range(256))
     del array
@@ -148,7 +148,7 @@ def test_a_name_is_taken_once_and_free_again_when_its_client_is_gone(make: Make)
     regions.register(asked(first, 64))
     regions.register(asked(first, 64))
     assert len(regions) == 1
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestError) as refused:
         regions.register(asked(second, 64))
     assert refused.value.code.name == "ALREADY_EXISTS"
     Path(f"/dev/shm{first}").unlink()
@@ -160,14 +160,14 @@ def test_regions_are_limited_and_those_of_dead_clients_make_room(make: Make, mon
     regions = for_client(2, 1000)
     keys = [make(400), make(400), make(400)]
     regions.register(asked(keys[0], 400, name="a"))
-    with pytest.raises(Refusal, match="400 of 1000 bytes"):
+    with pytest.raises(RequestError, match="400 of 1000 bytes"):
         regions.register(asked(make(800), 800, name="large"))
     regions.register(asked(keys[1], 400, name="b"))
-    with pytest.raises(Refusal, match="2 of 2 regions") as refused:
+    with pytest.raises(RequestError, match="2 of 2 regions") as refused:
         regions.register(asked(keys[2], 100, name="c"))
     assert refused.value.code.name == "RESOURCE_EXHAUSTED"
     Path(f"/dev/shm{keys[0]}").unlink()
-    with pytest.raises(Refusal):  # unlinked, but its client may have done that on purpose
+    with pytest.raises(RequestError):  # unlinked, but its client may have done that on purpose
         regions.register(asked(keys[2], 100, name="c"))
     monkeypatch.setattr(shm, "_UNUSED_S", 0.0)
     regions.register(asked(keys[2], 100, name="c"))
@@ -182,12 +182,12 @@ def test_unregistering_nothing_in_particular_forgets_all(make: Make) -> None:
     assert len(regions) == 2
     regions.unregister("")
     assert len(regions) == 0
-    with pytest.raises(Refusal, match="'a' is not registered"):
+    with pytest.raises(RequestError, match="'a' is not registered"):
         regions.status("a")
 
 
 def test_an_empty_name_is_refused(make: Make) -> None:
-    with pytest.raises(Refusal, match="name ''"):
+    with pytest.raises(RequestError, match="name ''"):
         for_client(4, 1000).register(asked(make(64), 64, name=""))
 
 
@@ -201,10 +201,10 @@ def test_what_others_may_shrink_is_copied(make: Make) -> None:
     view = regions["r"].view(3, 4)
     os.truncate(f"/dev/shm{key}", 0)
     assert list(view) == [(100 + 3 + index) % 256 for index in range(4)]
-    with pytest.raises(Refusal, match="has shrunk to 0 bytes"):
+    with pytest.raises(RequestError, match="has shrunk to 0 bytes"):
         regions["r"].view(0, 4)
-    with pytest.raises(Refusal, match="has shrunk to 0 bytes"):  # between the look at its size and the copy
-        regions["r"]._copied(0, 4)
+    with pytest.raises(RequestError, match="has shrunk to 0 bytes"):  # between the look at its size and the copy
+        regions["r"]._read_copy(0, 4)
 
 
 if os.geteuid() == 0:  # who else cannot give a file to another user
@@ -212,9 +212,11 @@ if os.geteuid() == 0:  # who else cannot give a file to another user
     def test_objects_of_other_users_are_refused(make: Make) -> None:
         key = make(64)
         os.chown(f"/dev/shm{key}", 65534, -1)
-        with pytest.raises(Refusal, match=r"belongs to user 65534; this server takes that of 0 .*--shared-memory-user"):
+        with pytest.raises(
+            RequestError, match=r"belongs to user 65534; this server takes that of 0 .*--shared-memory-user"
+        ):
             for_client(4, 1000).register(asked(key, 64))
-        allowed = Regions(4, 1000, Peers(lambda: ()), [65534]).of_client("unix:")
+        allowed = RegionTable(4, 1000, PeerCredentials(lambda: ()), [65534]).regions_of_client("unix:")
         assert allowed is not None
         allowed.register(asked(key, 64))
         assert allowed["r"].mapped is None, "another user may shrink it"
@@ -223,8 +225,8 @@ if os.geteuid() == 0:  # who else cannot give a file to another user
 def test_arenas_of_dead_students_are_swept(make: Make) -> None:
     """Whether or not the file is still there; one that is locked lives, also without a name."""
     paths = [Path(f"/dev/shm/{names.LOCKED_MEMORY}0-{uuid.uuid4().hex}") for _ in range(3)]
-    regions = Regions(4, 10_000, Peers(lambda: ()))
-    mine = regions.of_client("unix:")
+    regions = RegionTable(4, 10_000, PeerCredentials(lambda: ()))
+    mine = regions.regions_of_client("unix:")
     assert mine is not None
     living = None
     try:
@@ -237,15 +239,15 @@ def test_arenas_of_dead_students_are_swept(make: Make) -> None:
         paths[0].unlink()
         paths[1].unlink()
         before = descriptors()
-        regions.sweep()
-        assert list(regions.of_user(os.geteuid())) == [paths[0].name]
+        regions.remove_abandoned()
+        assert list(regions.regions_of_user(os.geteuid())) == [paths[0].name]
         assert descriptors() == before - 2, "file and mapping; the other was swept by the registration behind it"
     finally:
         if living is not None:
             living.close()
         for path in paths:
             path.unlink(missing_ok=True)
-    regions.sweep()
+    regions.remove_abandoned()
     assert len(regions) == 0
 
 
@@ -265,7 +267,7 @@ def test_a_failed_call_refuses_once(
     before = descriptors()
     with monkeypatch.context() as patched:
         patched.setattr(module, name, fail)
-        with pytest.raises(Refusal, match=f"{re.escape(repr(key))} cannot be .*: {os.strerror(number)}"):
+        with pytest.raises(RequestError, match=f"{re.escape(repr(key))} cannot be .*: {os.strerror(number)}"):
             regions.register(asked(key, 4096))
     assert descriptors() == before
     regions.register(asked(key, 4096))
@@ -282,9 +284,9 @@ def test_a_failed_copy_refuses_once(make: Make, monkeypatch: pytest.MonkeyPatch,
     regions = for_client(4, 10_000)
     regions.register(asked(key, 4096))
     region = regions["r"]
-    use = (lambda: region.view(0, 8)) if name == "preadv" else (lambda: region.write(0, bytes(8)))
+    use = (lambda: region.view(0, 8)) if name == "preadv" else (lambda: region.write_bytes(0, bytes(8)))
     with monkeypatch.context() as patched:
         patched.setattr(os, name, fail)
-        with pytest.raises(Refusal, match=f"'r' cannot be {words}: {os.strerror(errno.EIO)}"):
+        with pytest.raises(RequestError, match=f"'r' cannot be {words}: {os.strerror(errno.EIO)}"):
             use()
     use()

@@ -18,7 +18,7 @@ from edl.errors import ProtocolError, SourceError
 from edl.protocol.tensors import array_of, from_raw, to_raw
 from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.callable import CallableBackend
-from edl_serving.backends.specs import cast
+from edl_serving.backends.specs import cast_to_spec
 
 CLIPS = [b"\x01\0\0\0\0\0", b"\0" * 6, b"\x01\x02\x03\x04\x05\x06", b""]
 X = {"x": itemgetter(0)}
@@ -93,17 +93,17 @@ def test_a_models_words_keep_their_nuls() -> None:
     assert [bytes(word) for word in answer["listed"]] == CLIPS[:3]
     assert from_raw("BYTES", [3], to_raw(answer["text"])).tolist() == ["é\0".encode()] * 3
     words = TensorSpec("words", "BYTES", ())
-    assert cast(words, np.array([b"ab", b"cd"])).tolist() == [b"ab", b"cd"]
+    assert cast_to_spec(words, np.array([b"ab", b"cd"])).tolist() == [b"ab", b"cd"]
     with pytest.raises(TypeError, match=r"'words'.*ends in NULs"):
-        cast(words, np.array(CLIPS))
+        cast_to_spec(words, np.array(CLIPS))
 
 
 def test_outputs_that_a_type_lacks_are_refused() -> None:
-    assert cast(TensorSpec("y", "INT8", ()), np.array([-128, 127])).tolist() == [-128, 127]
+    assert cast_to_spec(TensorSpec("y", "INT8", ()), np.array([-128, 127])).tolist() == [-128, 127]
     with pytest.raises(TypeError, match="'y' holds 300 as int64, which INT8 does not have"):
-        cast(TensorSpec("y", "INT8", ()), np.array([1, 300]))
+        cast_to_spec(TensorSpec("y", "INT8", ()), np.array([1, 300]))
     with pytest.raises(TypeError, match="which INT64 does not have"):
-        cast(TensorSpec("y", "INT64", ()), np.array([2**63], np.uint64))
+        cast_to_spec(TensorSpec("y", "INT64", ()), np.array([2**63], np.uint64))
     with pytest.raises(TypeError, match=r"holds .*e\+30 as float32, which FP16"):
-        cast(TensorSpec("y", "FP16", ()), np.array([np.inf, 1e30], np.float32))
-    assert np.isinf(cast(TensorSpec("y", "FP16", ()), np.array([np.inf], np.float32))).all()
+        cast_to_spec(TensorSpec("y", "FP16", ()), np.array([np.inf, 1e30], np.float32))
+    assert np.isinf(cast_to_spec(TensorSpec("y", "FP16", ()), np.array([np.inf], np.float32))).all()

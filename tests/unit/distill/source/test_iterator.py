@@ -15,7 +15,7 @@ from edl.distill.source.iterator import SourceIterator
 from edl.errors import SourceError
 from edl_serving import ServerSettings
 from edl_serving.batching.batcher import Batcher
-from edl_serving.model import Model
+from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import Metrics
 from tests.unit.serving.fakes import FakeBackend
 
@@ -138,7 +138,7 @@ def test_a_stop_while_warming_up_is_an_error() -> None:
     async def warm() -> None:
         backend = Stopping()
         settings = ServerSettings(model="m")
-        batcher = Batcher(settings, Model(settings, [backend]), [backend], Metrics("m"))
+        batcher = Batcher(settings, ServedModel(settings, [backend]), [backend], Metrics("m"))
         try:
             await asyncio.wait_for(batcher.warm_up(), 10)
         finally:

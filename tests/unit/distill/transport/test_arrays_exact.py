@@ -19,8 +19,8 @@ from edl.distill.transport.shm import Arena
 from edl.errors import SourceError
 from edl.protocol import codec
 from edl_serving import TensorSpec
-from edl_serving.messages.request import bind
-from edl_serving.messages.request_plan import make_plan
+from edl_serving.messages.request import bind_tensors
+from edl_serving.messages.request_plan import plan_request
 from tests.unit.serving.fakes import FakeBackend, model_of
 
 X = {"x": itemgetter(0)}
@@ -48,7 +48,7 @@ def taught(fields: dict[str, Any], arena: Arena | None = None) -> Any:
     model = model_of(FakeBackend(inputs=(TensorSpec(name, datatype, shape[1:]),)))
     header = request_header(OutputSpec(("logits",)), "m", payload, compressed=False, region=None)
     header, raw = codec.split_request(codec.join_request(header, payload.raw))
-    (array,) = bind(make_plan(codec.parse_request(header), model, 1000), raw, None).arrays
+    (array,) = bind_tensors(plan_request(codec.parse_request(header), model, 1000), raw, None).arrays
     found = array.copy()
     if arena is not None and payload.slot is not None:
         arena.give(payload.slot)

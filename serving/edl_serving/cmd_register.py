@@ -38,7 +38,7 @@ from edl_serving.registration.settings import RegistrationSettings
 __all__ = ["RegisterConfig", "main"]
 
 _log = logging.getLogger(__name__)
-_LEAVE_S = 5.0
+_LEAVE_S = 5.0  # for a registry to hear of the end; the lease lapses by itself
 _LONGEST_VERSION = 512  # bytes; what a registry takes
 
 _DESCRIPTION = """\

@@ -24,7 +24,7 @@ from edl_serving.registration.teacher import TeacherRegistration
 __all__ = ["main"]
 
 _log = logging.getLogger(__name__)
-EXIT_MODEL = 3
+EXIT_MODEL = 3  # 1 and 2 are a drain that was too slow, and wrong usage
 
 _DESCRIPTION = """\
 Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself

@@ -71,11 +71,12 @@ def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -
         content.queue_module(module)
         content.add("the model", model)
         content.add_modules()
-    except _UnknownStateError as exc:
+    except Exception as exc:  # noqa: BLE001 - objects of the user's may raise anything when they are looked at
+        reason = str(exc) if isinstance(exc, _UnknownStateError) else f"{type(exc).__name__}: {exc}"
         _log.warning(
             "the version of the model is unknown: %s. Students keep no labels of it in caches: name the version by "
             "--model-version, and another one with each change",
-            exc,
+            reason,
         )
         return ""
     return content.digest()
@@ -144,6 +145,8 @@ class _Content:
                 self.update(kind.__name__.encode(), repr(value).encode())
         elif isinstance(value, _STATELESS) or kind.__module__ in ("typing", "__future__"):
             self.update(kind.__name__.encode())
+        elif torch is not None and isinstance(value, torch.device):
+            self.update(b"device")  # which differs between hosts that serve the same model
         elif id(value) in self._seen:
             self.update(f"object {self._seen[id(value)][0]}".encode())
         elif isinstance(value, types.ModuleType):
@@ -152,7 +155,7 @@ class _Content:
             self.update(kind.__name__.encode(), str(value).encode())
         elif isinstance(value, enum.Enum):
             self.update(kind.__name__.encode(), value.name.encode())
-        elif torch is not None and isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        elif torch is not None and isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             self.update(str(value).encode())
         else:
             self._seen[id(value)] = len(self._seen), value

@@ -27,8 +27,11 @@ __all__ = ["Batcher"]
 _log = logging.getLogger(__name__)
 
 _FIRST_HINT_MS = 100
+"""When to come again, before a batch was computed: some batches of a large model on a GPU."""
 _LONGEST_HINT_MS = 10_000
+"""Of a model that takes minutes for its queue: with more, a teacher that joins later finds its students asleep."""
 _SLOW_INLINE_S = 0.005
+"""An inline `predict` should take microseconds; after so long other requests feel it."""
 
 
 class Batcher:

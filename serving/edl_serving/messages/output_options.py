@@ -21,7 +21,8 @@ __all__ = ["OutputOptions", "top_k"]
 
 _FLOATS = ("FP16", "FP32", "FP64")
 _DTYPES = ("FP16", "FP32")
-_COLDEST, _HOTTEST = 1e-3, 1e6  # within these, float32 logits neither vanish nor overflow
+_COLDEST = 1e-3  # with less, float32 logits overflow
+_HOTTEST = 1e6  # with more, they vanish
 
 
 @dataclass(frozen=True)

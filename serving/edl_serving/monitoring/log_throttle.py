@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 __all__ = ["LogThrottle"]
 
-_EVERY_S = 10.0
+_EVERY_S = 10.0  # 9,000 lines a day at most, while a person who watches sees that it goes on
 
 
 class LogThrottle:

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 
 __all__ = ["terminate_with_parent"]
 
-_POLL_S = 0.25
+_POLL_S = 0.25  # without pidfd; a port that is used again by a test is free this soon
 
 
 def terminate_with_parent(pid: int) -> None:

@@ -17,7 +17,7 @@ from edl_serving.settings import ServerSettings
 __all__ = ["serve"]
 
 _log = logging.getLogger(__name__)
-_CLOSE_S = 5.0
+_CLOSE_S = 5.0  # for backends to release a GPU's memory after a drain
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 

@@ -16,7 +16,8 @@ from edl.errors import DiscoveryError
 __all__ = ["InstanceReconciler"]
 
 _log = logging.getLogger(__name__)
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
+_FIRST_RETRY_S = 0.25  # a registry that restarts is back within a second or two
+_LAST_RETRY_S = 5.0  # half of the default TTL: a thousand teachers then ask 200 times a second
 
 
 class InstanceReconciler:

@@ -11,8 +11,8 @@ __all__ = ["Address", "user_of_socket"]
 
 Address: TypeAlias = "tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]"
 
-_NETLINK_SOCK_DIAG = 4
-_SOCK_DIAG_BY_FAMILY = 20
+_NETLINK_SOCK_DIAG = 4  # linux/netlink.h
+_SOCK_DIAG_BY_FAMILY = 20  # linux/sock_diag.h
 _REQUEST = 1  # NLM_F_REQUEST
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr
 _ID = struct.Struct("!HH16s16s")  # inet_diag_sockid: ports and addresses; an interface and a cookie follow

@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from edl.distill import DistillReader, Options
+from edl.distill.cache import SoftLabelCache
 from edl.errors import SettingsError
+from edl.testing import LocalTeacher
 from edl_serving.backends import ModelSource, model_version, open_backends
 
 _VERSIONS = """
@@ -450,3 +453,27 @@ def build():
     assert backend.version == "mine"
     with pytest.raises(SettingsError, match="--model-version means nothing"):
         open_backends(ModelSource("factory", f"{tmp_path}/own.py:build", version="yours"))
+
+
+def test_labels_of_an_unknown_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = """
+import collections
+
+SCALES = collections.deque([2.0])
+
+def build():
+    return lambda inputs: {"y": inputs["x"] * SCALES[0]}
+"""
+    (tmp_path / "unknown.py").write_text(text)
+    serve = {"input": "x:float32[1]", "output": "y:float32[1]"}
+    rows = np.arange(20, dtype=np.float32)[:, None]
+    with LocalTeacher(f"{tmp_path}/unknown.py:build", serve=serve) as teacher, SoftLabelCache() as cache:
+        settings = {"cache": cache, "id_field": 1, "options": Options(teacher_timeout_s=60)}
+        with DistillReader(["x", None], ["y"], teachers=teacher.endpoint, **settings) as reader:
+            reader.set_batch_generator(lambda: iter([(rows, np.arange(20))]))
+            for epoch in (1, 2):
+                ((_, _, labels),) = reader()
+                assert np.array_equal(labels, 2 * rows)
+                assert reader.stats().rows_asked == 20 * epoch, "labels of an unknown version are not kept"
+    (line,) = [record.getMessage() for record in caplog.records if "not kept in the cache" in record.getMessage()]
+    assert "Name the version" in line

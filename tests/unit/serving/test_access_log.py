@@ -57,7 +57,7 @@ def test_request_ids_are_cut() -> None:
     assert request_id_of({}, "b") == "b"
 
 
-def test_without_opentelemetry_there_is_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_span_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "opentelemetry.trace", raising=False)
     assert current_traceparent() == ""
 
@@ -110,7 +110,7 @@ def test_the_access_log_may_be_rotated(tmp_path: Path) -> None:
     assert [line["id"] for line in lines_of(path)] == ["second"]
 
 
-def test_an_access_log_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_impossible_access_logs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere.*cannot be written"):
         AccessLog(str(tmp_path / "nowhere" / "access.log"), "m", "1")
 

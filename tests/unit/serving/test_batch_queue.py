@@ -19,12 +19,12 @@ def job(rows: int, arrived: float, shape: int = 1, deadline: float = FOREVER) ->
     return InferenceJob(nothing, rows, ((shape,),), arrived, deadline)
 
 
-def test_an_idle_queue_has_nothing_to_wait_for() -> None:
+def test_an_empty_queue_waits_for_nothing() -> None:
     taken = BatchQueue(8, 1.0, 100).pop_batch(0.0)
     assert (taken.jobs, taken.expired, taken.wait_s) == ([], [], None)
 
 
-def test_a_batch_is_due_when_it_is_full_or_has_waited() -> None:
+def test_a_full_or_late_batch_is_due() -> None:
     queue = BatchQueue(8, 1.0, 100)
     first, second = job(4, 10.0), job(4, 10.25)
     queue.push_job(first)
@@ -35,14 +35,14 @@ def test_a_batch_is_due_when_it_is_full_or_has_waited() -> None:
     assert queue.pop_batch(11.0).jobs == [first]
 
 
-def test_without_a_delay_a_batch_is_due_at_once() -> None:
+def test_no_delay_makes_a_batch_due() -> None:
     queue = BatchQueue(8, 0.0, 100)
     first = job(1, 10.0)
     queue.push_job(first)
     assert queue.pop_batch(10.0).jobs == [first]
 
 
-def test_a_job_that_does_not_fit_starts_the_next_batch() -> None:
+def test_a_job_that_does_not_fit_is_next() -> None:
     queue = BatchQueue(8, 0.0, 100)
     jobs = [job(5, 1.0), job(5, 1.1), job(1, 1.2)]
     for one in jobs:
@@ -51,7 +51,7 @@ def test_a_job_that_does_not_fit_starts_the_next_batch() -> None:
     assert queue.pop_batch(2.0).jobs == jobs[1:]
 
 
-def test_a_full_batch_of_another_shape_need_not_wait_for_the_oldest() -> None:
+def test_a_full_batch_of_another_shape() -> None:
     queue = BatchQueue(8, 1.0, 100)
     young, full = job(1, 1.0, shape=1), job(8, 1.1, shape=2)
     queue.push_job(young)
@@ -70,7 +70,7 @@ def test_the_queue_is_bounded_in_rows() -> None:
 
 
 @given(st.integers(9, 50))
-def test_a_job_larger_than_a_batch_goes_alone(rows: int) -> None:
+def test_a_job_above_a_batch_goes_alone(rows: int) -> None:
     queue = BatchQueue(8, 5.0, 100)
     large, small = job(rows, 0.0), job(1, 0.0)
     queue.push_job(large)

@@ -36,7 +36,7 @@ def test_the_public_names_are_these() -> None:
         ({"drain_timeout_s": -0.1}, "drain_timeout_s=-0.1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_by_name(values: dict[str, Any], said: str) -> None:
+def test_impossible_settings_are_named(values: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         ServerSettings(**{"model": "m", **values})
 
@@ -66,12 +66,12 @@ def test_a_tensor_that_cannot_be_is_refused(values: tuple[Any, ...], said: str) 
         ([FakeBackend(outputs=(TensorSpec("y", "BF16"),))], "'y' is BF16"),
     ],
 )
-def test_backends_that_cannot_be_served_are_refused(backends: list[FakeBackend], said: str) -> None:
+def test_unservable_backends_are_refused(backends: list[FakeBackend], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         TeacherServer(ServerSettings(model="m"), backends)
 
 
-def test_warming_up_asks_for_one_row_and_for_a_full_batch() -> None:
+def test_warm_up_has_one_row_and_a_batch() -> None:
     seen = []
 
     def predict(inputs: Any) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_warming_up_asks_for_one_row_and_for_a_full_batch() -> None:
     assert sorted(shapes["words"] for shapes in seen)[0] == ((1, 1, 2), np.dtype(object))
 
 
-def test_metadata_counts_the_batch_and_configuration_does_not() -> None:
+def test_metadata_and_configuration() -> None:
     model = model_of(FakeBackend(inputs=(TensorSpec("words", "BYTES", ()), X)), max_batch_rows=7, max_delay_s=0.001)
     metadata, config = model.metadata(), model.config().config
     assert [(one.name, one.datatype, list(one.shape)) for one in metadata.inputs] == [
@@ -109,7 +109,7 @@ def test_an_unknown_version_is_not_listed() -> None:
         model.check_request("m", "1")
 
 
-def test_what_a_client_sent_is_quoted_short_and_printable() -> None:
+def test_quotes_are_short_and_printable() -> None:
     assert quote("a\nb") == "'a\\nb'"
     assert len(quote("x" * 10**6)) < 200
     assert len(quote(list(range(1000)))) < 200
@@ -144,7 +144,7 @@ def test_metrics_add_up_over_workers() -> None:
     assert value("edl_teacher_in_flight") == 5
 
 
-def test_a_model_that_keeps_failing_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     throttle = LogThrottle(logging.getLogger("edl_serving.test"), lambda: now)
     for _ in range(1000):

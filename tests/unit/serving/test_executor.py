@@ -65,7 +65,7 @@ def failing(when: float, error: BaseException) -> Any:
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 30))
-def test_every_request_gets_its_own_rows_back(sizes: list[int], max_batch_rows: int) -> None:
+def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> None:
     bench = Bench(FakeBackend(), max_batch_rows=max_batch_rows, max_queue_rows=1000)
     inputs = [np.random.default_rng(index).random((size, 4), np.float32) for index, size in enumerate(sizes)]
     for _ in range(2):  # the second time in buffers that were used before
@@ -76,7 +76,7 @@ def test_every_request_gets_its_own_rows_back(sizes: list[int], max_batch_rows: 
     assert sum(bench.backend.calls) == 2 * sum(sizes) == bench.metrics.rows
 
 
-def test_a_single_request_is_given_to_the_model_without_a_copy() -> None:
+def test_a_single_request_is_not_copied() -> None:
     seen: list[Array] = []
 
     def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -102,7 +102,7 @@ def test_merged_batches_reuse_one_buffer() -> None:
     assert len(set(addresses)) == 1
 
 
-def test_a_model_may_answer_with_its_own_input_or_the_same_array_again() -> None:
+def test_a_model_may_answer_with_its_input() -> None:
     kept = np.zeros((2, 4), np.float32)
 
     def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -121,7 +121,7 @@ def test_a_model_may_answer_with_its_own_input_or_the_same_array_again() -> None
         np.testing.assert_array_equal(arrays(second)[name], x[1:2])
 
 
-def test_what_a_model_raises_is_told_without_its_stack(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_errors_come_without_a_stack(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(FakeBackend(failing(1.0, ValueError("no such token: 7"))))
     with caplog.at_level(logging.ERROR, "edl_serving"):
         answers = [bench.run(bench.job(rows(2)))[0] for _ in range(3)]
@@ -135,21 +135,21 @@ def test_what_a_model_raises_is_told_without_its_stack(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), MemoryError(), StopIteration(), KeyboardInterrupt()])
-def test_nothing_that_a_model_raises_ends_the_worker(error: BaseException) -> None:
+def test_no_model_error_ends_the_worker(error: BaseException) -> None:
     bench = Bench(FakeBackend(failing(1.0, error)))
     (answer,) = bench.run(bench.job(rows(1)))
     assert type(error).__name__ in answer.message
     assert isinstance(bench.run(bench.job(rows(1, 2.0)))[0], bytes)
 
 
-def test_only_the_guilty_request_of_a_batch_is_answered_with_the_error() -> None:
+def test_only_the_guilty_request_fails() -> None:
     bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
     answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
     assert [type(answer) for answer in answers] == [bytes, RequestError, bytes]
     assert bench.backend.calls == [6, 2, 3, 1]
 
 
-def test_a_request_is_not_computed_again_when_its_time_is_up() -> None:
+def test_late_requests_are_not_recomputed() -> None:
     bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
     answers = bench.run(bench.job(rows(2), deadline=0.0), bench.job(rows(3, 7.0)))
     assert answers[0] is None
@@ -166,7 +166,7 @@ def test_a_cancelled_request_is_not_computed() -> None:
     assert bench.backend.calls == [3]
 
 
-def test_nan_is_answered_to_its_owner_only_and_names_output_and_row() -> None:
+def test_nan_is_an_error_of_its_owner() -> None:
     def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {"logits": np.where(inputs["x"][:, :1] == 7, np.nan, 1).astype(np.float32).repeat(5, 1)}
 
@@ -204,7 +204,7 @@ def test_infinite_logits_are_allowed() -> None:
         ({"logits": np.float32(0)}, "'logits' is a float32"),
     ],
 )
-def test_an_output_other_than_promised_is_an_error_that_says_which(output: Any, said: str) -> None:
+def test_unpromised_outputs_are_named(output: Any, said: str) -> None:
     bench = Bench(FakeBackend(lambda inputs: output))
     (answer,) = bench.run(bench.job(rows(2)))
     assert answer.code.name == "INTERNAL"
@@ -220,7 +220,7 @@ def test_byte_strings_must_be_strings() -> None:
     assert "neither str nor bytes" in bad.run(bad.job(rows(2)))[0].message
 
 
-def test_outputs_that_change_shape_within_one_large_request_are_an_error() -> None:
+def test_parts_of_other_shapes_are_an_error() -> None:
     def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
         return {"logits": np.zeros((len(inputs["x"]), len(inputs["x"])), np.float32)}
 
@@ -229,7 +229,7 @@ def test_outputs_that_change_shape_within_one_large_request_are_an_error() -> No
     assert "changes its shape" in bench.run(bench.job(rows(3)))[0].message
 
 
-def test_requests_with_different_options_share_a_batch() -> None:
+def test_requests_of_other_options_share() -> None:
     bench = Bench(FakeBackend())
     header = header_for((2, 4))
     header.parameters["edl_top_k"].int64_param = 2
@@ -241,7 +241,7 @@ def test_requests_with_different_options_share_a_batch() -> None:
     assert arrays(dense.answer)["logits"].tolist() == [[4, 5, 6, 7, 8]]
 
 
-def test_answers_carry_the_id_and_the_version_of_their_request() -> None:
+def test_answers_carry_id_and_version() -> None:
     bench = Bench(FakeBackend())
     for name in ("first", "second"):
         job = InferenceJob(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)

@@ -105,7 +105,7 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     st.lists(st.integers(1, 3 * BATCH), min_size=1, max_size=6),
     st.lists(st.integers(1, 3 * BATCH), min_size=1, max_size=6),
 )
-def test_two_backlogged_clients_get_equal_rows(ours: list[int], theirs: list[int]) -> None:
+def test_backlogged_clients_get_equal_rows(ours: list[int], theirs: list[int]) -> None:
     queue = BatchQueue(BATCH, 0.0, 1 << 30)
     served = {"a": 0, "b": 0}
     for turn in range(300):

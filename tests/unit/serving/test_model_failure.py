@@ -12,7 +12,7 @@ from edl_serving.backends import ModelSource, open_backends
 from edl_serving.command_line.model_failure import describe_failure
 
 
-def test_the_stack_of_a_model_that_is_installed_as_a_package_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_model_s_stack_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("installed_model")
     file = f"{sysconfig.get_paths()['purelib']}/installed_model.py"
     code = compile("def predict(inputs):\n    return {'y': inputs['x'] @ inputs['x']}\n", file, "exec")

@@ -31,7 +31,7 @@ def parameters(**values: Any) -> dict[str, kserve.InferParameter]:
 
 
 @given(logits, st.data(), st.floats(0.5, 20))
-def test_top_k_keeps_the_largest_and_sums_up_the_rest(array: Array, data: st.DataObject, temperature: float) -> None:
+def test_top_k_and_the_sum_of_the_rest(array: Array, data: st.DataObject, temperature: float) -> None:
     k = data.draw(st.integers(1, array.shape[-1]))
     ids, values, tail = top_k(array, k, temperature)
     assert ids.dtype == np.int32
@@ -47,12 +47,12 @@ def test_top_k_keeps_the_largest_and_sums_up_the_rest(array: Array, data: st.Dat
         assert tail[index] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
-def test_equal_logits_are_listed_by_rising_id() -> None:
+def test_equal_logits_come_by_rising_id() -> None:
     ids, _, _ = top_k(np.array([[1, 7, 7, 0, 7]], np.float32), 3, 1.0)
     assert ids.tolist() == [[1, 2, 4]]
 
 
-def test_a_tail_of_huge_logits_does_not_overflow() -> None:
+def test_huge_tails_do_not_overflow() -> None:
     _, _, tail = top_k(np.array([[90.0, 89.0, 88.9]], np.float32), 1, 0.01)
     assert tail[0] == pytest.approx(8900, rel=1e-3)
 
@@ -78,18 +78,18 @@ def test_parameters_of_others_are_left_alone() -> None:
         ({"edl_dtype": "x" * 100_000}, ["edl_dtype", "xxx"]),
     ],
 )
-def test_an_absurd_parameter_is_refused_by_name_and_value(values: dict[str, Any], words: list[str]) -> None:
+def test_absurd_parameters_are_named(values: dict[str, Any], words: list[str]) -> None:
     message = refusal_of(lambda: OutputOptions.parse(parameters(**values)))
     assert len(message) < 500
     for word in words:
         assert word in message
 
 
-def test_a_parameter_without_a_value_is_refused() -> None:
+def test_empty_parameters_are_refused() -> None:
     assert "None" in refusal_of(lambda: OutputOptions.parse({"edl_top_k": kserve.InferParameter()}))
 
 
-def test_top_k_is_refused_where_it_means_nothing() -> None:
+def test_top_k_needs_float_classes() -> None:
     options = OutputOptions.parse(parameters(edl_top_k=6))
     assert "'logits' has 5 classes" in refusal_of(lambda: options.wire_names(LOGITS))
     assert "'count' is INT64" in refusal_of(lambda: options.wire_names(COUNT))
@@ -99,7 +99,7 @@ def test_top_k_is_refused_where_it_means_nothing() -> None:
     assert "'logits' has 3 classes" in refusal_of(lambda: options.apply_to(late, np.zeros((1, 3), np.float32)))
 
 
-def test_dtype_changes_floats_and_leaves_integers() -> None:
+def test_dtype_changes_floats_only() -> None:
     options = OutputOptions.parse(parameters(edl_dtype="FP16"))
     options.check_outputs([COUNT, LOGITS])
     found = options.apply_to(LOGITS, np.array([[1, math.inf, -math.inf, 0.1, 0]], np.float32))["logits"]
@@ -110,7 +110,7 @@ def test_dtype_changes_floats_and_leaves_integers() -> None:
 
 
 @pytest.mark.parametrize(("asked", "given", "most"), [("FP16", "f4", 65504.0), ("FP32", "f8", 3.4028234663852886e38)])
-def test_values_beyond_the_range_of_a_dtype_stay_finite(asked: str, given: str, most: float) -> None:
+def test_clamped_values_stay_finite(asked: str, given: str, most: float) -> None:
     options = OutputOptions.parse(parameters(edl_dtype=asked))
     rows = np.array([[1, most * 2, -most * 2, math.inf, -math.inf], [math.nan, most * 4, 0, 1, 2]], given)
     found = options.apply_to(LOGITS, rows)["logits"]

@@ -68,7 +68,7 @@ def test_the_kernel_knows_the_user(host: str, family: socket.AddressFamily, list
         )
 
 
-def test_tables_do_where_sockets_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_replace_socket_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 

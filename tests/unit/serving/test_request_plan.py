@@ -44,7 +44,7 @@ def words(*items: bytes) -> bytes:
 X = np.arange(6, dtype="<f4").tobytes()
 
 
-def test_inputs_are_matched_by_name_and_given_in_the_models_order() -> None:
+def test_inputs_come_in_the_models_order() -> None:
     request = read(two(), [words(b"a", b"bc"), X])
     assert request.arrays[0].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert request.arrays[1].tolist() == [b"a", b"bc"]
@@ -60,7 +60,7 @@ def test_typed_contents_are_read() -> None:
     assert request.arrays[1].tolist() == [b"a", b"bc"]
 
 
-def test_contents_are_never_taken_from_an_earlier_request_with_the_same_header() -> None:
+def test_a_cached_plan_keeps_no_contents() -> None:
     decoder = RequestDecoder(ONE, 100)
     found = []
     for value in (1, 2):
@@ -118,9 +118,7 @@ def edit(change: Callable[[kserve.ModelInferRequest], object]) -> kserve.ModelIn
         (lambda h: h.parameters["edl_top_k"].CopyFrom(kserve.InferParameter(int64_param=2)), ["'count' is INT64"]),
     ],
 )
-def test_a_wrong_header_is_refused_with_the_offender(
-    change: Callable[[kserve.ModelInferRequest], object], said: list[str]
-) -> None:
+def test_wrong_headers_are_named(change: Callable[[kserve.ModelInferRequest], object], said: list[str]) -> None:
     message = refusal_of(lambda: plan_request(edit(change), TWO, 100))
     assert len(message) <= 1000
     for words_ in said:
@@ -141,13 +139,13 @@ def test_a_wrong_header_is_refused_with_the_offender(
         ([words(b"a", b"bc")[:-1], X], ["'words'", "claims 2 bytes"]),
     ],
 )
-def test_bytes_that_do_not_add_up_are_refused(raw: list[bytes], said: list[str]) -> None:
+def test_wrong_byte_counts_are_refused(raw: list[bytes], said: list[str]) -> None:
     message = refusal_of(lambda: read(two(), raw))
     for words_ in said:
         assert words_ in message
 
 
-def test_a_claim_of_terabytes_allocates_nothing() -> None:
+def test_claimed_terabytes_allocate_nothing() -> None:
     header = two()
     header.inputs[1].shape[1] = 2**40
     assert str(2 * 2**40 * 4) in refusal_of(lambda: read(header, [words(b"a", b"b"), X]))
@@ -163,7 +161,7 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     assert "'x' has contents" in refusal_of(lambda: read(header, [X]))
 
 
-def test_typed_contents_of_a_wrong_count_or_field_are_refused() -> None:
+def test_wrong_typed_contents_are_refused() -> None:
     header = header_for()
     header.inputs[0].contents.fp32_contents.extend(range(7))
     assert "fp32_contents has 7" in refusal_of(lambda: read(header, [], ONE))
@@ -172,7 +170,7 @@ def test_typed_contents_of_a_wrong_count_or_field_are_refused() -> None:
     assert "fp32_contents has 0" in refusal_of(lambda: read(header, [], ONE))
 
 
-def test_shared_memory_from_a_client_that_may_not_is_refused() -> None:
+def test_remote_shared_memory_is_refused() -> None:
     header = header_for()
     header.inputs[0].parameters["shared_memory_region"].string_param = "r"
     header.inputs[0].parameters["shared_memory_byte_size"].int64_param = 32
@@ -181,7 +179,7 @@ def test_shared_memory_from_a_client_that_may_not_is_refused() -> None:
     assert "32 bytes, not shared_memory_byte_size=31" in refusal_of(lambda: read(header, [], ONE))
 
 
-def test_parts_of_top_k_can_be_asked_for_alone() -> None:
+def test_parts_of_top_k_alone() -> None:
     header = header_for()
     header.parameters["edl_top_k"].int64_param = 2
     header.outputs.add(name="logits__topk_ids")
@@ -190,6 +188,6 @@ def test_parts_of_top_k_can_be_asked_for_alone() -> None:
     assert "'logits__topk_ids' was asked for twice" in refusal_of(lambda: plan_request(header, ONE, 100))
 
 
-def test_a_message_that_is_no_protobuf_is_refused() -> None:
+def test_no_protobuf_is_refused() -> None:
     with pytest.raises(RequestError, match="malformed"):
         asyncio.run(RequestDecoder(ONE, 10).decode(b"\x0a\xff", [], None))

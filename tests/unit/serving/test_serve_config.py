@@ -49,7 +49,7 @@ def test_two_flags_are_enough() -> None:
     assert config.server.metrics_port is None
 
 
-def test_model_and_service_stand_in_for_one_another() -> None:
+def test_model_and_service_default_mutually() -> None:
     assert config_of("--callable", "m:f", "--service", "s").server.model == "s"
     config = config_of("--callable", "m:f", "--service", "s", "--model", "m")
     assert (config.server.model, config.registration.service) == ("m", "s")
@@ -117,7 +117,7 @@ def test_a_file_says_the_same_as_the_flags(tmp_path: Path) -> None:
     assert from_flags.registration.meta == {"rack": "r7"}
 
 
-def test_every_option_can_stand_in_a_file_and_is_explained_by_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_stand_in_files_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = CommandParser("edl serve", "", "")
     add_flags(parser, GROUPS)
     with pytest.raises(SystemExit):
@@ -128,7 +128,7 @@ def test_every_option_can_stand_in_a_file_and_is_explained_by_help(capsys: pytes
         assert option.help
 
 
-def test_flags_win_over_the_file_and_pairs_are_joined(tmp_path: Path) -> None:
+def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:
     config = config_of("--port", "1", "--option", "width=1", "--tag", "c", "--check-nan", file=FILE, folder=tmp_path)
     assert config.server.port == 1
     assert config.server.check_nan is True
@@ -167,7 +167,7 @@ def test_flags_win_over_the_file_and_pairs_are_joined(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_flags_are_named_with_what_is_accepted(arguments: list[str], words: str) -> None:
+def test_wrong_flags_are_named(arguments: list[str], words: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(words)):
         config_of(*arguments)
 
@@ -188,7 +188,7 @@ def test_wrong_flags_are_named_with_what_is_accepted(arguments: list[str], words
         ("model = ", "is not TOML: "),
     ],
 )
-def test_wrong_files_are_named_with_what_is_accepted(file: str, words: str, tmp_path: Path) -> None:
+def test_wrong_files_are_named(file: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=re.escape(words)):
         config_of("--callable", "m:f", file=file, folder=tmp_path)
 
@@ -198,7 +198,7 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         read_file(str(tmp_path / "nowhere.toml"))
 
 
-def test_discovery_comes_from_the_environment_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discovery_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDL_DISCOVERY", "consul://c:8500")
     monkeypatch.setenv("EDL_TTL_S", "4")
     assert config_of(*LEAST).registration.url == "consul://c:8500"
@@ -208,7 +208,7 @@ def test_discovery_comes_from_the_environment_and_can_be_left_out(monkeypatch: p
     assert config_of(*LEAST, "--discovery", "none", "--service", "any thing").registration.url is None
 
 
-def test_a_teacher_has_the_same_id_again_on_the_same_port() -> None:
+def test_ids_depend_on_the_port() -> None:
     settings = config_of(*LEAST).registration
     first, again, other = (settings.instance("h", port, "m", {}).id for port in (1, 1, 2))
     assert first == again != other
@@ -223,11 +223,11 @@ def test_a_teacher_has_the_same_id_again_on_the_same_port() -> None:
         (["--host", "0.0.0.0", "--advertise", "t.example"], "t.example"),
     ],
 )
-def test_students_are_told_the_address_that_is_listened_on(arguments: list[str], address: str) -> None:
+def test_the_listened_address_is_advertised(arguments: list[str], address: str) -> None:
     assert config_of(*LEAST, *arguments).address == address
 
 
-def test_listening_everywhere_advertises_an_address_that_can_be_reached() -> None:
+def test_listening_everywhere_advertises() -> None:
     address = config_of(*LEAST, "--host", "0.0.0.0").address
     assert address == outward_address(None)
     assert address not in ("", "0.0.0.0")
@@ -260,7 +260,7 @@ def test_durations_without_one_are_refused(raw: Any) -> None:
 
 
 @given(st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans(), st.lists(st.integers())))
-def test_any_value_is_read_or_refused_in_words(raw: Any) -> None:
+def test_any_value_is_read_or_refused(raw: Any) -> None:
     for parse in (
         values.text,
         values.flag,
@@ -276,7 +276,7 @@ def test_any_value_is_read_or_refused_in_words(raw: Any) -> None:
             assert "expected" in str(exc)  # noqa: PT017 - either way is right
 
 
-def test_options_of_a_factory_are_json_or_text() -> None:
+def test_factory_options_are_json_or_text() -> None:
     read = values.json_or_text
     assert [read(raw) for raw in ("3", "true", "[1, 2]", "wide", "1e-3", '"3"', 3)] == [
         3,
@@ -314,7 +314,7 @@ def test_options_of_a_factory_are_json_or_text() -> None:
         ("", None),
     ],
 )
-def test_tensors_are_written_with_name_type_and_shape(text: str, spec: TensorSpec | None) -> None:
+def test_specs_have_name_type_and_shape(text: str, spec: TensorSpec | None) -> None:
     if spec is not None:
         assert parse_spec(text) == spec
     else:
@@ -327,14 +327,14 @@ def test_a_name_is_given_once() -> None:
         parse_specs(["x:float32", "x:int64"])
 
 
-def test_answers_are_cast_where_no_value_changes_beyond_rounding() -> None:
+def test_answers_are_cast_within_rounding() -> None:
     spec = TensorSpec("y", "FP32", (2,))
     assert cast_to_spec(spec, [[1, 2]]).dtype == "float32"
     with pytest.raises(TypeError, match="'y' is float32, which does not become INT64"):
         cast_to_spec(TensorSpec("y", "INT64", (1,)), cast_to_spec(spec, [[1.5]]))
 
 
-def test_outputs_are_picked_by_name_and_by_order_only_where_there_are_no_names() -> None:
+def test_outputs_by_name_or_by_order() -> None:
     assert select_outputs({"a": 1, "b": 2}, ["b"])["b"] == 2
     assert select_outputs({"output_0": 1, "output_1": 2}, ["logits"]) == {"logits": 1}
     assert select_outputs({"output": 1}, ["logits"]) == {"logits": 1}
@@ -373,7 +373,7 @@ def test_targets_that_do_not_exist_are_named(target: str, words: str) -> None:
         import_target(target, "--callable")
 
 
-def test_a_module_that_misses_another_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_imports_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match="'needs_more' imports 'surely_not_installed', which is not installed"):
@@ -408,7 +408,7 @@ def test_endpoints(text: str, parsed: tuple[str, int] | None) -> None:
             parse_endpoint("ENDPOINT", text)
 
 
-def test_silence_is_forgiven_so_many_times_and_a_plain_no_never() -> None:
+def test_silence_counts_and_a_no_is_final() -> None:
     prober = ReadinessTracker(failures=3)
     silent, yes, no = ProbeStatus.NO_ANSWER, ProbeStatus.READY, ProbeStatus.NOT_READY
     story = [
@@ -430,9 +430,7 @@ def test_silence_is_forgiven_so_many_times_and_a_plain_no_never() -> None:
 
 
 @given(st.lists(st.sampled_from(ProbeStatus)), st.integers(1, 4))
-def test_entering_and_leaving_alternate_and_only_a_ready_server_enters(
-    answers: list[ProbeStatus], failures: int
-) -> None:
+def test_registry_actions_alternate(answers: list[ProbeStatus], failures: int) -> None:
     prober = ReadinessTracker(failures)
     turns = []
     for answer in answers:
@@ -444,7 +442,7 @@ def test_entering_and_leaving_alternate_and_only_a_ready_server_enters(
     assert turns == ([RegistryAction.REGISTER, RegistryAction.DEREGISTER] * len(turns))[: len(turns)]
 
 
-def test_a_registry_that_refuses_is_an_error_for_whoever_waits(tmp_path: Path) -> None:
+def test_a_registry_s_refusal_is_raised(tmp_path: Path) -> None:
     reconciler = InstanceReconciler(f"sqlite:///{tmp_path}/d.sqlite", 2.0)
     try:
         registration = config_of(*LEAST, "--discovery", "none", "--service", "not a name").registration

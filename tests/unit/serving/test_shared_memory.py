@@ -61,14 +61,14 @@ def for_client(max_regions: int, max_bytes: int) -> ClientRegions:
 @pytest.mark.parametrize(
     "key", ["", "/", "/..", "..", "/.", "/a/b", "a/b", "/../etc/passwd", "//etc", "/a\0b", "/" + "x" * 300, "/é" * 200]
 )
-def test_a_key_that_is_no_plain_name_is_refused(key: str) -> None:
+def test_keys_must_be_plain_names(key: str) -> None:
     with pytest.raises(RequestError) as refused:
         for_client(4, 1000).register(asked(key, 1))
     assert refused.value.code.name == "INVALID_ARGUMENT"
     assert repr(key)[:20] in refused.value.message
 
 
-def test_an_object_that_is_not_there_is_refused() -> None:
+def test_missing_objects_are_refused() -> None:
     with pytest.raises(RequestError, match="'/edl-no-such-object' cannot be opened"):
         for_client(4, 1000).register(asked("/edl-no-such-object", 1))
 
@@ -89,7 +89,7 @@ def test_a_link_and_a_folder_are_refused(make: Make) -> None:
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 65), (1, 64), (64, 1), (2**63, 2**63), (0, 0), (2**64 - 1, 2)])
-def test_a_claim_beyond_the_object_is_refused(make: Make, offset: int, nbytes: int) -> None:
+def test_claims_beyond_objects_are_refused(make: Make, offset: int, nbytes: int) -> None:
     key = make(64)
     before = descriptors()
     with pytest.raises(RequestError) as refused:
@@ -100,7 +100,7 @@ def test_a_claim_beyond_the_object_is_refused(make: Make, offset: int, nbytes: i
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4096, 5000])
-def test_a_region_is_seen_from_its_offset_and_written_back(make: Make, offset: int) -> None:
+def test_regions_are_read_and_written(make: Make, offset: int) -> None:
     key = make(10_000)
     regions = for_client(4, 10_000)
     regions.register(asked(key, 100, offset=offset))
@@ -112,14 +112,14 @@ def test_a_region_is_seen_from_its_offset_and_written_back(make: Make, offset: i
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (100, 1), (-1, 4), (0, -1), (2**62, 2**62)])
-def test_bytes_outside_the_region_are_refused(make: Make, offset: int, nbytes: int) -> None:
+def test_bytes_outside_are_refused(make: Make, offset: int, nbytes: int) -> None:
     regions = for_client(4, 10_000)
     regions.register(asked(make(200), 100))
     with pytest.raises(RequestError, match="'r' has 100 bytes"):
         regions["r"].view(offset, nbytes)
 
 
-def test_an_object_that_has_shrunk_is_refused_instead_of_crashing(make: Make) -> None:
+def test_shrunk_objects_are_refused(make: Make) -> None:
     key = make(8192)
     regions = for_client(4, 10_000)
     regions.register(asked(key, 8192))
@@ -129,7 +129,7 @@ def test_an_object_that_has_shrunk_is_refused_instead_of_crashing(make: Make) ->
         regions["r"].view(4000, 200)
 
 
-def test_an_array_outlives_its_registration_and_leaks_nothing(make: Make) -> None:
+def test_arrays_outlive_their_registration(make: Make) -> None:
     before = descriptors()
     regions = for_client(4, 10_000)
     regions.register(asked(make(256), 256))
@@ -142,7 +142,7 @@ def test_an_array_outlives_its_registration_and_leaks_nothing(make: Make) -> Non
     assert descriptors() == before
 
 
-def test_a_name_is_taken_once_and_free_again_when_its_client_is_gone(make: Make) -> None:
+def test_names_are_free_without_their_client(make: Make) -> None:
     first, second = make(64), make(64)
     regions = for_client(4, 1000)
     regions.register(asked(first, 64))
@@ -156,7 +156,7 @@ def test_a_name_is_taken_once_and_free_again_when_its_client_is_gone(make: Make)
     assert regions.status("r").regions["r"].key == second
 
 
-def test_regions_are_limited_and_those_of_dead_clients_make_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regions_of_dead_clients_make_room(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     regions = for_client(2, 1000)
     keys = [make(400), make(400), make(400)]
     regions.register(asked(keys[0], 400, name="a"))
@@ -174,7 +174,7 @@ def test_regions_are_limited_and_those_of_dead_clients_make_room(make: Make, mon
     assert sorted(regions.status("").regions) == ["b", "c"]
 
 
-def test_unregistering_nothing_in_particular_forgets_all(make: Make) -> None:
+def test_an_empty_name_unregisters_all(make: Make) -> None:
     regions = for_client(4, 1000)
     for name in ("a", "b"):
         regions.register(asked(make(64), 64, name=name))

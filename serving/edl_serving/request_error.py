@@ -19,8 +19,7 @@ class RequestError(Exception):
         code: the status.
         message: for the client's user: what was refused, and what would be accepted. Cut at 1,000 characters.
         retry_after_ms: with UNAVAILABLE and RESOURCE_EXHAUSTED, when to try again here; None if this server is no
-            longer
-            the place.
+            longer the place.
         reason: a word for the metrics; the status if left out.
 
     Attributes:

@@ -1,10 +1,8 @@
 """Models that the teacher server can serve: their loaders, found by name and imported when used.
 
 A module here turns a family of models into a `Backend`: `callable` Python functions over numpy arrays, `torch` PyTorch
-in
-three formats, `paddle` inference models of PaddlePaddle. All of them pass one conformance suite. `model_version`
-computes
-the version of a model that Python code makes.
+in three formats, `paddle` inference models of PaddlePaddle. All of them pass one conformance suite. `model_version`
+computes the version of a model that Python code makes.
 
 What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
 A model of another family needs no change here: a `--factory` may return a `Backend` of its own.

@@ -52,8 +52,7 @@ class Backend(abc.ABC):
     """An instance of a model.
 
     The server calls `warm_up`, `predict` and `close` of a backend from a single worker thread, never at the same time;
-    the
-    constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
+    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
 
     Attributes:
         version_if_unnamed: what `version` is where a subclass does not say. `edl serve --factory` puts a hash here.
@@ -106,12 +105,9 @@ class Backend(abc.ABC):
 
         Args:
             inputs: every name in `inputs`, `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays of
-                bytes),
-                C-contiguous. They are views of the network's buffers or of shared memory, so they may be read-only and
-                not
-                aligned, and they must not be kept: the memory is used again after `predict` returns. With
-                    `writes_inputs`
-                they may be written to.
+                bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
+                read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
+                With `writes_inputs` they may be written to.
 
         Returns:
             Every name in `outputs`, `[rows, *shape]` with the same number of rows and in the same order, in the dtype
@@ -139,8 +135,7 @@ class Backend(abc.ABC):
         """Make the first request as fast as the rest; called before the server is ready.
 
         By default, the model is called twice on `sample`. The first call finds out whether it writes to its inputs:
-        with floats
-        that are not 0 where the sample is made up, unless the model does not take those.
+        with floats that are not 0 where the sample is made up, unless the model does not take those.
 
         Args:
             max_rows: the most rows that `predict` will be given at once.

@@ -234,8 +234,7 @@ def cast_to_spec(spec: TensorSpec, value: object) -> Array:
 
     Raises:
         TypeError: the cast would change values beyond rounding: floats to integers, numbers that the type does not
-            have,
-            bytes that numpy cut short.
+            have, bytes that numpy cut short.
     """
     try:
         array = array_of(value)

@@ -2,10 +2,8 @@
 
 Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes: a
 client has a tag, the rows that it was served, and the least tag is next; a client that comes back after a pause starts
-at
-the tag that is being served. So a client with a few requests waits for the batch that is being computed and for its
-own,
-however many requests another client has queued.
+at the tag that is being served. So a client with a few requests waits for the batch that is being computed and for its
+own, however many requests another client has queued.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ def exit_if_forked(pid: int) -> None:
     """End this process at once if it is not the server's: a child whose work left the model.
 
     It has the server's sockets and none of its other threads. It would go on as a worker that is never stopped, and
-    exit
-    handlers would tear down what is the parent's.
+    exit handlers would tear down what is the parent's.
 
     Args:
         pid: of the server.

@@ -93,8 +93,7 @@ class RequestPlan:
         options: for the outputs.
         outputs: to be sent, in this order.
         typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to a
-            single
-            request.
+            single request.
         uses_shared_memory: whether an input or output lies there.
         timeout_s: how long after its arrival the client waits for the response; None if the request does not say.
         object_bytes: beside their message, of the Python objects that BYTES are made into.

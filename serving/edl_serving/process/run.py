@@ -31,10 +31,8 @@ def serve(
     """Serve until SIGTERM or SIGINT, then drain. Call it from the main thread.
 
     At the first signal: the server is not ready any more; `leave`, while requests are still served; then new requests
-    are
-    refused, and accepted requests are finished. All of it takes at most `settings.drain_timeout_s`. The second signal
-    ends
-    the process at once, as that signal does by default (to a shell: exit code 128 + its number).
+    are refused, and accepted requests are finished. All of it takes at most `settings.drain_timeout_s`. The second
+    signal ends the process at once, as that signal does by default (to a shell: exit code 128 + its number).
 
     Args:
         settings: of the server.

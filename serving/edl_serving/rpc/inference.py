@@ -19,7 +19,7 @@ from edl_serving.monitoring.metrics import Metrics
 from edl_serving.request_error import RequestError, clip, malformed_message, quote
 from edl_serving.rpc.access_log import AccessLog
 from edl_serving.rpc.clients import ClientConnection, ConnectionLimiter, ServicerContext, StreamSlot, client_of
-from edl_serving.rpc.stream import InferStream, encode_error
+from edl_serving.rpc.stream import InferStreamHandler, encode_error
 from edl_serving.shared_memory.regions import ClientRegions, RegionTable
 
 __all__ = ["ServicerContext", "InferenceHandler"]
@@ -67,7 +67,7 @@ class InferenceHandler:
         self._clients = clients
         self._metrics = metrics
         self._access = access
-        self._streams: set[InferStream] = set()
+        self._streams: set[InferStreamHandler] = set()
 
     async def infer(self, data: bytes, context: ServicerContext) -> bytes:
         """Answer `ModelInfer`.
@@ -107,7 +107,7 @@ class InferenceHandler:
         return answer
 
     async def stream_infer(self, requests: AsyncIterator[bytes], context: ServicerContext) -> None:
-        """Answer `ModelStreamInfer`; see `InferStream`.
+        """Answer `ModelStreamInfer`; see `InferStreamHandler`.
 
         Args:
             requests: the requests' bytes.
@@ -144,7 +144,7 @@ class InferenceHandler:
             self._log_access(origin, request_id, nbytes, job, "OK")
             return answer
 
-        stream = InferStream(
+        stream = InferStreamHandler(
             compute, lambda: self._metrics.record_outcome("cancelled"), self._lifecycle, slot, metadata, context
         )
         self._streams.add(stream)

@@ -52,8 +52,7 @@ def check_path(path: str) -> None:
 
     Raises:
         SettingsError: a server listens there, the path is something else, the folder is missing or not writable, or the
-            path
-            is too long.
+            path is too long.
     """
     if Path(path).is_socket():
         _check_left(path)

@@ -14,7 +14,7 @@ from edl_serving.lifecycle import Lifecycle
 from edl_serving.request_error import RequestError, invalid_argument, malformed_message, quote
 from edl_serving.rpc.clients import ServicerContext, StreamSlot
 
-__all__ = ["Compute", "ServicerContext", "InferStream", "encode_error"]
+__all__ = ["Compute", "ServicerContext", "InferStreamHandler", "encode_error"]
 
 _Parts: TypeAlias = tuple[bytes, list[memoryview], str, RequestError | None]
 Compute: TypeAlias = Callable[[bytes, list[memoryview], int, str, RequestError | None], Awaitable[bytes]]
@@ -29,15 +29,14 @@ _CANCEL = kserve.ModelInferRequest(
 ).SerializeToString()
 
 
-class InferStream:
+class InferStreamHandler:
     """Answers the requests of a stream: in their order or, if the call's metadata ask for it, as responses are ready.
 
     An error ends its request, not the stream.
 
     Args:
         compute: called with a request's header without its id, its raw tensors, the bytes of both, its id, and the
-            error
-            that refuses it, or None; returns the bytes of a `ModelStreamInferResponse`.
+            error that refuses it, or None; returns the bytes of a `ModelStreamInferResponse`.
         cancelled: called for a request that was cancelled.
         lifecycle: says whether requests are taken.
         slot: among the streams that are served.

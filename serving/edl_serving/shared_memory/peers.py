@@ -1,10 +1,9 @@
 """The user at the other end of a connection from this host, as the kernel tells.
 
 gRPC tells a peer's address only. The kernel knows the user of the sockets of this network namespace, the client's end
-of
-a connection over loopback among them. It is asked for a single socket where the server's own address is known, and for
-all (`/proc/net/tcp`, proc(5)) where the server listens on every address: two users may have an end of the same address
-towards two of those.
+of a connection over loopback among them. It is asked for a single socket where the server's own address is known, and
+for all (`/proc/net/tcp`, proc(5)) where the server listens on every address: two users may have an end of the same
+address towards two of those.
 """
 
 from __future__ import annotations

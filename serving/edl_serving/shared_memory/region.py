@@ -3,12 +3,12 @@
 A client creates a POSIX shared memory object, registers it, and then says in its requests where in it a tensor lies.
 Who may do so is decided in `edl_serving.shared_memory.regions`.
 
-An object of the server's user that no other user may write is mapped: inputs are read where they are, without a copy.
-A mapping of a file that is made shorter ends the process that reads there, by SIGBUS, so objects that other users can
+An object of the server's user that no other user may write is mapped: inputs are read where they are, without a copy. A
+mapping of a file that is made shorter ends the process that reads there, by SIGBUS, so objects that other users can
 make shorter are copied with `preadv` instead. What is left is the server's own user, who could as well kill it: a
-request
-checks that the object is still large enough, which leaves the time of a single computation. Outputs are written with
-`pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the clients' objects.
+request checks that the object is still large enough, which leaves the time of a single computation. Outputs are written
+with `pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the clients'
+objects.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from edl_serving.shared_memory.regions import ClientRegions
 __all__ = ["DecodedRequest", "RequestDecoder"]
 
 _SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become Python objects one by one
-_MAX_CACHED_HEADER = 2048
+_MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes 2 MB at most
 _MAX_CACHED_PLANS = 1024  # as many clients with a header of their own as may be connected as it comes
 
 

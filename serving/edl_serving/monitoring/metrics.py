@@ -24,6 +24,7 @@ __all__ = ["Metrics", "WorkerMetrics"]
 # From a look-up in memory to a language model's batch, three a decade: quantiles are right within a factor of 2.5.
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_TRIES = 10  # to read a gauge; each fails with some small chance
+# Powers of two, up to the default of --max-queue.
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 

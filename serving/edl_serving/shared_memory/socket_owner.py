@@ -17,7 +17,7 @@ _REQUEST = 1  # NLM_F_REQUEST
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr
 _ID = struct.Struct("!HH16s16s")  # inet_diag_sockid: ports and addresses; an interface and a cookie follow
 _ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # any interface, any cookie
-_ESTABLISHED = 1
+_ESTABLISHED = 1  # TCP_ESTABLISHED of net/tcp_states.h
 _UID_AT = _HEADER.size + 4 + _ID.size + len(_ANY) + 12  # in inet_diag_msg, behind timer and queues
 _TIMEOUT_S = 1.0  # the kernel answers at once
 

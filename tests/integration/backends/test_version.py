@@ -25,6 +25,8 @@ from edl.errors import SettingsError
 from edl.testing import LocalTeacher
 from edl_serving.backends import ModelSource, model_version, open_backends
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all models
+
 _VERSIONS = """
 import json, os, sys
 import edl_serving.backends.torch  # once, for all children
@@ -65,7 +67,7 @@ def versions(models: list[tuple[Path, dict[str, Any]]]) -> list[str]:
         "PYTHONHASHSEED": "random",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    done = subprocess.run(command, input=sources, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, input=sources, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert "failed" not in found, done.stderr

@@ -234,7 +234,8 @@ class Checkpointer:
         """Evaluate the state after the last finished step, unless its result is known already. Every rank calls this.
 
         It is saved first that this evaluation is under way, and then its result, both in memory, so that a restart in
-        between repeats it: `restore` does, for the same state. A result that is recorded is never computed again.
+        between repeats it: `restore` does, for the same state. A result that is recorded is never computed again, and
+        what it is to change belongs into the evaluator's `on_result`.
 
         Args:
             evaluator: a field of the `State`.
@@ -346,8 +347,10 @@ class Checkpointer:
         evaluator.pending = step
         self._save_again(step)
         with self._board.busy(evaluator.name, evaluator.limit_s):
-            result = share_result(evaluator, evaluator.function(), self._group)
-        evaluator.results[step], evaluator.pending = result, None
+            # A rank that is lost before it has saved the result takes another's, and has drawn nothing for it.
+            with self.state.keep_random_numbers():
+                result = share_result(evaluator, evaluator.function(), self._group)
+            evaluator.record(step, result)
         self._save_again(step)
         if self._last is not None:  # no part of a step, by whose length saves are planned
             self._last = self._last[0], self._last[1] + time.monotonic() - began_at

@@ -35,21 +35,39 @@ class Evaluator:
     Args:
         function: called on every rank without arguments; returns a plain value, such as a float or a dict of
             floats. Ranks that return None take the result of the first rank that does not. It
-            should log its result itself, since the loop does not come by again after a restart.
+            should log its result itself, since the loop does not come by again after a restart. Random numbers that it
+            draws leave those of training as they were.
         limit_s: the longest time in seconds that it may take, before it counts as a hang.
         name: in messages and in `edl status`.
+        on_result: called on every rank with the result before that is saved, so that what it changes in the `State` is
+            saved with it: a step of a `ReduceLROnPlateau`, the best result so far, whether to stop. What the loop does
+            after `evaluate` is left out where a restart comes in between, since the loop goes on with the next step.
 
     Attributes:
         results: by step.
         pending: the step whose evaluation has begun and has no result yet, None for none.
     """
 
-    def __init__(self, function: Callable[[], Any], *, limit_s: float, name: str = "evaluation") -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        *,
+        limit_s: float,
+        name: str = "evaluation",
+        on_result: Callable[[Any], object] | None = None,
+    ) -> None:
         if not limit_s > 0:
             raise SettingsError(f"limit_s={limit_s}: must be above 0, the longest time that the evaluation may take")
         self.function, self.limit_s, self.name = function, limit_s, name
+        self.on_result = on_result
         self.results: dict[int, Any] = {}
         self.pending: int | None = None
+
+    def record(self, step: int, result: Any) -> None:
+        """Keep the result of the evaluation after `step`, and have `on_result` act on it."""
+        self.results[step], self.pending = result, None
+        if self.on_result is not None:
+            self.on_result(result)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values: the results, and which evaluation is under way."""
@@ -95,8 +113,8 @@ def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
     found = next((one for one in results if one is not None), None)
     if found is None:
         evaluator.pending = step
-    else:
-        evaluator.results[step], evaluator.pending = decode(found, _no_tensor)[0], None
+    elif step not in evaluator.results:
+        evaluator.record(step, decode(found, _no_tensor)[0])
 
 
 def _refuse_tensor(value: Any, path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -138,6 +139,16 @@ class State:
         """Call the registered functions, in the order of their registration."""
         for adjust in self._adjust:
             adjust(change)
+
+    @contextmanager
+    def keep_random_numbers(self) -> Iterator[None]:
+        """Put the random number generators that this state saves back after the block."""
+        drawn = state_rng.take() if self._rng else None
+        try:
+            yield
+        finally:
+            if drawn is not None:
+                state_rng.restore(drawn)
 
     def per_rank(self) -> frozenset[str]:
         """Return the names of the fields that belong to each rank alone and must not be lost."""

@@ -70,5 +70,5 @@ def test_steps_of_nothing_are_refused() -> None:
 def test_a_schedule_of_evaluations_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    with pytest.raises(SettingsError, match=r"call its step\(metric\) after each evaluation"):
+    with pytest.raises(SettingsError, match=r"on_result=plateau\.step"):
         SampleSchedule(plateau, 100)

@@ -27,7 +27,14 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state import State
 from edl.errors import SettingsError
 
-__all__ = ["BoundaryCheckpointer", "check_order", "check_samples", "order_of", "skipping"]
+__all__ = [
+    "BoundaryCheckpointer",
+    "check_order",
+    "check_samples",
+    "make_workers_without_a_draw",
+    "order_of",
+    "skipping",
+]
 
 
 class BoundaryCheckpointer:
@@ -110,6 +117,26 @@ def check_order(saved: Any, here: Any) -> None:
             f"the data was read in the order of {saved}, and would go on in that of {here}: give the same dataset, "
             "sampler and seed"
         )
+
+
+def make_workers_without_a_draw(loader: Any) -> None:
+    """Have a loader whose workers persist leave random numbers as they are when it makes them again after a restart.
+
+    A loader draws a seed for its workers when it makes them: before each of its iterations, or where they persist only
+    before the first one, which was before the restart.
+    """
+    base = getattr(loader, "base_dataloader", loader)  # of the wrapper that Accelerate puts around it
+    if not (base.num_workers and base.persistent_workers):
+        return
+
+    def make_iterator() -> Any:
+        del base._get_iterator  # the class's own again
+        drawn = rng.take()
+        iterator = base._get_iterator()
+        rng.restore(drawn)
+        return iterator
+
+    base._get_iterator = make_iterator
 
 
 def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:

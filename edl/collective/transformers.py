@@ -10,10 +10,17 @@ import dataclasses
 import inspect
 from typing import Any, Final
 
+import torch
 import transformers
 
 from edl.collective.checkpoint.state import State
-from edl.collective.loop_position import BoundaryCheckpointer, check_order, check_samples, order_of
+from edl.collective.loop_position import (
+    BoundaryCheckpointer,
+    check_order,
+    check_samples,
+    make_workers_without_a_draw,
+    order_of,
+)
 from edl.errors import SettingsError
 
 __all__ = ["ElasticCallback"]
@@ -73,6 +80,8 @@ class ElasticCallback(transformers.TrainerCallback):
         self._progress = _Progress(trainer)
         self._init_training_state, trainer._init_training_state = trainer._init_training_state, self._find_beginning
         self._run_epoch, trainer._run_epoch = trainer._run_epoch, self._train_epoch
+        self._get_eval_dataloader = trainer.get_eval_dataloader
+        trainer.get_eval_dataloader = self._find_eval_dataloader
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the newest state there is."""
@@ -88,13 +97,14 @@ class ElasticCallback(transformers.TrainerCallback):
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "lr_scheduler": kwargs["lr_scheduler"],
             "progress": self._progress,
-            "losses": _Losses(trainer),
+            "losses": _Losses(trainer, self._progress),
         }
         if trainer.accelerator.scaler is not None:
             fields["scaler"] = trainer.accelerator.scaler
         if self._boundary.open(State(local=["losses"], **fields)):
             self._restored = True
             self._begin = self._progress.epoch, self._progress.updates
+            make_workers_without_a_draw(kwargs["train_dataloader"])
             control.should_training_stop = self._progress.finished
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -120,6 +130,15 @@ class ElasticCallback(transformers.TrainerCallback):
         self._begin = epochs, batches // self._trainer.args.gradient_accumulation_steps
         return 0, 0
 
+    def _find_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the Trainer's loader for an evaluation; its workers, if they persist, may be made anew here."""
+        loader = self._get_eval_dataloader(eval_dataset)
+        name = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        if name in self._progress.used_loaders:
+            self._progress.used_loaders.remove(name)
+            make_workers_without_a_draw(loader)
+        return loader
+
     def _train_epoch(self, **kwargs: Any) -> None:
         """Train an epoch, or what is left of it."""
         epoch, (first, updates) = kwargs["epoch"], self._begin
@@ -141,6 +160,8 @@ class _Progress:
         self.epoch = self.updates = 0
         self.finished = False
         self.order: dict[str, Any] = {}
+        self.used_loaders: set[str] = set()
+        """Loaders for evaluations whose persistent workers were made before a restart, and not since."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what the order and size of batches depend on, and what the Trainer remembers."""
@@ -151,6 +172,9 @@ class _Progress:
                 attributes = callback.state()["attributes"]
                 exported.setdefault(type(callback).__name__, []).append(attributes)
         trainer_state = dataclasses.asdict(trainer.state)
+        history = trainer_state["log_history"]
+        if self.finished and history and "train_runtime" in history[-1]:
+            del history[-1]  # the summary, which a restart after the end of training logs anew
         return {
             "epoch": self.epoch,
             "updates": self.updates,
@@ -159,6 +183,7 @@ class _Progress:
             "samples": self._samples,
             "trainer_state": {name: trainer_state[name] for name in _RESTORED},
             "callbacks": exported,
+            "loaders": sorted(self.used_loaders.union(getattr(trainer, "_eval_dataloaders", ()))),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -177,6 +202,7 @@ class _Progress:
         )
         check_order(saved["order"], self.order)
         self.epoch, self.updates, self.finished = saved["epoch"], saved["updates"], saved["finished"]
+        self.used_loaders = set(saved.get("loaders", ()))
         for name, value in saved["trainer_state"].items():
             setattr(trainer.state, name, value)
         # What is logged counts from here, unless this rank's losses come back as well.
@@ -195,14 +221,15 @@ class _Progress:
 class _Losses:
     """What one rank has not logged yet: a local field of the `State`."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, progress: _Progress) -> None:
+        self._trainer, self._progress = trainer, progress
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum of losses, from which step on, and operations that were not counted yet."""
         trainer = self._trainer
         return {
-            "loss": trainer._tr_loss,
+            # At the end the Trainer has added it to its total, and does so again after a restart.
+            "loss": torch.zeros_like(trainer._tr_loss) if self._progress.finished else trainer._tr_loss,
             "logged": (
                 float(trainer._total_loss_scalar),
                 trainer._globalstep_last_logged,

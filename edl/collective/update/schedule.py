@@ -40,8 +40,8 @@ class SampleSchedule:
             raise SettingsError(f"samples_per_step={samples_per_step}: must be above 0")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise SettingsError(
-                "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator call "
-                "its step(metric), Evaluator(..., on_result=plateau.step), and give both to the State"
+                "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator "
+                "call its step(metric), Evaluator(..., on_result=plateau.step), and give both to the State"
             )
         self.scheduler, self.samples_per_step = scheduler, samples_per_step
         self._stepped_at = 0.0

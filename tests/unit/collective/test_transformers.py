@@ -21,9 +21,10 @@ class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+        self.dropout = torch.nn.Dropout(0.0)
 
     def forward(self, x: Any, labels: Any) -> dict[str, Any]:
-        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+        return {"loss": (self.layer(self.dropout(x)).squeeze(-1) - labels).square().mean()}
 
 
 class Until(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
@@ -44,7 +45,7 @@ def trainer_of(folder: Path, until: int = -1, **settings: Any) -> Any:
         output_dir=str(folder / "out"), use_cpu=True, report_to=[], disable_tqdm=True, **(usual | settings)
     )
     torch.manual_seed(0)
-    trainer = transformers.Trainer(model=Model(), args=args, train_dataset=data)
+    trainer = transformers.Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:4])
     trainer.add_callback(ElasticCallback(trainer, interval_steps=1, slots=SlotPair(folder / "slots")))
     trainer.add_callback(Until(until))
     return trainer
@@ -83,6 +84,44 @@ def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
     assert all(map(torch.equal, weights(first), weights(again)))
     with pytest.raises(SettingsError, match="one call of train"):
         again.train()
+
+
+def logged(trainer: Any) -> list[dict[str, Any]]:
+    """Return what it has logged, but for how long that took."""
+    timed = ("_runtime", "_per_second")
+    return [{key: line[key] for key in line if not key.endswith(timed)} for line in trainer.state.log_history]
+
+
+def test_summary_after_the_end_is_the_same(tmp_path: Path) -> None:
+    """Restarted in what the script does after training; five of the losses were not logged before its end."""
+    settings = {"logging_steps": 13}
+    first = trainer_of(tmp_path, **settings)
+    result = first.train()
+    again = trainer_of(tmp_path, until=1, **settings)
+    assert again.train().training_loss == result.training_loss
+    assert logged(again) == logged(first)
+
+
+@pytest.mark.parametrize("until", [3, 9])
+def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
+    """Made before the first epoch and the first evaluation, and again after a restart: in the first or second epoch."""
+    settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "num_train_epochs": 2}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2}
+    ended = []
+    for name, moments in {"whole": [-1], "broken": [until, -1]}.items():
+        (tmp_path / name).mkdir()
+        for moment in moments:
+            trainer = trainer_of(tmp_path / name, until=moment, **settings)
+            trainer.model.dropout.p = 0.5
+            if moment > 0:
+                with pytest.raises(LookupError):
+                    trainer.train()
+            else:
+                trainer.train()
+        ended.append((weights(trainer), logged(trainer)))
+    (whole, lines), (broken, others) = ended
+    assert all(map(torch.equal, whole, broken))
+    assert lines == others
 
 
 def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:

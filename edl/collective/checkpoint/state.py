@@ -16,7 +16,7 @@ from edl.collective.checkpoint.encoding import decode, encode
 from edl.collective.checkpoint.parts import Gathered, LiveTensors, Target, refusal, view_of
 from edl.collective.checkpoint.sharding import LiveMeshes, tensors_in
 from edl.collective.checkpoint.snapshot import Entry, Layout, Meta, pack_meta, pack_table
-from edl.collective.checkpoint.stateful_loader import is_stateful_loader
+from edl.collective.checkpoint.stateful_loader import is_stateful_loader, prepare
 from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
 
@@ -195,6 +195,8 @@ class State:
         What is saved later is compared with that, so that a save which no restart could make use of is refused.
         """
         vars(self)["_meshes"] = self._live(self._fields).meshes
+        for loader in filter(is_stateful_loader, self._fields.values()):
+            prepare(loader)
 
     def _check_restorable(self, entries: Iterable[Entry], layouts: Sequence[Layout]) -> None:
         for name, value in self._fields.items():

@@ -5,26 +5,37 @@ The loader's own `state_dict` holds the place, and what follows is what it leave
 - A loader that is iterated over draws a seed, from its generator or from torch's. A resumed epoch draws one more than
   one that was not broken off, so random numbers are put back behind it.
 - A loader that nobody has iterated over starts its worker processes when it is asked for its state.
+- A worker process that came to the end of its stream before others is asked again after a restart. A stream that begins
+  anew at its end would give its samples twice.
 - Some samplers and datasets cannot be resumed exactly, and no error says so. They are refused here.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data._utils import fetch
 
 from edl.errors import SettingsError
 
-__all__ = ["is_stateful_loader", "place_of", "resume"]
+__all__ = ["is_stateful_loader", "place_of", "prepare", "resume"]
 
 
 def is_stateful_loader(value: Any) -> bool:
     """Whether this is a `StatefulDataLoader` of torchdata."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return module is not None and isinstance(value, module.StatefulDataLoader)
+
+
+def prepare(loader: Any) -> None:
+    """Have the worker processes of a `StatefulDataLoader` say when their streams have ended, before they are made."""
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    if loader.num_workers and is_stream and not isinstance(loader.worker_init_fn, _WorkerInit):
+        loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
 
 
 def place_of(loader: Any) -> dict[str, Any]:
@@ -69,11 +80,77 @@ class _Resumption:
         loader = self._loader
         del loader._get_iterator
         drawn = torch.get_rng_state()
-        iterator = loader._get_iterator()
+        prepare(loader)
+        begin_worker = loader.worker_init_fn
+        if isinstance(begin_worker, _WorkerInit):
+            begin_worker.ended = _ended_workers(self.place["state"])
+            iterator = loader._get_iterator()
+            begin_worker.ended = frozenset()  # of the next epoch none has
+        else:
+            iterator = loader._get_iterator()
         torch.set_rng_state(drawn)
         if self.place["generator"] is not None:
             loader.generator.set_state(self.place["generator"])
         return iterator
+
+
+class _StreamFetcher(fetch._IterableDatasetFetcher):
+    """Reads a stream until its end, and not again from its beginning; in worker processes it takes torch's place.
+
+    torch's own does not remember the end of a stream that makes batches itself, and torchdata resets what it remembers.
+
+    Attributes:
+        begins_ended: the next one made in this process is at its end already.
+    """
+
+    begins_ended = False
+
+    def __init__(self, *args: Any) -> None:
+        self._ended = _StreamFetcher.begins_ended
+        _StreamFetcher.begins_ended = False
+        super().__init__(*args)  # type: ignore[no-untyped-call]
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to read; once it is, it stays so."""
+        return self._ended
+
+    @ended.setter
+    def ended(self, ended: bool) -> None:
+        self._ended = self._ended or ended
+
+    def fetch(self, possibly_batched_index: Any) -> Any:
+        """Return the next batch."""
+        try:
+            return super().fetch(possibly_batched_index)  # type: ignore[no-untyped-call]
+        except StopIteration:
+            self._ended = True
+            raise
+
+
+class _WorkerInit:
+    """What a worker process of a loader does first: what the script wants, and to remember the end of its stream.
+
+    Attributes:
+        ended: numbers of the workers whose streams have ended in the epoch that is gone on with.
+    """
+
+    def __init__(self, function: Callable[[int], object] | None) -> None:
+        self._function = function
+        self.ended: frozenset[int] = frozenset()
+
+    def __call__(self, worker_id: int) -> None:
+        _StreamFetcher.begins_ended = worker_id in self.ended
+        fetch._IterableDatasetFetcher = _StreamFetcher  # type: ignore[misc]
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def _ended_workers(state: dict[str, Any]) -> frozenset[int]:
+    """Return the numbers of the workers that have read their streams to the end, by a loader's state."""
+    workers = (state.get("_snapshot") or {}).get("_worker_snapshots", {}).values()
+    fetchers = ((worker["worker_id"], worker.get("fetcher_state") or {}) for worker in workers if worker)
+    return frozenset(number for number, fetcher in fetchers if fetcher.get("fetcher_ended"))
 
 
 def _check_samplers(loader: Any) -> None:

@@ -43,6 +43,23 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         self.position = state["position"]
 
 
+class Uneven(Stream):
+    """A stream of which the first worker has half as much; with `whole` it makes batches itself."""
+
+    def __init__(self, whole: bool = False) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        number = worker.id if worker else 0
+        while self.position < 5 * (number + 1):
+            self.position += 1
+            value = 100 * number + self.position
+            yield torch.tensor([value]) if self.whole else value
+        self.position = 0
+
+
 class Plain(IterableDataset):  # type: ignore[type-arg]
     """Numbers without a state: torchdata counts batches, and counts those twice that it skips in a restart."""
 
@@ -93,6 +110,23 @@ def test_loader_goes_on_at_its_step(tmp_path: Path, kind: str, workers: int, opt
     for steps in (1, 5, 6, 8, 99):  # in an epoch, after its last batch, in the next
         parts += read(tmp_path / "parts", loader_of(kind, workers, **options), steps)
     assert parts == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"drop_last": True}, {"whole": True}])
+def test_stream_that_ended_is_not_read_again(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Also where a second restart comes before it was asked for more."""
+
+    def loader() -> Any:
+        torch.manual_seed(5)
+        own = {key: value for key, value in options.items() if key != "whole"}
+        whole = "whole" in options
+        return stateful.StatefulDataLoader(Uneven(whole), None if whole else 2, num_workers=2, **own)
+
+    expected = read(tmp_path / "whole", loader(), 99)
+    parts = []
+    for steps in (len(expected) // 2 - 2, len(expected) // 2 - 1, len(expected) // 2, len(expected) - 1, 99):
+        parts += read(tmp_path / "parts", loader(), steps)
+    assert parts == expected
 
 
 def test_loader_not_begun_is_left_alone() -> None:

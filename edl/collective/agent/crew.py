@@ -18,6 +18,7 @@ from edl.collective.agent.heart import Heart
 from edl.collective.agent.host import HostFolder
 from edl.collective.agent.launch import Launch, errors_of, forks
 from edl.collective.agent.output import Output
+from edl.collective.agent.process_activity import read_queued_s
 from edl.collective.agent.regrouping import Regrouping
 from edl.collective.agent.restarts import Restarts
 from edl.collective.agent.stacks import dump_stacks
@@ -345,7 +346,8 @@ class Crew:
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""
         self._note_regrouped()
-        late = self._regrouping.late(time.monotonic())
+        running = self._workers.running
+        late = self._regrouping.late(time.monotonic(), lambda rank: read_queued_s(running.get(rank, 0)))
         if late and not self._failures:
             what = f"worker {late[0]} took more than {_REGROUP_S:g} s to go on in process"
             self._fail(Failure(self.first_rank + late[0], -signal.SIGKILL, "", what))

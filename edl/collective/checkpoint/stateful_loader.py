@@ -108,7 +108,7 @@ class _StreamFetcher(fetch._IterableDatasetFetcher):
     def __init__(self, *args: Any) -> None:
         self._ended = _StreamFetcher.begins_ended
         _StreamFetcher.begins_ended = False
-        super().__init__(*args)  # type: ignore[no-untyped-call]
+        super().__init__(*args)
 
     @property
     def ended(self) -> bool:
@@ -141,7 +141,7 @@ class _WorkerInit:
 
     def __call__(self, worker_id: int) -> None:
         _StreamFetcher.begins_ended = worker_id in self.ended
-        fetch._IterableDatasetFetcher = _StreamFetcher  # type: ignore[misc]
+        fetch._IterableDatasetFetcher = _StreamFetcher  # type: ignore[assignment,misc]
         if self._function is not None:
             self._function(worker_id)
 

@@ -104,7 +104,9 @@ def main(folder: str, steps: int, step_s: float, traits: set[str]) -> None:
                 time.sleep(3600)
             raise
 
-    stay(cling if "clings" in traits else train, state=state, checkpointer=checkpointer)
+    # No wait ends by these limits: who is lost is noticed, and on a busy machine who is slow is not.
+    limits = {"timeout_s": 120.0, "patience_s": 120.0}
+    stay(cling if "clings" in traits else train, state=state, checkpointer=checkpointer, **limits)
 
 
 if __name__ == "__main__":

@@ -46,3 +46,16 @@ def test_time_in_which_the_agent_had_no_turn_does_not_count() -> None:
     assert regrouping.late(15.0) == [], "the machine stood still for 4.9 s"
     assert looked(regrouping, 15.0, 16.8) == []
     assert regrouping.late(17.0) == [0]
+
+
+def test_waiting_for_a_core_does_not_count() -> None:
+    """On a machine that is so busy that a worker gets a fifth of a core."""
+    regrouping = Regrouping(2.0)
+    regrouping.begin({0, 1}, 10.0)
+
+    def queued(now: float) -> list[int]:
+        return regrouping.late(now, lambda rank: 50.0 + 0.8 * (now - 10.0) if rank == 0 else 7.0)
+
+    found = {tenth: queued(10.0 + tenth / 10) for tenth in range(1, 110)}
+    assert next(tenth for tenth, late in found.items() if late == [1]) in (20, 21), "it had a core all the time"
+    assert next(tenth for tenth, late in found.items() if 0 in late) in range(95, 106), "it ran for 2 s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +13,14 @@ from dataclasses import replace
 
 import pytest
 
-from edl.collective.agent.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage, is_active, read_usage
+from edl.collective.agent.process_activity import (
+    ActivityMonitor,
+    ProcessUsage,
+    ThreadUsage,
+    is_active,
+    read_queued_s,
+    read_usage,
+)
 
 GLOO = """
 import datetime, threading, torch, torch.distributed as dist
@@ -126,3 +134,23 @@ def test_a_process_that_is_gone_uses_nothing() -> None:
     gone = read_usage(done.pid)
     assert (gone.threads, gone.nbytes) == ({}, {})
     assert not is_active(gone, gone)
+
+
+def test_who_waits_for_a_core_is_queued() -> None:
+    """Two processes that compute share one core."""
+    core = {min(os.sched_getaffinity(0))}
+    source = f"import os; os.sched_setaffinity(0, {core}); print(flush=True)\nwhile True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for process in both:
+            assert process.stdout is not None
+            process.stdout.readline()
+        deadline = time.monotonic() + 60
+        while not all(read_queued_s(process.pid) > 0.05 for process in both):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    assert read_queued_s(both[0].pid) == 0.0, "it is gone"

@@ -25,6 +25,7 @@ _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
 
 _PASSES = 3
+"""Tries before an error: labels that were not kept twice will not be the third time without a change."""
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,9 @@ class DistillReader:
         Args:
             reader: called once an epoch; returns an iterable of samples.
 
+        Returns:
+            This reader.
+
         Raises:
             SettingsError: a source is set already, or `reader` cannot be called.
         """
@@ -133,6 +136,9 @@ class DistillReader:
         Args:
             reader: called once an epoch; returns an iterable of lists.
 
+        Returns:
+            This reader.
+
         Raises:
             SettingsError: a source is set already, or `reader` cannot be called.
         """
@@ -144,6 +150,9 @@ class DistillReader:
         Args:
             reader: called once an epoch; returns an iterable of batches.
 
+        Returns:
+            This reader.
+
         Raises:
             SettingsError: a source is set already, or `reader` cannot be called.
         """
@@ -154,6 +163,9 @@ class DistillReader:
 
         Args:
             teachers: `host:port`, separated by commas or as a list.
+
+        Returns:
+            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or an endpoint cannot be.
@@ -177,6 +189,9 @@ class DistillReader:
             teacher_service_name: of the service.
             require_max_teacher: use so many at most, None for all.
 
+        Returns:
+            This reader.
+
         Raises:
             SettingsError: the first epoch has started.
         """
@@ -194,6 +209,12 @@ class DistillReader:
     def set_require_max_teacher(self, require_max_teacher: int) -> DistillReader:
         """Use so many teachers of a dynamic service at most.
 
+        Args:
+            require_max_teacher: at least 1.
+
+        Returns:
+            This reader.
+
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.
         """
@@ -208,6 +229,12 @@ class DistillReader:
 
         Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger. In either case fewer
         where a teacher takes no more.
+
+        Args:
+            teacher_batch_size: at least 1.
+
+        Returns:
+            This reader.
 
         Raises:
             SettingsError: the first epoch has started, or the number is below 1.

@@ -107,9 +107,18 @@ class TorchLoader(DistillLoader[B]):
     """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
 
     def to_tensor(self, labels: Array) -> torch.Tensor:
-        """See `DistillLoader.to_tensor`."""
+        """Return a tensor that shares memory with `labels`.
+
+        Args:
+            labels: a writable array of any shape.
+        """
         return torch.from_numpy(labels)
 
     def move(self, value: Any, device: torch.device) -> Any:
-        """See `DistillLoader.move`."""
+        """Return a tensor on its way to `device`; any other value as it is.
+
+        Args:
+            value: part of a batch, or labels.
+            device: to move to.
+        """
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -133,7 +133,7 @@ def test_no_registry_or_machine_is_named() -> None:
 
 TIDY = (
     *("edl.background", "edl.backoff", "edl.errors", "edl.memory", "edl.notifier", "edl.quoting", "edl.settings"),
-    *("edl.cli", "edl.discovery", "edl.protocol", "edl.testing", "edl_serving"),
+    *("edl.cli", "edl.discovery", "edl.distill", "edl.protocol", "edl.testing", "edl_serving"),
 )
 CONTRACTS = {
     "edl.background": ["BackgroundLoop", "start_call"],
@@ -144,8 +144,7 @@ CONTRACTS = {
 }
 """Beside `PUBLIC`, what others implement or build on."""
 REPEATED = {
-    *("Checkpointer", "Entry", "Failure", "Folder", "Found", "Labels", "Link", "Part", "Place", "Plan"),
-    *("Report", "Rows", "State", "TensorSpec", "Verdict", "Writer"),
+    *("Checkpointer", "Entry", "Found", "State", "Verdict"),
 }
 """Class names that have more than one meaning still. Names leave this list, and none is added to it."""
 CROWDED = {"edl/collective/agent", "edl/collective/checkpoint", "edl/collective/update", "tests/integration/distill"}

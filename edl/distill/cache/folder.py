@@ -38,6 +38,7 @@ KEY_FILE = "key.json"
 _LOCK, _TEMPORARY = ".lock", ".writing-"
 _SEGMENT = re.compile(r"\d{20}-\d+-[0-9a-f]+\.safetensors")
 _LOCK_S = 30.0
+"""How long to wait for another process that writes: a slow disk takes seconds for a file, a dead one lets go."""
 _LARGEST_KEY = 64 << 10
 """Bytes of a key's file that are read: it has names and a tag, and no person writes longer ones."""
 _LATEST_NS = 5 * 10**18

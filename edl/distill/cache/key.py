@@ -91,8 +91,11 @@ class CacheKey:
     def from_json(cls, text: str) -> CacheKey:
         """Return the key that `to_json` wrote.
 
+        Args:
+            text: as it was written.
+
         Raises:
-            ValueError: it did not write this.
+            ValueError: `to_json` did not write this.
         """
         try:
             fields: dict[str, Any] = json.loads(text)

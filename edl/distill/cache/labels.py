@@ -81,6 +81,9 @@ def load_labels(path: str | os.PathLike[str], key: CacheKey | None = None) -> La
         path: of the folder.
         key: wanted if the folder has labels of several teachers or data sets.
 
+    Returns:
+        All labels of the key, in memory.
+
     Raises:
         SettingsError: there are no labels, or several keys to choose from, or a file that cannot be read.
     """

@@ -22,7 +22,9 @@ ROW_OVERHEAD = 256
 """Bytes that a row takes besides its record: the objects around it and its place in the dictionary."""
 
 ADMIT_ONE_IN = 32
+"""How rarely a row is let into a full memory; the paper's 1/32. With 1 the oldest row would go each time."""
 IDLE_AFTER_CALLS = 1024
+"""Calls after which a namespace's rows make room: several epochs of other keys, so that an ensemble's are kept."""
 
 
 @dataclass(eq=False)

@@ -22,9 +22,12 @@ __all__ = ["Namespace", "RowRange"]
 logger = logging.getLogger("edl.distill")
 
 _ROW_BITS = 32
+"""Of an index entry, for the row in its file: more rows than a file can have, and room for as many files."""
 _ROW_MASK = (1 << _ROW_BITS) - 1
 _SCAN_S = 1.0
+"""Between two looks at the folder: other processes' rows may be that late, and a look costs a listing."""
 _VERIFIED_AT_ONCE = 64
+"""Rows read at a time by `verify`, so that memory stays bounded for wide rows."""
 _CLOCK_GRAIN_S = 2.0
 """File systems stamp folders this coarsely: a folder that changed so recently may have changed again unnoticed."""
 

@@ -40,6 +40,7 @@ _FORMAT, _UNCHECKED = "edl-soft-labels/2", "edl-soft-labels/1"
 _MOST_AXES = 32  # numpy's arrays have no more
 _SUMS = f"{ID_PREFIX}.crc32"
 _LARGEST_HEADER = 16 << 20
+"""Bytes of a header: ours have a few hundred; a damaged length must not become an allocation of gigabytes."""
 _LARGEST_IDS = 256 << 20
 """Bytes of a file's ids and checksums. Ours have a hundredth of that; a sparse file may claim more than the RAM."""
 _GONE = {errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.ENAMETOOLONG}

@@ -13,14 +13,16 @@ from edl.distill.cache.folder import SegmentFolder
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.memory import MemoryTier
 from edl.distill.cache.segment import FileHandles
-from edl.distill.cache.view import CacheView
+from edl.distill.cache.view import CacheParts, CacheView
 from edl.distill.cache.writer import SegmentWriter
 from edl.errors import ClosedError, SettingsError, TemporaryError
 
 __all__ = ["CacheStats", "SoftLabelCache"]
 
 _SEGMENT_BYTES = 16 << 20
+"""Bytes of a file: large enough that millions of rows are few files, small enough to evict singly."""
 _LEAST_DISK_BYTES = 64 << 10
+"""The smallest bound on disk: below it, an eighth, which a file may have, would hold no row of many classes."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,21 @@ class SoftLabelCache:
         return self._folder.path if self._folder is not None else None
 
     def view(self, key: CacheKey) -> CacheView:
-        """Return the rows of a key; the same object for equal keys. With `store_dtype`, that is part of the key."""
+        """Return the rows of a key; the same object for equal keys.
+
+        Args:
+            key: of the rows. With `store_dtype`, that is part of it.
+        """
         self.check()
         if self.store_dtype is not None:
             key = replace(key, dtype=self.store_dtype)
         with self.lock:
             view = self._views.get(key)
             if view is None:
-                view = self._views[key] = CacheView(self, key, self._memory, self._folder, self._handles, self._writer)
+                parts = CacheParts(
+                    self.check, self.lock, self._memory, self._folder, self._handles, self._writer, self.store_dtype
+                )
+                view = self._views[key] = CacheView(key, parts)
         return view
 
     def keys(self) -> list[CacheKey]:
@@ -194,7 +203,11 @@ class SoftLabelCache:
         self.close()
 
     def check(self) -> None:
-        """Raise `ClosedError` if closed, or in a forked child."""
+        """Check that the cache can be used.
+
+        Raises:
+            ClosedError: it is closed, or belongs to the process that forked this.
+        """
         if os.getpid() != self._pid:
             raise ClosedError("this soft-label cache belongs to the process that forked this one: open another")
         if self._closed:

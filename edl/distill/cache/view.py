@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -20,10 +21,7 @@ from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-if TYPE_CHECKING:
-    from edl.distill.cache.store import SoftLabelCache
-
-__all__ = ["CacheView", "Found", "Ids", "as_ids"]
+__all__ = ["CacheParts", "CacheView", "Found", "Ids", "as_ids"]
 
 Ids: TypeAlias = Sequence[SampleId] | Array
 
@@ -72,10 +70,37 @@ class Found:
         return layout.restore(arrays)
 
 
+@dataclass(frozen=True, eq=False)
+class CacheParts:
+    """Parts of a cache that its views share.
+
+    Attributes:
+        check_open: raises `ClosedError` if the cache is closed; a method of the cache's, which its views keep alive.
+        lock: guards everything but reading files.
+        memory: rows in memory.
+        folder: files on disk, None without.
+        handles: open files.
+        writer: writes rows to disk, None without.
+        store_dtype: see `SoftLabelCache`.
+    """
+
+    check_open: Callable[[], None]
+    lock: threading.Condition
+    memory: MemoryTier
+    folder: SegmentFolder | None
+    handles: FileHandles
+    writer: SegmentWriter | None
+    store_dtype: Literal["float16"] | None
+
+
 class CacheView:
     """The rows of a key. Made by `SoftLabelCache.view`. Thread-safe.
 
     Ids are integers of 64 bits or strings; 1 and "1" are two ids.
+
+    Args:
+        key: what the rows depend on.
+        parts: of the cache.
 
     Attributes:
         key: what the rows depend on.
@@ -84,28 +109,22 @@ class CacheView:
         disk: the part on disk; None without.
     """
 
-    def __init__(
-        self,
-        cache: SoftLabelCache,
-        key: CacheKey,
-        memory: MemoryTier,
-        folder: SegmentFolder | None,
-        handles: FileHandles,
-        writer: SegmentWriter | None,
-    ) -> None:
+    def __init__(self, key: CacheKey, parts: CacheParts) -> None:
         self.key = key
         self.hits = self.misses = 0
-        self._cache = cache
-        self._lock = cache.lock
-        self._memory = memory
-        self._writer = writer
-        self._rows = memory.rows()
+        self._check_open = parts.check_open
+        self._lock = parts.lock
+        self._memory = parts.memory
+        self._writer = parts.writer
+        self._store_dtype = parts.store_dtype
+        self._rows = parts.memory.rows()
         self._layout: RowLayout | None = None
-        where = f"soft-label cache {cache.path or 'in memory'}, model {key.model!r}"
+        folder = parts.folder
+        where = f"soft-label cache {folder.path if folder is not None else 'in memory'}, model {key.model!r}"
         self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
         self.disk: Namespace | None = None
         if folder is not None:
-            self.disk = Namespace(folder.path, key, handles)
+            self.disk = Namespace(folder.path, key, parts.handles)
             self.disk.scan(force=True)
 
     def get(self, ids: Ids) -> Found:
@@ -113,8 +132,11 @@ class CacheView:
 
         Args:
             ids: [rows], a sequence or an integer array.
+
+        Returns:
+            Which rows are there, and their outputs.
         """
-        self._cache.check()
+        self._check_open()
         samples = as_ids(ids)
         records = self._records(samples)
         mask = np.fromiter((record is not None for record in records), np.bool_, len(records))
@@ -137,12 +159,12 @@ class CacheView:
         Raises:
             SettingsError: outputs that cannot be kept, or of other dtypes or shapes than outputs kept before.
         """
-        self._cache.check()
+        self._check_open()
         samples = as_ids(ids)
         _check_ids(samples)
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
-        half = self._cache.store_dtype == "float16"
+        half = self._store_dtype == "float16"
         if half:
             for name, output in outputs.items():
                 self._clamped.before(name, output.values if isinstance(output, TopK) else np.asarray(output))
@@ -155,8 +177,12 @@ class CacheView:
             self._writer.put(self.disk, samples, records)
 
     def contains(self, ids: Ids) -> Array:
-        """Return which ids there are rows for, bool [rows]; without reading them."""
-        self._cache.check()
+        """Return which ids there are rows for, bool [rows]; without reading them.
+
+        Args:
+            ids: [rows], a sequence or an integer array.
+        """
+        self._check_open()
         samples = as_ids(ids)
         with self._lock:
             known = self._rows.records
@@ -165,7 +191,7 @@ class CacheView:
 
     def verify(self) -> None:
         """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on."""
-        self._cache.check()
+        self._check_open()
         with self._lock:
             disk = self._scanned()
             if disk is not None:
@@ -173,7 +199,7 @@ class CacheView:
 
     def ids(self) -> list[SampleId]:
         """Return all ids that there are rows for."""
-        self._cache.check()
+        self._check_open()
         with self._lock:
             disk = self._scanned()
             return list(dict.fromkeys([*(disk.ids() if disk is not None else ()), *self._rows.records]))

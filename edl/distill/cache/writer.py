@@ -21,7 +21,9 @@ __all__ = ["SegmentWriter"]
 logger = logging.getLogger("edl.distill")
 
 _MOST_WAITING = 2
+"""Files' worth of rows that may wait to be written: while one is written the next is there. More is memory only."""
 _STALLED_S = 60.0
+"""How long a disk may stand still before rows are dropped, and `close` gives up: longer than a busy one does."""
 
 
 @dataclass(eq=False)

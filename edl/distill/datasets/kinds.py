@@ -21,6 +21,7 @@ KnownFilter: TypeAlias = Callable[[Sequence[SampleId]], Array]
 """Which of these ids need no label, bool [ids]."""
 
 _BLOCK = 65536
+"""Ids looked up at a time: enough that the call costs nothing, and a few megabytes of Python objects."""
 
 
 class LabelDataset(abc.ABC):

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 __all__ = ["Outage", "OutageStatus"]
 
 _REMIND_S = 10.0
+"""Between two warnings of an outage: often enough for a person who watches, and six lines a minute in a log."""
 _SILENT_S = 5.0
+"""Silence of live teachers that is worth a warning: longer than most models compute a batch."""
 
 
 @dataclass(frozen=True)

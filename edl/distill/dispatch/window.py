@@ -24,9 +24,11 @@ MOST_QUEUED_QUICK = 12.0
 (`edl.distill.engine.job_queue`), which should be worth a message. Where it takes longer, deeper windows only push warm
 memory out of the caches."""
 QUICK_S = 0.001
+"""Service time below which a message costs more than the request that it brings, on one host."""
 PROBE_EVERY_S = 10.0
 """How long a measured base is trusted before one request is sent alone to measure it again."""
 _KEPT = 32
+"""Latencies of which the median is taken: few enough to follow a change within a window, enough for quartiles."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
 """Of a request: name, datatype, shape with rows."""
 
 _MOST_REMEMBERED = 1024
+"""Input shapes whose output shape is remembered: more than padded texts have, and a bound on memory."""
 
 
 class TeacherCompatibility:
@@ -145,7 +146,7 @@ class TeacherCompatibility:
             return
         count = Counter(spec.version for spec in live)
         if self.spec.version not in count:
-            version = max(sorted(count), key=lambda one: count[one])
+            version = max(sorted(count), key=lambda version: count[version])
             logger.warning(
                 "the teachers of %s have version %r of their model now, and had %r: from this epoch on, it is labels "
                 "of %r that are looked up and kept",
@@ -277,5 +278,5 @@ class TeacherCompatibility:
         return spec.shape
 
 
-def _shapes_match(one: Sequence[int], other: Sequence[int]) -> bool:
-    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
+def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
+    return len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))

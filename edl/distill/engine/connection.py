@@ -28,8 +28,11 @@ __all__ = ["TeacherConnection"]
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0
+"""For all of an attempt to connect: several round trips around the world. A dead host costs no more than this."""
 _FIRST_BACKOFF_S = 0.1
+"""Before the second attempt to connect: a server that restarts is missed for no longer than a few batches."""
 _LAST_BACKOFF_S = 2.0
+"""At most between attempts, so that a teacher that is back is found within that time."""
 _LAST_LAPSED_BACKOFF_S = 15.0
 """Of those that are probably dead: a file that nobody writes lists them until the next boot."""
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later

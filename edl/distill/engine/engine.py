@@ -41,7 +41,9 @@ __all__ = ["Engine"]
 logger = logging.getLogger("edl.distill")
 
 _POLL_EVERY_S = 0.002
+"""How often deadlines and gauges are computed at most: under load each costs more than a request is worth."""
 _REFRESH_TIMEOUT_S = 1.0
+"""How long an epoch's begin waits for teachers' versions: a live teacher answers in milliseconds."""
 
 
 class Engine:

@@ -28,6 +28,7 @@ logger = logging.getLogger("edl.distill")
 T = TypeVar("T")
 
 _LINGER_S = 0.05
+"""For callbacks that gRPC schedules as it closes, before the loop does: milliseconds on a busy machine."""
 _STOP_S = 10.0
 """How long the last user waits for the loop's thread. It ends within milliseconds, unless what it logs has to wait."""
 _REMEDY = (

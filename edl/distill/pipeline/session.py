@@ -56,10 +56,12 @@ __all__ = ["LabelSession"]
 logger = logging.getLogger("edl.distill")
 
 _CLOSE_S = 10.0
+"""How long `close` waits for the connections of a service: gRPC takes milliseconds, a stuck host is left alone."""
 _SOURCE_STOP_S = 5.0
 """How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
 a scheduler gives a process to end."""
 _SAY_AFTER_S = 5.0
+"""Waiting that is worth a warning: a person begins to wonder."""
 
 
 class LabelSession:

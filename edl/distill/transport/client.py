@@ -59,6 +59,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 _PLACEHOLDER_ID = "-" * 16  # as long as a stream's, so that a call of its own is as large
 _MOST_SPECS = 64
+"""Headers of answers that are known by their bytes: requests of one shape have one; more would only hold memory."""
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
 _CONFIGURATION = "model_configuration"  # Triton's extension
 _MOST_NAMES, _LONGEST_NAME = 1000, 512  # of a model's metadata; what no model has, and nobody could read

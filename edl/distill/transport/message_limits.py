@@ -90,7 +90,9 @@ def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> 
             continue
         rows = len(array)
         if array.dtype.kind == "O":
-            total += sum([4 + len(one) * (1 if isinstance(one, bytes) else _MOST_OF_CHARACTER) for one in array.flat])
+            total += sum(
+                [4 + len(text) * (1 if isinstance(text, bytes) else _MOST_OF_CHARACTER) for text in array.flat]
+            )
         elif wanted is not None and array.dtype.kind not in "SU":
             total += array.size * tensors.dtype_of(wanted.datatype).itemsize
         else:

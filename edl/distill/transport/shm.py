@@ -30,7 +30,9 @@ logger = logging.getLogger("edl.distill")
 
 SHM_FOLDER = Path("/dev/shm")
 _SLOTS_PER_REGION = 8
+"""Slots of a file: few registrations at a teacher, without much memory that no request needs."""
 _PAGE = 4096
+"""Bytes to which slots are rounded: requests of nearly the same size share slots, aligned for any dtype."""
 _NAME = re.compile(names.LOCKED_MEMORY + r"\d+-[0-9a-f]+")
 
 

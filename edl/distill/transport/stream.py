@@ -30,6 +30,7 @@ Done: TypeAlias = Callable[[RawResponse | RequestFailure | None], None]
 """Called once, on the event loop, with what became of a request; with None if it was cancelled."""
 
 _CLOSE_S = 0.5
+"""How long `close` waits for the call's status, which comes within milliseconds or never."""
 _BUNDLE_NBYTES = 4000  # of one bundle; with what is around it, no server refuses a message of that size
 _JOIN_AHEAD_NBYTES = 8 << 20
 """A message from here on is followed by one that was joined while it was on its way. Of 19 MB a tenth more of them are

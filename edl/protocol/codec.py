@@ -31,7 +31,9 @@ __all__ = [
     "join_streamed_response",
     "parse_request",
     "parse_response",
+    "raw_input_head",
     "read_varint",
+    "request_parts",
     "skip_number",
     "split_identified_response",
     "split_request",
@@ -157,6 +159,16 @@ def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]
 def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> bytes:
     """A `ModelInferRequest` with `raw` (C-contiguous buffers, one an input) as its `raw_input_contents`."""
     return _join(header.SerializeToString(), _RAW_INPUT, raw)
+
+
+def request_parts(header: bytes, raw: Sequence[Buffer]) -> list[Buffer]:
+    """What `join_request` joins."""
+    return _parts(header, _RAW_INPUT, raw)
+
+
+def raw_input_head(nbytes: int) -> bytes:
+    """What goes before a raw tensor of so many bytes in a request."""
+    return varint(_RAW_INPUT << 3 | _LENGTH_DELIMITED) + varint(nbytes)
 
 
 def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:

@@ -12,11 +12,13 @@ __all__ = [
     "CANCEL",
     "DTYPE",
     "EXTENSION_BUNDLE",
+    "EXTENSION_FRAGMENT",
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
     "EXTENSION_NO_NAN",
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
+    "FRAGMENT",
     "LOCKED_MEMORY",
     "MAX_BYTES",
     "MAX_ROWS",
@@ -61,6 +63,8 @@ BUNDLE = "edl_bundle"
 contents, messages of the stream, serialized. Each of them counts as if it had come alone."""
 BUNDLES = "edl-bundles"
 """Metadata of a ModelStreamInfer call, any value: answers may come in bundles (`BUNDLE`)."""
+FRAGMENT = "edl_fragment"
+"""Request parameter (bool) of a message of an unordered stream that holds the next piece of a large request's bytes."""
 STATUS = "edl_status"
 """Answer parameter (string) beside a stream's error_message: the gRPC status that a unary call would have had."""
 RETRY_AFTER = "edl_retry_after_ms"
@@ -89,6 +93,9 @@ EXTENSION_STREAM = "edl_stream"
 
 EXTENSION_BUNDLE = "edl_bundle"
 """Unordered streams know `BUNDLE` and `BUNDLES`."""
+
+EXTENSION_FRAGMENT = "edl_fragment"
+"""Unordered streams know `FRAGMENT`."""
 
 LOCKED_MEMORY = "edl-arena-"
 """How the names of a student's shared memory objects begin. It holds a lock (flock) on each for as long as it lives."""

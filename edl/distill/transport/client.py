@@ -112,6 +112,7 @@ class TeacherClient:
         self._server_checks_nan = False
         self._server_streams = False
         self._server_bundles = False
+        self._server_fragments = False
         self._stream: InferStream | None = None
         self._ids = RequestIds()
         self._proven_nbytes = _SMALL_NBYTES
@@ -177,6 +178,7 @@ class TeacherClient:
         self._server_top_k = names.EXTENSION_TOP_K in server.extensions
         self._server_streams = names.EXTENSION_STREAM in server.extensions
         self._server_bundles = names.EXTENSION_BUNDLE in server.extensions
+        self._server_fragments = names.EXTENSION_FRAGMENT in server.extensions
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
         self._max_batch = await self._max_rows(model, deadline) if _CONFIGURATION in server.extensions else 0
         return await self._spec(model, deadline)
@@ -447,6 +449,7 @@ class TeacherClient:
                 self._channel,
                 self.endpoint,
                 in_bundles=self._server_bundles,
+                in_fragments=self._server_fragments,
                 metadata=self._metadata,
                 ids=self._ids,
             )

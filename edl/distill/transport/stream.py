@@ -17,7 +17,7 @@ from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.grpc_status import RequestFailed, failure_from_status
 from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError
-from edl.protocol import bundles, codec, kserve, names
+from edl.protocol import bundles, codec, fragments, kserve, names
 from edl.protocol.channel import Metadata
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
@@ -32,9 +32,11 @@ Done: TypeAlias = Callable[[RawResponse | RequestFailure | None], None]
 _CLOSE_S = 0.5
 """How long `close` waits for the call's status, which comes within milliseconds or never."""
 _BUNDLE_NBYTES = 4000  # of one bundle; with what is around it, no server refuses a message of that size
-_JOIN_AHEAD_NBYTES = 8 << 20
-"""A message from here on is followed by one that was joined while it was on its way. Of 19 MB a tenth more of them are
-sent in a second for it, and of 5 MB a tenth less: two that take turns push one another out of the caches."""
+_LEAST_FRAGMENTED_NBYTES = 8 << 20
+"""A request from here on goes in fragments: of those with 19 MB a tenth more in a second, of those with 5 MB none."""
+_FRAGMENT_NBYTES = 4 << 20
+"""Of a fragment: the five copies of it between two processes stay in the caches. Of one of 1 MB the message costs more
+than the caches save, and with one of 8 MB half of that is lost."""
 _FRAMING = 24  # bytes that a message of a bundle takes beside itself: its id, a tag and its length
 _CANCEL = kserve.ModelInferRequest(
     parameters={names.CANCEL: kserve.InferParameter(bool_param=True)}
@@ -57,15 +59,16 @@ class _PendingRequest:
 class InferStream:
     """An open `ModelStreamInfer` of a server with `names.EXTENSION_STREAM`. Used on the event loop.
 
-    Requests are joined to messages when their turn to be written comes, or while a large message before them is on its
-    way, so no more than two lie in memory at a time. They have neither a task nor a timer of their own, which would
-    cost a turn of the loop per request. Small requests that are there when that turn comes, such as requests that name
-    shared memory, go into a single message; none waits for another.
+    Requests are joined to messages when their turn to be written comes, so no more than one lies in memory at a time.
+    They have neither a task nor a timer of their own, which would cost a turn of the loop per request. Large requests
+    go in fragments. Small requests that are there when that turn comes, such as requests that name shared memory, go
+    into a single message; none waits for another.
 
     Args:
         channel: to the teacher.
         endpoint: for messages.
         in_bundles: the server has `names.EXTENSION_BUNDLE`.
+        in_fragments: the server has `names.EXTENSION_FRAGMENT`.
         metadata: of the call, beside the stream's own.
         ids: for its requests; new ids if left out.
 
@@ -81,6 +84,7 @@ class InferStream:
         endpoint: str,
         *,
         in_bundles: bool = False,
+        in_fragments: bool = False,
         metadata: Metadata = (),
         ids: RequestIds | None = None,
     ) -> None:
@@ -94,6 +98,7 @@ class InferStream:
             own.append((names.BUNDLES, "1"))
         self._call: Any = method(metadata=(*metadata, *own))
         self._in_bundles = in_bundles
+        self._in_fragments = in_fragments
         self._waiting: dict[str, _PendingRequest] = {}
         self._outbox: deque[str] = deque()
         self._wake = asyncio.Event()
@@ -203,32 +208,26 @@ class InferStream:
 
     async def _write(self) -> None:
         try:
-            message: bytes | None = None
             while not self.broken:
-                while message is not None or self._outbox:
-                    message = await self._written(self._next_message() if message is None else message)
+                while self._outbox:
+                    waiting = self._waiting.get(self._outbox[0])
+                    if self._in_fragments and waiting is not None and waiting.nbytes >= _LEAST_FRAGMENTED_NBYTES:
+                        await self._write_fragments(self._outbox.popleft(), waiting)
+                    else:
+                        await self._call.write(self._next_message())
                 self._wake.clear()
                 await self._wake.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the reading task finds the same end, and knows why
 
-    async def _written(self, message: bytes) -> bytes | None:
-        """Write a message; return the next message if it is ready.
-
-        To join a large message takes a good part of the time that the message before it needs until it is on its way.
-        """
-        if len(message) < _JOIN_AHEAD_NBYTES:
+    async def _write_fragments(self, number: str, waiting: _PendingRequest) -> None:
+        """Write a large request, unless it ends before that is done."""
+        waiting.written = True
+        header = waiting.header + codec.id_field(number)
+        for message in fragments.fragment_request(header, waiting.raw, number, _FRAGMENT_NBYTES):
             await self._call.write(message)
-            return None
-        writing = self._loop.create_task(self._call.write(message))
-        try:
-            await asyncio.sleep(0)  # for it to begin
-            ahead = self._next_message() if self._outbox and not self.broken else None
-        except BaseException:
-            writing.cancel()
-            raise
-        await writing
-        return ahead
+            if number not in self._waiting:
+                return  # its tensors may be others by now; a cancellation follows, by which the server forgets it
 
     def _next_message(self) -> bytes:
         """Return the next request, or as many as fit into a bundle."""

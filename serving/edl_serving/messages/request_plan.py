@@ -134,6 +134,8 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         raise invalid_argument(
             f"parameter {names.BUNDLE}: only alone, beside messages, on a stream with {names.UNORDERED}"
         )
+    if names.FRAGMENT in header.parameters:
+        raise invalid_argument(f"parameter {names.FRAGMENT}: only alone, on a stream with {names.UNORDERED}")
     model.check_request(header.model_name, header.model_version)
     inputs = _read_inputs(header, model, max_rows)
     options = OutputOptions.parse(header.parameters)

@@ -145,7 +145,13 @@ class InferenceHandler:
             return answer
 
         stream = InferStreamHandler(
-            compute, lambda: self._metrics.record_outcome("cancelled"), self._lifecycle, slot, metadata, context
+            compute,
+            lambda: self._metrics.record_outcome("cancelled"),
+            self._lifecycle,
+            slot,
+            metadata,
+            context,
+            self._model.max_message_bytes,
         )
         self._streams.add(stream)
         try:

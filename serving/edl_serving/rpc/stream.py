@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import TypeAlias
 
 from edl.errors import ProtocolError
-from edl.protocol import bundles, codec, kserve, names
+from edl.protocol import bundles, codec, fragments, kserve, names
 from edl.protocol.codec import Buffer
 from edl_serving.lifecycle import Lifecycle
 from edl_serving.request_error import RequestError, invalid_argument, malformed_message, quote
@@ -42,6 +42,7 @@ class InferStreamHandler:
         slot: among the streams that are served.
         metadata: of the call.
         context: of the call.
+        limit_nbytes: of a request that comes in fragments.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InferStreamHandler:
         slot: StreamSlot,
         metadata: Mapping[str, str | bytes],
         context: ServicerContext,
+        limit_nbytes: int,
     ) -> None:
         self._compute = compute
         self._cancelled = cancelled
@@ -60,6 +62,7 @@ class InferStreamHandler:
         self._context = context
         self._ordered = names.UNORDERED not in metadata
         self._bundles = names.BUNDLES in metadata and not self._ordered
+        self._defragmenter = fragments.Defragmenter(limit_nbytes)
         self._window = asyncio.Semaphore(_WINDOW)
         self._answers: deque[asyncio.Task[bytes] | None] = deque()
         self._wake = asyncio.Event()
@@ -136,9 +139,17 @@ class InferStreamHandler:
                 self._answer(None)
 
     def _messages(self, data: bytes) -> Iterator[_Parts]:
-        """Yield the message, or the messages in it if it is a bundle."""
+        """Yield the message, the messages in it if it is a bundle, or the request whose last fragment it is."""
         header, raw, request_id, error = _split(data)
-        if not bundles.is_bundle(header):
+        if fragments.is_fragment(header) and not self._ordered:
+            try:
+                whole = self._defragmenter.add(raw, request_id)
+            except ProtocolError as exc:
+                yield header, [], request_id, invalid_argument(str(exc))
+                return
+            if whole is not None:
+                yield _split(whole)
+        elif not bundles.is_bundle(header):
             yield header, raw, request_id, error
         elif len(data) > bundles.MOST_REQUEST_NBYTES:
             yield (
@@ -164,6 +175,7 @@ class InferStreamHandler:
     def _accept(self, header: bytes, raw: list[memoryview], request_id: str, error: RequestError | None) -> None:
         if header == _CANCEL and not self._ordered:
             self._window.release()
+            self._defragmenter.drop(request_id)
             if request_id in self._computing:
                 self._computing[request_id].cancel()
             return

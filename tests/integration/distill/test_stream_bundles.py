@@ -11,7 +11,6 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.distill.dispatch.actions import RequestFailure
-from edl.distill.transport import stream as stream_module
 from edl.distill.transport.client import TeacherClient
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
@@ -177,50 +176,3 @@ def test_requests_in_shared_memory_gather_and_a_killed_teacher_costs_no_sample(
     assert delivered == batches
     assert stats.rows_asked == stats.rows_received == 2 * batches
     assert sum(sent) > batches / 20, "as a rule most go in bundles; a busy machine may keep them apart"
-
-
-def test_large_messages_are_joined_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "_JOIN_AHEAD_NBYTES", 1 << 20)
-    order: list[str] = []
-
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        write, next_message = stream._call.write, stream._next_message
-
-        async def spied_write(message: bytes) -> None:
-            order.append("write")
-            await write(message)
-            order.append("written")
-
-        def spied_next() -> bytes:
-            order.append("join")
-            return next_message()
-
-        stream._call.write, stream._next_message = spied_write, spied_next  # type: ignore[method-assign]
-        await ask_all(stream, [bytes([number]) * (2 << 20) for number in range(6)])
-        assert [parts_of(message)[0] for message in recorder.messages] == recorder.messages
-        assert len(recorder.messages) == 6, "each is a message of its own"
-
-    with_stream(True, test)
-    assert order[:4] == ["join", "write", "join", "written"], "the second one is ready when the first is on its way"
-    assert order.count("write") == 6
-
-
-def test_a_request_joined_ahead_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "_JOIN_AHEAD_NBYTES", 1 << 20)
-
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        loop = asyncio.get_running_loop()
-        kept: asyncio.Future[RawResponse | RequestFailure | None] = loop.create_future()
-        ends: list[RawResponse | RequestFailure | None] = []
-        stream.start(b"", [b"a" * (2 << 20)], TIMEOUT_S, kept.set_result)
-        number = stream.start(b"", [b"b" * (2 << 20)], TIMEOUT_S, ends.append)
-        while not stream._waiting[number].written:  # noqa: ASYNC110 - nothing tells that a message was joined
-            await asyncio.sleep(0)
-        stream.cancel(number)
-        answer = await kept
-        assert isinstance(answer, tuple)
-        assert bytes(answer[1][0][:1]) == b"a"
-        await ask_all(stream, [b"c" * 100])
-        assert ends == [None], "told once, and not answered later"
-
-    with_stream(False, test)

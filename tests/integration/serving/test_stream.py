@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.protocol import bundles, codec, kserve, names, tensors
+from edl.protocol import bundles, codec, fragments, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array
 from tests.integration.serving.conftest import (
@@ -318,3 +318,79 @@ def test_a_bundle_is_for_streams_without_order_only(inside: StartInside, connect
         client.infer_bytes(bundle, timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert names.BUNDLE in str(caught.value.details())
+
+
+def fragments_of(request_id: str, value: float, nbytes: int = 20) -> list[bytes]:
+    raw = row(value)
+    header, (data,) = codec.split_request(request_bytes({"x": raw}))
+    return list(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, nbytes))
+
+
+def test_fragments_are_answered_as_a_request(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel)
+    first, *others = fragments_of("large", 3)
+    stream.send_bytes(first)
+    stream.send("between", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    for data in others:
+        stream.send_bytes(data)
+    answer = stream.read()
+    assert answer.infer_response.id == "large"
+    assert is_answer_to(answer, row(3))
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel)
+    stream.send_bytes(fragments_of("large", 3)[0])
+    stream.cancel("large")
+    for data in fragments_of("large", 4):
+        stream.send_bytes(data)
+    assert is_answer_to(stream.read(), row(4))
+    stream.send_bytes(fragments_of("left", 5)[0])
+    stream.end()  # in the middle of a request, which so does not hold the stream up
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+MISUSED_FRAGMENTS = {
+    "without an id": fragments_of("", 3)[0],
+    "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),
+    "in a bundle": bundles.join_requests(fragments_of("7", 3)[:1]),
+    "too large": codec.join_request(
+        codec.split_streamed_request(fragments_of("7", 3)[0])[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
+    ),
+}
+
+
+@pytest.mark.parametrize("data", MISUSED_FRAGMENTS.values(), ids=MISUSED_FRAGMENTS.keys())
+def test_misused_fragment_is_refused(inside: StartInside, connect: Connect, data: bytes) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel, bundles=True)
+    stream.send_bytes(data)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.FRAGMENT in answer.error_message
+    stream.send("fine", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+
+
+def test_fragments_need_a_stream_without_order(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    client = connect(server.target)
+    stream = Open(client.channel, unordered=False)
+    stream.send_bytes(fragments_of("7", 3)[0])
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.UNORDERED in answer.error_message
+    stream.end()
+    with pytest.raises(grpc.RpcError) as caught:
+        client.infer_bytes(fragments_of("7", 3)[0], timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

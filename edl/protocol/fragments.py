@@ -1,0 +1,112 @@
+"""A large request of a stream in several messages, each of which stays in the processor's caches.
+
+A message of 19 MB is copied five times between two processes that speak gRPC from Python, each time out of memory and
+back; the same bytes in pieces of some megabytes are copied within the caches, once more to be put together.
+
+A fragment is a message of the stream's own type with the parameter `names.FRAGMENT`, the request's id and, in the place
+of its raw tensors, two buffers: the size of the whole request, and the next piece of its bytes, serialized as it would
+go alone. The fragments of a request follow one another, with nothing but messages without fragments in between. Only to
+a server with `names.EXTENSION_FRAGMENT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, names
+from edl.protocol.codec import Buffer
+
+__all__ = ["Defragmenter", "fragment_request", "is_fragment"]
+
+_HEADER = kserve.ModelInferRequest(
+    parameters={names.FRAGMENT: kserve.InferParameter(bool_param=True)}
+).SerializeToString()
+_SIZE_NBYTES = 8
+
+
+def fragment_request(header: bytes, raw: Sequence[Buffer], request_id: str, nbytes: int) -> Iterator[bytes]:
+    """Cut what `codec.join_request` would give into messages.
+
+    Args:
+        header: of the request, serialized, with its id.
+        raw: its tensors; read as the iterator goes on.
+        request_id: the same id.
+        nbytes: of the request in each message, but for the last one.
+
+    Yields:
+        The fragments, in order.
+    """
+    parts = [memoryview(part).cast("B") for part in codec.request_parts(header, raw)]
+    total = sum([len(part) for part in parts])
+    head = codec.join_request(_HEADER + codec.id_field(request_id), [total.to_bytes(_SIZE_NBYTES, "little")])
+    for begin in range(0, total, nbytes):
+        end = min(begin + nbytes, total)
+        yield b"".join((head, codec.raw_input_head(end - begin), *_between(parts, begin, end)))
+
+
+def is_fragment(header: bytes) -> bool:
+    """Whether the raw tensors beside this header are a piece of a request; see `codec.split_streamed_request`."""
+    return header == _HEADER
+
+
+class Defragmenter:
+    """Puts the fragments of one request after the other together.
+
+    Args:
+        limit_nbytes: of a whole request.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self._limit_nbytes = limit_nbytes
+        self._request_id = ""
+        self._whole = memoryview(b"")
+        self._at = 0
+
+    def add(self, raw: Sequence[memoryview], request_id: str) -> memoryview | None:
+        """Take a fragment in.
+
+        One of another request than the fragment before it takes the place of what that one began.
+
+        Returns:
+            The whole request's bytes, read-only, if it is the last one.
+
+        Raises:
+            ProtocolError: it is no fragment, or one of a request that is too large.
+        """
+        if len(raw) != 2 or len(raw[0]) != _SIZE_NBYTES or not request_id:
+            raise ProtocolError(
+                f"malformed message: {names.FRAGMENT} with {len(raw)} buffers, or without an id or a size"
+            )
+        total, piece = int.from_bytes(raw[0], "little"), raw[1]
+        if total > self._limit_nbytes:
+            raise ProtocolError(f"{names.FRAGMENT} of {total:,} bytes, at most {self._limit_nbytes:,}")
+        if request_id != self._request_id or total != len(self._whole):
+            # Not a bytearray, which would be filled with zeros first. Memory is used as far as pieces have come.
+            self._request_id, self._whole, self._at = request_id, np.empty(total, np.uint8).data, 0
+        end = self._at + len(piece)
+        if end > total or not piece:
+            self.drop(request_id)
+            raise ProtocolError(f"malformed message: {names.FRAGMENT} ends at byte {end:,} of {total:,}")
+        self._whole[self._at : end] = piece
+        self._at = end
+        if end < total:
+            return None
+        whole = self._whole.toreadonly()
+        self.drop(request_id)
+        return whole
+
+    def drop(self, request_id: str) -> None:
+        """Forget what came of a request that nobody waits for any more."""
+        if request_id == self._request_id:
+            self._request_id, self._whole, self._at = "", memoryview(b""), 0
+
+
+def _between(parts: Sequence[memoryview], begin: int, end: int) -> Iterator[memoryview]:
+    at = 0
+    for part in parts:
+        if at < end and at + len(part) > begin:
+            yield part[max(begin - at, 0) : end - at]
+        at += len(part)

@@ -1,0 +1,89 @@
+"""A request in several messages: what is put together is what was cut, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.errors import ProtocolError
+from edl.protocol import codec, fragments, kserve, names
+from edl.protocol.fragments import Defragmenter
+
+LIMIT_NBYTES = 10_000
+ids = st.text(min_size=1, max_size=20)
+
+
+def cut(header: bytes, raw: list[bytes], request_id: str, nbytes: int) -> list[bytes]:
+    return list(fragments.fragment_request(header, raw, request_id, nbytes))
+
+
+def buffers_of(fragment: bytes) -> tuple[list[memoryview], str]:
+    header, raw, request_id = codec.split_streamed_request(fragment)
+    assert fragments.is_fragment(header)
+    return raw, request_id
+
+
+@given(st.lists(st.binary(max_size=300), max_size=4), ids, st.integers(1, 500))
+def test_fragments_join_to_the_request(raw: list[bytes], request_id: str, nbytes: int) -> None:
+    header = kserve.ModelInferRequest(model_name="m").SerializeToString() + codec.id_field(request_id)
+    whole = codec.join_request(header, raw)
+    messages = cut(header, raw, request_id, nbytes)
+    assert len(messages) == -(-len(whole) // nbytes)
+    defragmenter = Defragmenter(LIMIT_NBYTES)
+    found = [defragmenter.add(*buffers_of(message)) for message in messages]
+    assert found[:-1] == [None] * (len(messages) - 1)
+    assert found[-1] == whole
+    assert found[-1].readonly, "models must not write into a request"
+    assert codec.split_streamed_request(found[-1]) == codec.split_streamed_request(whole)
+
+
+def test_fragment_is_of_the_streams_type() -> None:
+    message = kserve.ModelInferRequest.FromString(cut(b"", [b"abcd"], "7", 3)[0])
+    assert message.parameters[names.FRAGMENT].bool_param
+    assert message.id == "7"
+    assert list(message.raw_input_contents) == [(6).to_bytes(8, "little"), b"\x3a\x04a"]
+
+
+def test_other_request_replaces_fragments() -> None:
+    defragmenter = Defragmenter(LIMIT_NBYTES)
+    left, whole = cut(b"", [b"a" * 100], "1", 40), cut(b"", [b"b" * 100], "2", 40)
+    assert defragmenter.add(*buffers_of(left[0])) is None
+    found = [defragmenter.add(*buffers_of(message)) for message in whole]
+    assert found[-1] == codec.join_request(b"", [b"b" * 100])
+
+
+def test_dropped_fragments_begin_anew() -> None:
+    defragmenter = Defragmenter(LIMIT_NBYTES)
+    messages = cut(b"", [b"a" * 100], "1", 40)
+    defragmenter.add(*buffers_of(messages[0]))
+    defragmenter.drop("2")
+    defragmenter.drop("1")
+    found = [defragmenter.add(*buffers_of(message)) for message in messages]
+    assert found[-1] == codec.join_request(b"", [b"a" * 100]), "the piece that came before is not part of it"
+
+
+def size(nbytes: int) -> memoryview:
+    return memoryview(nbytes.to_bytes(8, "little"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "request_id"),
+    [
+        ([], "1"),
+        ([size(3)], "1"),
+        ([memoryview(b"\3"), memoryview(b"abc")], "1"),
+        ([size(3), memoryview(b"abc"), memoryview(b"")], "1"),
+        ([size(3), memoryview(b"abc")], ""),
+        ([size(3), memoryview(b"abcd")], "1"),
+        ([size(3), memoryview(b"")], "1"),
+        ([size(0), memoryview(b"")], "1"),
+        ([size(LIMIT_NBYTES + 1), memoryview(b"abc")], "1"),
+        ([size(2**64 - 1), memoryview(b"abc")], "1"),
+    ],
+)
+def test_malformed_fragment_is_refused(raw: list[memoryview], request_id: str) -> None:
+    defragmenter = Defragmenter(LIMIT_NBYTES)
+    with pytest.raises(ProtocolError, match=names.FRAGMENT):
+        defragmenter.add(raw, request_id)
+    assert defragmenter.add([size(3), memoryview(b"abc")], "1") == b"abc"

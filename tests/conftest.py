@@ -21,24 +21,67 @@ hypothesis.settings.load_profile("edl")
 
 pytest_plugins = ["tests.plugins_consul", "tests.plugins_etcd", "tests.plugins_slurm", "tests.plugins_triton"]
 
+JOBS = "integration/collective/"
 SERIAL = (
-    "integration/collective",  # agents that get no turn for a second lose their place in the job, as they should
+    # Agents that get no turn for a second lose their place in the job, as they should.
+    f"{JOBS}checkpoint/test_run_sharded.py",
+    f"{JOBS}checkpoint/test_run_storage.py",
+    f"{JOBS}health",
+    f"{JOBS}inprocess",
+    f"{JOBS}recovery",
+    f"{JOBS}run",
+    f"{JOBS}shutdown",
+    f"{JOBS}status/test_live.py",
+    f"{JOBS}torchrun",
+    f"{JOBS}trainers",
     "integration/test_demo.py",  # teachers and a student that share the cores already
     "integration/test_example_elastic.py",
     "integration/test_example_paddle.py",
     "integration/test_soak.py",
-    "integration/distill/test_limits.py",  # one student's time beside another's
+    "integration/distill/test_limits.py",
 )
-"""Folders and files of tests that do not run beside others (`python -m tests`)."""
+"""Folders and files of tests that run two at a time, beside no others (`python -m tests`)."""
+
+ALONE = (
+    f"{JOBS}health/test_nodecheck.py",  # how long a node's work takes
+    "integration/distill/test_limits.py",  # one student's time beside another's
+    "integration/test_demo.py",
+)
+"""Those of them that measure time, and run one by one."""
+
+LONG = (
+    "integration/test_readme.py",
+    "integration/distill/test_interrupted.py",
+    "integration/test_examples.py",
+    "integration/distill/test_lost_memory.py",
+    "integration/distill/test_triton_versions.py",
+    "integration/distill/test_tls_rotation.py",
+    "integration/serving/test_fuzz.py",
+    "integration/collective/checkpoint",
+    "unit/test_notifier.py",
+    f"{JOBS}inprocess",
+    f"{JOBS}recovery",
+    f"{JOBS}checkpoint/test_run_sharded.py",
+    f"{JOBS}shutdown/test_ends.py",
+    f"{JOBS}run/test_slurm.py",
+    f"{JOBS}trainers",
+)
+"""Files that take long, and so begin first: a process that has nothing left waits for the last one."""
+
+
+def _lies_in(item: pytest.Item, names: tuple[str, ...]) -> bool:
+    place = item.path.relative_to(Path(__file__).parent).as_posix()
+    return any(place == name or place.startswith(f"{name}/") for name in names)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest takes those that `-m` names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
     for item in items:
-        place = item.path.relative_to(folder).as_posix()
-        if any(place == name or place.startswith(f"{name}/") for name in SERIAL):
+        if _lies_in(item, SERIAL):
             item.add_marker(pytest.mark.serial)
+        if _lies_in(item, ALONE):
+            item.add_marker(pytest.mark.alone)
+    items.sort(key=lambda item: not _lies_in(item, LONG))  # stable: a file's tests stay together, in their order
 
 
 @pytest.fixture(autouse=True)

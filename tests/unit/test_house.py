@@ -195,3 +195,11 @@ def test_exported_callables_are_documented(module: str) -> None:
     mute = {call.where: call.mute for call in found if call.mute}
     assert not silent, f"parameters without an entry under Args: {silent}"
     assert not mute, f"docstrings that leave out what is returned or raised: {mute}"
+
+
+def test_groups_of_tests_name_files() -> None:
+    """A file that was moved would run beside others, though it must not."""
+    from tests import conftest
+
+    for name in (*conftest.SERIAL, *conftest.ALONE, *conftest.LONG):
+        assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}, which is not there"

@@ -12,6 +12,8 @@ import pytest
 
 from tests.integration.collective.checkpoint.world import ROOT, run
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for torch's import as well
+
 SAME = ("model", "buffers", "optimizer", "rest")
 
 
@@ -84,6 +86,8 @@ def test_a_sharded_live_state_is_refused_on_all_ranks_in_words(tmp_path: Path) -
     assert ["sharded" in one for one in said] == [True, True]
 
 
+@pytest.mark.serial
+@pytest.mark.alone
 def test_a_wait_for_a_rank_that_is_late_is_no_save_and_one_for_a_longer_copy_is(tmp_path: Path) -> None:
     said = run(2, "waits", tmp_path, late=0, slow=1, seconds=2.0)
     (came_late, waited_for_copy), (waited_for_late, copied) = said
@@ -101,7 +105,7 @@ def test_killed_at_any_instant_a_job_goes_on_from_one_of_its_last_steps(
 ) -> None:
     command = [sys.executable, "-m", "tests.integration.collective.checkpoint.kills", str(tmp_path), "20", str(width)]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

@@ -8,6 +8,8 @@ import pytest
 
 from tests.integration.collective.checkpoint.world import run
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for torch's import as well
+
 
 def test_dtensors_in_fields_come_back(tmp_path: Path) -> None:
     """In a dict, nested, in an object: made in the first step, so that a restarted script does not have them yet."""

@@ -19,6 +19,8 @@ from tests.integration.collective.checkpoint.test_checkpoint import same
 from tests.integration.collective.checkpoint.world import run
 from tests.integration.collective.job import wait_until
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for torch's import as well
+
 NODES = [0, 1, 2]
 SLOTS = [f"node-{node}/slots-0" for node in NODES]
 REPLICAS = [f"node-{node}/replicas" for node in NODES]

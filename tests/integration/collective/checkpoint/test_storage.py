@@ -11,6 +11,8 @@ from edl.collective.checkpoint.storage import Persister
 from tests.integration.collective.checkpoint.world import run
 from tests.unit.collective.checkpoint.counted import reads
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for torch's import as well
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:

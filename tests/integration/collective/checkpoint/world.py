@@ -1,16 +1,20 @@
 """Worlds of real processes for the tests of checkpoints: each rank runs one of the cases below over gloo.
 
-`run` starts a process that imports torch once and forks the ranks from there. A case returns something that JSON can
-say; digests stand for the bits of a state, whole tensors put together from their shards.
+`run` has the ranks forked from a process that has imported torch, which is the same for all tests of a test process. A
+case returns something that JSON can say; digests stand for the bits of a state, whole tensors put together from their
+shards.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -22,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[4]
+START_S = 150.0  # importing torch, while other tests do as well
 TIMEOUT_S = 90.0
+_NUMBER = 12  # bytes of an answer: a process id, or an exit status
 Case = Callable[..., Any]
 
 
@@ -44,30 +50,86 @@ def run(
     names = slots or [f"slots-{rank}" for rank in range(size)]
     told = {"size": size, "case": case, "folder": str(folder), "slots": names, "id": uuid.uuid4().hex, **arguments}
     told["replicas"] = replicas
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error::ResourceWarning", "-m", __name__, json.dumps(told)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        _, said = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, said
+    told["environ"] = dict(os.environ)
+    status = _server().run(told)
+    assert status == 0, f"{case}: {status}\n{(folder / told['id']).read_text(errors='replace')}"
     return [json.loads((folder / f"{told['id']}-{rank}").read_text()) for rank in range(size)]
 
 
-def main(told: dict[str, Any]) -> int:
+class _Server:
+    """The process that worlds are forked from, one at a time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error::ResourceWarning", "-m", __name__],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # `select` knows nothing of bytes in a buffer of ours
+            start_new_session=True,  # Ctrl-C is for the tests
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        atexit.register(self.close)
+        self._answer(time.monotonic() + START_S)
+
+    def run(self, told: dict[str, Any]) -> int:
+        """Run a world, which has a process group of its own. Returns its exit status."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(told).encode() + b"\n")
+        self.process.stdin.flush()
+        deadline = time.monotonic() + TIMEOUT_S
+        group = self._answer(deadline)
+        try:
+            return self._answer(deadline)
+        except TimeoutError:
+            os.killpg(group, signal.SIGKILL)
+            self._answer(time.monotonic() + TIMEOUT_S)
+            raise
+
+    def _answer(self, deadline: float) -> int:
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError(f"no answer of the process that worlds are forked from: {self.process.poll()=}")
+        return int(self.process.stdout.read(_NUMBER))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.kill()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def main() -> None:
+    """Fork a world for each line of standard input. Answer with its process group, and then with its exit status."""
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what the first optimizer needs
+    os.write(1, b"%*d" % (_NUMBER, 0))
+    for line in sys.stdin:
+        told = json.loads(line)
+        world = os.fork()
+        if world == 0:
+            os.setsid()
+            os._exit(_world(told))
+        os.write(1, b"%*d" % (_NUMBER, world))
+        os.write(1, b"%*d" % (_NUMBER, os.waitpid(world, 0)[1]))
+
+
+def _world(told: dict[str, Any]) -> int:
+    output = os.open(Path(told["folder"]) / told["id"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(told.pop("environ"))
     children = []
     for rank in range(told["size"]):
         child = os.fork()
@@ -383,4 +445,4 @@ CASES: dict[str, Case] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    main()

@@ -132,7 +132,8 @@ def test_a_sick_teacher_drains(teacher: LocalTeacher, mood: Path) -> None:
     assert teacher.wait() == 0, teacher.log
 
 
-def test_the_canary_is_the_first_of_the_sample(mood: Path, tmp_path: Path) -> None:
+def test_canary_is_the_samples_first_row(mood: Path, tmp_path: Path) -> None:
+    """The canary is the first of the sample."""
     np.savez(tmp_path / "sample.npz", x=np.full((3, 4), 7, np.float32))
     serve = {"canary": "50ms", "sample": tmp_path / "sample.npz", "metrics-port": 0}
     with LocalTeacher(f"{tmp_path}/moody.py:Moody", serve=serve, mood=str(mood)) as teacher:

@@ -53,7 +53,8 @@ def test_people_get_sentences(capsys: pytest.CaptureFixture[str]) -> None:
         ["--teachers", "host:port"],
     ],
 )
-def test_what_makes_no_sense_is_said_in_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonsense_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What makes no sense is said in one line."""
     assert main(["bench", "reader", *wrong]) == 2
     error = capsys.readouterr().err
     assert wrong[1] in error or wrong[0] in error

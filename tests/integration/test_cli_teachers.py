@@ -97,9 +97,8 @@ def test_the_table_shows_who_is_there(registry: Registry, url: str, capsys: pyte
         assert "There are teachers of 'digits'." in said
 
 
-def test_an_empty_registry_says_so_and_where_it_looked(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_registry_says_where(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty registry says so and where it looked."""
     with open_registry(url):
         assert main(["teachers", "--discovery", url]) == 0
     assert capsys.readouterr().out == f"No teacher is registered in {url}.\n"
@@ -130,7 +129,8 @@ def test_json_is_complete(registry: Registry, url: str, capsys: pytest.CaptureFi
     assert instance["meta"] == {"a": "b"}
 
 
-def test_joins_changes_and_leaves_are_told_as_they_come(registry: Registry, url: str) -> None:
+def test_changes_are_printed_as_they_come(registry: Registry, url: str) -> None:
+    """Joins changes and leaves are told as they come."""
     one = Instance("digits", "one", "127.0.0.1", 8500)
     with watching("digits", "--discovery", url) as watch:
         watch.wait_for("Watching service 'digits'")
@@ -141,7 +141,8 @@ def test_joins_changes_and_leaves_are_told_as_they_come(registry: Registry, url:
         watch.wait_for(" - digits/one left")
 
 
-def test_watching_all_services_notices_a_new_one(registry: Registry, url: str) -> None:
+def test_watching_all_notices_a_new_one(registry: Registry, url: str) -> None:
+    """Watching all services notices a new one."""
     with (
         registry.register(Instance("first", "one", "127.0.0.1", 8500)),
         watching("--json", "--discovery", url) as watch,
@@ -155,7 +156,8 @@ def test_watching_all_services_notices_a_new_one(registry: Registry, url: str) -
 
 
 @pytest.mark.consul
-def test_a_registry_that_goes_away_and_comes_back_is_told_and_nobody_seems_to_leave(consul_agent: ConsulAgent) -> None:
+def test_registry_outage_loses_nobody(consul_agent: ConsulAgent) -> None:
+    """A registry that goes away and comes back is told and nobody seems to leave."""
     with (
         open_registry(consul_agent.url) as registry,
         registry.register(Instance("watched", "one", "127.0.0.1", 8500)),
@@ -169,7 +171,8 @@ def test_a_registry_that_goes_away_and_comes_back_is_told_and_nobody_seems_to_le
 
 
 @pytest.mark.parametrize("url", ["nonsense", "redis://localhost", "sqlite:///dev/null/not/a/folder"])
-def test_a_registry_that_cannot_be_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_registry_is_one_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A registry that cannot be is one line."""
     assert main(["teachers", "--discovery", url]) in (1, 2)
     error = capsys.readouterr().err
     assert error.startswith("edl teachers: ")

@@ -67,7 +67,8 @@ def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path)
             time.sleep(0.05)
 
 
-def test_every_example_has_a_readme_and_a_test_here() -> None:
+def test_examples_have_readme_and_test() -> None:
+    """Every example has a readme and a test here."""
     tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_example*.py"))
     for folder in (path for path in EXAMPLES.iterdir() if path.is_dir()):
         assert (folder / "README.md").exists()

@@ -119,7 +119,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
         yield workshop
 
 
-def test_every_block_is_of_a_kind_that_is_run() -> None:
+def test_every_block_is_of_a_known_kind() -> None:
+    """Every block is of a kind that is run."""
     assert {block.language for block in BLOCKS} == {"python", "bash"}
     assert len(PYTHON) >= 4
     known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status) ?.*|export EDL_DISCOVERY=\S+)"
@@ -182,7 +183,8 @@ def flags_of(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_have_the_flags_that_a_page_names(page: Path) -> None:
+def test_named_flags_exist(page: Path) -> None:
+    """Commands have the flags that a page names."""
     for command, rest in re.findall(r"\bedl (bench reader|[a-z]+)((?: [^`\n]*)?)", page.read_text()):
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest):
             assert flag in flags_of(command), f"{page.name}: `edl {command}` has no {flag}"

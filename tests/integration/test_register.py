@@ -68,9 +68,8 @@ def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
 
 
 @pytest.mark.triton
-def test_a_real_triton_enters_leaves_and_comes_back(
-    triton: TritonFactory, register: Start, url: str, tmp_path: Path
-) -> None:
+def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start, url: str, tmp_path: Path) -> None:
+    """A real triton enters leaves and comes back."""
     server = triton.start("sums")
     ready = tmp_path / "ready"
     process = register(
@@ -100,9 +99,8 @@ def test_a_real_triton_enters_leaves_and_comes_back(
 
 
 @pytest.mark.triton
-def test_a_model_that_the_server_lacks_never_enters(
-    triton: TritonFactory, register: Start, url: str, tmp_path: Path
-) -> None:
+def test_missing_model_never_enters(triton: TritonFactory, register: Start, url: str, tmp_path: Path) -> None:
+    """A model that the server lacks never enters."""
     server = triton.start("sums")
     process = register(server.endpoint, "--model", "nonesuch")
     until(lambda: "nonesuch" in (tmp_path / "register.log").read_text(), 20)
@@ -112,7 +110,8 @@ def test_a_model_that_the_server_lacks_never_enters(
     assert process.wait(20) == 0
 
 
-def test_a_server_that_is_not_there_yet_is_waited_for_and_one_that_hangs_leaves(register: Start, url: str) -> None:
+def test_late_server_enters_hanging_leaves(register: Start, url: str) -> None:
+    """A server that is not there yet is waited for and one that hangs leaves."""
     with LocalTeacher("echo") as first:
         port = first.port
     process = register(f"127.0.0.1:{port}", "--service", "s", "--model", "m", "--failures", "3")
@@ -130,7 +129,8 @@ def test_a_server_that_is_not_there_yet_is_waited_for_and_one_that_hangs_leaves(
     assert process.poll() is None
 
 
-def test_what_students_are_told_may_differ_from_what_is_asked(register: Start, url: str) -> None:
+def test_announced_address_may_differ(register: Start, url: str) -> None:
+    """What students are told may differ from what is asked."""
     with LocalTeacher("echo") as teacher:
         register(
             teacher.endpoint, "--model", "m", "--service", "s", "--advertise", "teachers.example:8001", "--id", "t1"
@@ -161,7 +161,8 @@ def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
         cmd_register.main(arguments)
 
 
-def test_wrong_usage_ends_with_one_line_and_code_2() -> None:
+def test_wrong_usage_is_one_line() -> None:
+    """Wrong usage ends with one line and code 2."""
     command = [sys.executable, "-m", "edl", "register", "localhost:1", "--model", "m", "--discovery", "zookeeper://x"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     assert done.returncode == 2, done.stderr

@@ -94,7 +94,8 @@ def edl(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
-def test_a_served_teacher_says_where_it_is_and_what_it_is(url: str) -> None:
+def test_served_teacher_says_where_it_is(url: str) -> None:
+    """A served teacher says where it is and what it is."""
     serve = {"metrics-port": 0, "tag": ["a", "b"], "meta": {"rack": "r7"}, "capacity": 2, "model-version": "v9"}
     with LocalTeacher("echo", service="s", discovery=url, serve=serve) as teacher:
         (instance,) = instances(url, "s")
@@ -108,7 +109,8 @@ def test_a_served_teacher_says_where_it_is_and_what_it_is(url: str) -> None:
         assert re.search(r"registered as s/\S+ at sqlite:", teacher.log)
 
 
-def test_sigterm_shows_as_draining_finishes_what_is_in_flight_and_leaves(url: str) -> None:
+def test_sigterm_drains_and_leaves(url: str) -> None:
+    """Sigterm shows as draining finishes what is in flight and leaves."""
     serve = {"linger": "300ms", "drain-timeout": "20s", "metrics-port": 0}
     with LocalTeacher("echo", service="s", discovery=url, delay_s=4, serve=serve) as teacher:
         with being_computed(teacher) as answers:
@@ -131,7 +133,8 @@ def test_a_second_sigterm_ends_at_once(url: str) -> None:
         assert isinstance(answers[0], InferenceServerException)
 
 
-def test_a_drain_that_takes_too_long_ends_with_1() -> None:
+def test_too_long_drain_exits_1() -> None:
+    """A drain that takes too long ends with 1."""
     with LocalTeacher("echo", delay_s=60, serve={"drain-timeout": "500ms", "metrics-port": 0}) as teacher:
         with being_computed(teacher) as answers:
             teacher.terminate()
@@ -140,7 +143,8 @@ def test_a_drain_that_takes_too_long_ends_with_1() -> None:
 
 
 @pytest.mark.consul
-def test_teachers_serve_while_discovery_is_away_and_join_when_it_is_back(tmp_path: Path) -> None:
+def test_teachers_join_after_an_outage(tmp_path: Path) -> None:
+    """Teachers serve while discovery is away and join when it is back."""
     agent = ConsulAgent(tmp_path / "consul")
     with LocalTeacher("echo", service="s", discovery=agent.url, wait=False) as teacher:
         until(lambda: "discovery does not answer" in teacher.log)
@@ -161,7 +165,8 @@ def test_teachers_serve_while_discovery_is_away_and_join_when_it_is_back(tmp_pat
         assert "Traceback" not in teacher.log
 
 
-def test_a_teacher_may_stay_out_of_discovery_and_listen_on_a_unix_socket_too(tmp_path: Path) -> None:
+def test_outside_discovery_on_a_unix_socket(tmp_path: Path) -> None:
+    """A teacher may stay out of discovery and listen on a unix socket too."""
     with LocalTeacher("echo", serve={"uds": tmp_path / "teacher.sock"}) as teacher:
         np.testing.assert_array_equal(ask(f"unix:{tmp_path}/teacher.sock", X), X)
         assert "registered" not in teacher.log
@@ -198,7 +203,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_config_file_serves_and_flags_win_over_it(folder: Path, url: str) -> None:
+def test_flags_win_over_a_config_file(folder: Path, url: str) -> None:
+    """A config file serves and flags win over it."""
     (folder / "teacher.toml").write_text(
         f'callable = "{folder}/teacher.py:double"\ninput = ["x:float32[4]"]\nmax-batch = 1\n'
     )
@@ -272,14 +278,16 @@ def test_what_the_user_got_wrong_is_named(
 
 
 @pytest.mark.parametrize("where", [["--host", "300.1.1.1"], ["--uds", "/no/such/socket"]])
-def test_grpcs_own_words_about_an_address_are_not_heard(where: list[str], url: str) -> None:
+def test_grpc_words_are_not_heard(where: list[str], url: str) -> None:
+    """Grpcs own words about an address are not heard."""
     done = edl("serve", "--model", "m", "--factory", "edl.testing.models:echo", *where, EDL_DISCOVERY=url)
     assert done.returncode == 2, done.stderr
     assert "GRPC" not in done.stderr
     assert "add_port" not in done.stderr
 
 
-def test_a_socket_that_a_dead_teacher_left_is_replaced(tmp_path: Path) -> None:
+def test_dead_teachers_socket_is_replaced(tmp_path: Path) -> None:
+    """A socket that a dead teacher left is replaced."""
     path = tmp_path / "teacher.sock"
     with LocalTeacher("echo", serve={"uds": path}) as teacher:
         teacher.kill()
@@ -289,7 +297,8 @@ def test_a_socket_that_a_dead_teacher_left_is_replaced(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ask(f"unix:{path}", X), X)
 
 
-def test_the_socket_of_a_live_teacher_is_left_to_it(tmp_path: Path, url: str) -> None:
+def test_live_teachers_socket_is_kept(tmp_path: Path, url: str) -> None:
+    """The socket of a live teacher is left to it."""
     path = tmp_path / "teacher.sock"
     with LocalTeacher("echo", serve={"uds": path}):
         model = ["--model", "m", "--factory", "edl.testing.models:echo"]
@@ -299,7 +308,8 @@ def test_the_socket_of_a_live_teacher_is_left_to_it(tmp_path: Path, url: str) ->
         np.testing.assert_array_equal(ask(f"unix:{path}", X), X)
 
 
-def test_the_users_errors_are_one_line_and_code_2(folder: Path, url: str) -> None:
+def test_users_errors_are_one_line(folder: Path, url: str) -> None:
+    """The users errors are one line and code 2."""
     done = edl("serve", "--model", "m", "--callable", "teacher.py:dubble", cwd=folder, EDL_DISCOVERY=url)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"edl serve: --callable 'teacher.py:dubble': .* did you mean 'double'\?\n", done.stderr)
@@ -329,9 +339,8 @@ def test_a_missing_framework_is_named(folder: Path, url: str) -> None:
         (["--factory", "teacher.py:Cold"], "RuntimeError: too cold"),
     ],
 )
-def test_a_model_that_breaks_shows_its_own_stack_and_code_3(
-    source: list[str], words: str, folder: Path, url: str
-) -> None:
+def test_breaking_model_shows_its_stack(source: list[str], words: str, folder: Path, url: str) -> None:
+    """A model that breaks shows its own stack and code 3."""
     done = edl("serve", "--model", "m", *source, cwd=folder, EDL_DISCOVERY=url)
     assert done.returncode == 3, done.stderr
     assert words in done.stderr
@@ -341,9 +350,8 @@ def test_a_model_that_breaks_shows_its_own_stack_and_code_3(
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "y:float32[2]"]])  # found by calling it, or called to warm up
-def test_an_input_that_does_not_fit_the_model_is_named_with_the_models_complaint(
-    output: list[str], folder: Path, url: str
-) -> None:
+def test_unfit_input_has_the_models_words(output: list[str], folder: Path, url: str) -> None:
+    """An input that does not fit the model is named with the models complaint."""
     pytest.importorskip("torch")
     (folder / "built.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(4, 2)\n")
     model = ["--torch-factory", "built.py:net", "--input", "x:float32[5]", "--device", "cpu", *output]
@@ -354,7 +362,8 @@ def test_an_input_that_does_not_fit_the_model_is_named_with_the_models_complaint
     assert done.stderr.splitlines()[-1].startswith(words + "RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
-def test_the_stack_of_a_users_function_ends_with_what_it_was_given(folder: Path, url: str) -> None:
+def test_users_stack_ends_with_its_input(folder: Path, url: str) -> None:
+    """The stack of a users function ends with what it was given."""
     np.savez(folder / "sample.npz", x=np.zeros((2, 5), np.float32))
     for given, words in (
         (["--input", "x:float32[4]"], "zeros of the types and sizes of --input 'x:float32[4]'"),
@@ -366,7 +375,8 @@ def test_the_stack_of_a_users_function_ends_with_what_it_was_given(folder: Path,
         assert done.stderr.splitlines()[-1] == f"edl serve: it was called with {words}"
 
 
-def test_help_teaches_without_loading_a_framework() -> None:
+def test_help_loads_no_framework() -> None:
+    """Help teaches without loading a framework."""
     done = edl("serve", "--help")
     assert done.returncode == 0
     for words in ("examples:", "--max-delay TIME", "exit codes: 0 drained", "edl serve --config teacher.toml"):
@@ -400,7 +410,8 @@ def processes() -> Iterator[Callable[[], list[int]]]:
 MARK = {"tag": f"edl-mark-{os.getpid()}"}
 
 
-def test_a_teacher_can_be_paused_resumed_and_killed() -> None:
+def test_pause_resume_and_kill() -> None:
+    """A teacher can be paused resumed and killed."""
     with LocalTeacher("echo") as teacher:
         teacher.pause()
         with contextlib.closing(triton.InferenceServerClient(teacher.endpoint)) as client:
@@ -437,7 +448,8 @@ time.sleep(60)
 """
 
 
-def test_a_parent_that_is_killed_takes_its_teachers_along_paused_or_not(processes: Callable[[], list[int]]) -> None:
+def test_killed_parent_takes_teachers_along(processes: Callable[[], list[int]]) -> None:
+    """A parent that is killed takes its teachers along paused or not."""
     # `-c` carries the mark in its own arguments too, so it counts as one of three.
     with subprocess.Popen([sys.executable, "-c", PARENT, MARK["tag"]], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
@@ -449,7 +461,8 @@ def test_a_parent_that_is_killed_takes_its_teachers_along_paused_or_not(processe
     assert left == []
 
 
-def test_a_teacher_that_cannot_start_says_why(processes: Callable[[], list[int]]) -> None:
+def test_teacher_that_cannot_start_says_why(processes: Callable[[], list[int]]) -> None:
+    """A teacher that cannot start says why."""
     with pytest.raises(EDLError, match=r"ended with code 2 before it was ready:(.|\n)*no 'nonesuch'"):
         LocalTeacher("nonesuch", serve=MARK)
     with pytest.raises(EDLError, match="not ready within"):
@@ -475,7 +488,8 @@ def test_models_for_tests_misbehave_as_told(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ask(wrong_shape.endpoint, X), X)
 
 
-def test_ready_files_are_whole_and_gone_when_the_teacher_leaves(tmp_path: Path) -> None:
+def test_ready_files_are_whole(tmp_path: Path) -> None:
+    """Ready files are whole and gone when the teacher leaves."""
     ready = tmp_path / "ready.json"
     ready.write_text("of a teacher before")
     command = [sys.executable, "-m", "edl_serving", "serve", "--factory", "edl.testing.models:echo", "--model", "m"]

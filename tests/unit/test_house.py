@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import importlib.metadata
 import os
@@ -18,6 +19,7 @@ from tests import house
 from tests.unit.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST_TEST_NAME = 40  # with its file's name it then fits a line of pytest's report
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("EDL_")}
 
 
@@ -203,3 +205,18 @@ def test_groups_of_tests_name_files() -> None:
 
     for name in (*conftest.SERIAL, *conftest.ALONE, *conftest.LONG):
         assert (ROOT / "tests" / name).exists(), f"tests/conftest.py names tests/{name}, which is not there"
+
+
+def test_tests_have_short_names() -> None:
+    """The detail goes into the message of an assertion, or into a docstring."""
+    short = ("tests/unit/collective", "tests/integration")
+    long = [
+        f"{path.relative_to(ROOT)}: {node.name}"
+        for folder in short
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > LONGEST_TEST_NAME
+    ]
+    assert not long, f"more than {LONGEST_TEST_NAME} characters: {long}"

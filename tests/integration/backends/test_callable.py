@@ -49,7 +49,8 @@ def test_names_are_never_guessed() -> None:
         wrong.predict({"x": X})
 
 
-def test_types_become_those_promised_unless_that_would_change_values() -> None:
+def test_types_become_those_promised() -> None:
+    """Types become those promised unless that would change values."""
     backend = CallableBackend(lambda inputs: inputs["x"].astype(np.float64), ["x:float32[4]"], ["y:float16[4]"])
     assert backend.predict({"x": X})["y"].dtype == np.float16
     backend = CallableBackend(lambda inputs: inputs["x"], ["x:float32[4]"], ["y:int64[4]"])
@@ -76,7 +77,9 @@ def test_something_else_than_arrays_is_named() -> None:
         CallableBackend({"y": 1}, ["x:float32[4]"])  # type: ignore[arg-type]
 
 
-def test_attributes_say_what_the_command_line_does_not() -> None:
+def test_attributes_describe_a_callable() -> None:
+    """Attributes say what the command line does not."""
+
     class Model:
         inputs = ["x:float32[4]"]
         outputs = ["y:float32[4]"]
@@ -102,7 +105,8 @@ def test_attributes_say_what_the_command_line_does_not() -> None:
     assert CallableBackend(model, ["x:float16[2]"], ["y:float16[2]"]).inputs[0].datatype == "FP16"
 
 
-def test_a_sample_says_the_inputs_and_is_what_the_outputs_are_found_with(tmp_path: Path) -> None:
+def test_sample_gives_inputs_and_outputs(tmp_path: Path) -> None:
+    """A sample says the inputs and is what the outputs are found with."""
     np.savez(tmp_path / "batch.npz", x=np.ones((5, 4), np.float32))
     source = ModelSource("callable", f"{HERE}predict", sample=str(tmp_path / "batch.npz"))
     (backend,) = open_backends(source)
@@ -110,7 +114,8 @@ def test_a_sample_says_the_inputs_and_is_what_the_outputs_are_found_with(tmp_pat
     assert backend.outputs == (TensorSpec("logits", "FP32", (3,)),)
 
 
-def test_samples_that_are_no_batches_are_refused(tmp_path: Path) -> None:
+def test_samples_that_are_no_batches(tmp_path: Path) -> None:
+    """Samples that are no batches are refused."""
     path = tmp_path / "batch.npz"
     source = ModelSource("callable", f"{HERE}predict", sample=str(path))
     with pytest.raises(SettingsError, match=r"--sample: there is no file .*batch\.npz"):
@@ -144,7 +149,8 @@ class Own(Backend):
         return inputs
 
 
-def test_a_factory_may_return_a_backend_of_its_own() -> None:
+def test_factory_returns_a_backend() -> None:
+    """A factory may return a backend of its own."""
     (backend,) = open_backends(ModelSource("factory", f"{__name__}:Own", options={"rows": 3}))
     assert isinstance(backend, Own)
     assert backend.rows == 3

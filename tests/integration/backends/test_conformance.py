@@ -42,14 +42,16 @@ def rows(count: int, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(count, IN)).astype(np.float32)
 
 
-def test_names_types_and_shapes_are_those_of_the_model(backend: Backend) -> None:
+def test_specs_are_those_of_the_model(backend: Backend) -> None:
+    """Names types and shapes are those of the model."""
     assert backend.inputs == (TensorSpec("x", "FP32", (IN,)),)
     assert backend.outputs == (TensorSpec("logits", "FP32", (OUT,)),)
     assert backend.platform
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 64])
-def test_any_number_of_rows_is_answered_row_by_row(backend: Backend, count: int) -> None:
+def test_any_number_of_rows(backend: Backend, count: int) -> None:
+    """Any number of rows is answered row by row."""
     x = rows(count)
     answer = backend.predict({"x": x})
     logits = answer["logits"]
@@ -58,7 +60,8 @@ def test_any_number_of_rows_is_answered_row_by_row(backend: Backend, count: int)
     np.testing.assert_allclose(logits, expected(x), rtol=1e-5, atol=1e-6)
 
 
-def test_read_only_and_unaligned_inputs_are_taken_and_left_alone(backend: Backend) -> None:
+def test_read_only_and_unaligned_inputs(backend: Backend) -> None:
+    """Read only and unaligned inputs are taken and left alone."""
     x = rows(6)
     frozen = np.frombuffer(x.tobytes(), np.float32).reshape(x.shape)
     np.testing.assert_allclose(backend.predict({"x": frozen})["logits"], expected(x), rtol=1e-5, atol=1e-6)
@@ -68,7 +71,8 @@ def test_read_only_and_unaligned_inputs_are_taken_and_left_alone(backend: Backen
     np.testing.assert_array_equal(frozen, x)
 
 
-def test_an_answer_stays_what_it_is_when_its_inputs_are_written_again(backend: Backend) -> None:
+def test_answer_outlives_its_inputs(backend: Backend) -> None:
+    """An answer stays what it is when its inputs are written again."""
     x = rows(5)
     logits = backend.predict({"x": x})["logits"]
     wanted = expected(x)
@@ -76,9 +80,8 @@ def test_an_answer_stays_what_it_is_when_its_inputs_are_written_again(backend: B
     np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_same_model_has_the_same_version_and_other_weights_another(
-    form: str, source: ModelSource, backend: Backend, tmp_path: Path
-) -> None:
+def test_version_follows_weights(form: str, source: ModelSource, backend: Backend, tmp_path: Path) -> None:
+    """The same model has the same version and other weights another."""
     (again,) = open_backends(source)
     (other,) = open_backends(FORMS[form](tmp_path, 7))
     (named,) = open_backends(dataclasses.replace(source, version="mine"))
@@ -98,7 +101,8 @@ def test_what_does_not_exist_is_named(source: ModelSource, tmp_path: Path) -> No
         open_backends(dataclasses.replace(source, target=target))
 
 
-def test_settings_that_mean_nothing_to_a_backend_are_refused(source: ModelSource) -> None:
+def test_meaningless_settings_are_refused(source: ModelSource) -> None:
+    """Settings that mean nothing to a backend are refused."""
     unknown = {"checkpoint": "w.pt"} if source.kind != "torch-factory" else {}
     unknown |= {"normalize": "imagenet"} if source.kind in ("callable", "factory", "paddle") else {}
     for field, value in unknown.items():
@@ -109,7 +113,8 @@ def test_settings_that_mean_nothing_to_a_backend_are_refused(source: ModelSource
             open_backends(dataclasses.replace(source, device="tpu:9"))
 
 
-def test_instances_on_several_devices_are_independent(source: ModelSource) -> None:
+def test_device_instances_are_independent(source: ModelSource) -> None:
+    """Instances on several devices are independent."""
     if source.device is None:
         with pytest.raises(SettingsError, match=f"--device means nothing to --{source.kind}"):
             open_backends(dataclasses.replace(source, device="cpu,cpu"))

@@ -27,7 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_outputs_keep_the_files_names_unless_given_others(folder: Path) -> None:
+def test_outputs_keep_the_files_names(folder: Path) -> None:
+    """Outputs keep the files names unless given others."""
     (plain,) = open_backends(ModelSource("paddle", str(folder / "model"), device="cpu"))
     (output,) = plain.outputs
     assert output == TensorSpec(output.name, "FP32", (3,))
@@ -38,7 +39,8 @@ def test_outputs_keep_the_files_names_unless_given_others(folder: Path) -> None:
     np.testing.assert_allclose(plain.predict({"x": X})[output.name], expected(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_may_be_named_by_any_of_its_files(folder: Path) -> None:
+def test_model_is_named_by_any_file(folder: Path) -> None:
+    """A model may be named by any of its files."""
     for name in ("model.json", "model.pdiparams"):
         (opened,) = open_backends(
             ModelSource("paddle", str(folder / name), device="cpu", outputs=("logits",), threads=1)
@@ -46,7 +48,8 @@ def test_a_model_may_be_named_by_any_of_its_files(folder: Path) -> None:
         np.testing.assert_allclose(opened.predict({"x": X})["logits"], expected(X), rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_missing_or_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+def test_misfits_are_named(folder: Path, tmp_path: Path) -> None:
+    """What is missing or does not fit is named."""
     with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
         open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", inputs=("image:float32[4]",)))
     with pytest.raises(SettingsError, match=r"the model answers .*; wanted are 'a', 'b'"):

@@ -27,7 +27,9 @@ def backend(model: Any, *inputs: str, **options: Any) -> TorchBackend:
     return TorchBackend(model, inputs or ("x:float32[4]",), device="cpu", **options)
 
 
-def test_inputs_go_by_the_names_of_parameters_and_else_by_position() -> None:
+def test_inputs_go_by_name_or_position() -> None:
+    """Inputs go by the names of parameters and else by position."""
+
     class Two(nn.Module):
         def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
             return first - second
@@ -39,7 +41,9 @@ def test_inputs_go_by_the_names_of_parameters_and_else_by_position() -> None:
     np.testing.assert_allclose(by_position.predict({"a": X, "b": 2 * X})["output"], -X)
 
 
-def test_tuples_and_mappings_are_outputs_by_order_and_by_name() -> None:
+def test_tuples_and_mappings_are_outputs() -> None:
+    """Tuples and mappings are outputs by order and by name."""
+
     class Tuple(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
             return x, None, x.sum(1)
@@ -63,7 +67,8 @@ def test_tuples_and_mappings_are_outputs_by_order_and_by_name() -> None:
         backend(lambda x: "a string")
 
 
-def test_a_model_that_works_in_place_spoils_nobodys_memory() -> None:
+def test_in_place_model_spoils_no_memory() -> None:
+    """A model that works in place spoils nobodys memory."""
     frozen = np.frombuffer(X.tobytes(), np.float32).reshape(X.shape)
     in_place = backend(lambda x: x.mul_(2))
     np.testing.assert_allclose(in_place.predict({"x": frozen})["output"], 2 * X)
@@ -76,7 +81,8 @@ def test_dimensions_of_any_size_stay_so() -> None:
     assert sizes.predict({"ids": np.ones((2, 5), np.int64)})["output"].shape == (2, 5, 7)
 
 
-def test_a_model_that_cannot_compute_zeros_of_any_size_is_tried_with_a_sample() -> None:
+def test_warm_up_uses_a_sample() -> None:
+    """A model that cannot compute zeros of any size is tried with a sample."""
     sizes: list[int] = []
 
     def model(x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +103,8 @@ def test_a_model_that_cannot_compute_zeros_of_any_size_is_tried_with_a_sample() 
         backend(model, "x:float32[3,?,?]", sample={"y": np.ones((2, 3, 6, 6))})
 
 
-def test_uint8_images_are_normalized_as_torchvision_does() -> None:
+def test_uint8_images_are_normalized() -> None:
+    """Uint8 images are normalized as torchvision does."""
     image = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), np.uint8)
     image.flags.writeable = False
     seen = backend(lambda image: image * 1, "image:uint8[3,8,8]", normalize="imagenet")
@@ -120,12 +127,14 @@ def test_uint8_images_are_normalized_as_torchvision_does() -> None:
         ("imagenet", "image:float32[3,8,8]", "no input is UINT8"),
     ],
 )
-def test_normalizations_that_do_not_fit_are_named(normalize: str, inputs: str, words: str) -> None:
+def test_unfit_normalizations_are_named(normalize: str, inputs: str, words: str) -> None:
+    """Normalizations that do not fit are named."""
     with pytest.raises(SettingsError, match=words):
         backend(lambda image: image * 1, inputs, normalize=normalize)
 
 
-def test_mixed_precision_computes_in_it_and_answers_in_float32() -> None:
+def test_mixed_precision_answers_float32() -> None:
+    """Mixed precision computes in it and answers in float32."""
     computed: list[torch.dtype] = []
 
     class Watched(nn.Module):
@@ -146,7 +155,8 @@ def test_mixed_precision_computes_in_it_and_answers_in_float32() -> None:
         backend(trained(), autocast="int8")
 
 
-def test_inputs_that_torch_has_no_tensors_for_are_named() -> None:
+def test_inputs_without_tensors_are_named() -> None:
+    """Inputs that torch has no tensors for are named."""
     with pytest.raises(SettingsError, match="'words': PyTorch has no tensors of BYTES"):
         backend(trained(), "words:BYTES")
     with pytest.raises(SettingsError, match="does not say what its inputs are: give --input"):
@@ -194,7 +204,8 @@ def test_checkpoints_cannot_run_code(tmp_path: Path) -> None:
         (b"garbage", "w.safetensors", "is no safetensors file"),
     ],
 )
-def test_checkpoints_that_are_something_else_are_named(content: Any, name: str, words: str, tmp_path: Path) -> None:
+def test_other_checkpoints_are_named(content: Any, name: str, words: str, tmp_path: Path) -> None:
+    """Checkpoints that are something else are named."""
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -205,7 +216,8 @@ def test_checkpoints_that_are_something_else_are_named(content: Any, name: str, 
 
 
 @pytest.mark.parametrize("wrap", ["plain", "model", "distributed"])
-def test_checkpoints_of_common_trainers_are_read(wrap: str, tmp_path: Path) -> None:
+def test_common_checkpoints_are_read(wrap: str, tmp_path: Path) -> None:
+    """Checkpoints of common trainers are read."""
     state = trained().state_dict()
     whole: Any = {"plain": state, "model": {"model": state, "optimizer": {"lr": 0.1}}}.get(wrap)
     torch.save(whole or {f"module.{name}": value for name, value in state.items()}, tmp_path / "w.pt")
@@ -213,7 +225,8 @@ def test_checkpoints_of_common_trainers_are_read(wrap: str, tmp_path: Path) -> N
     np.testing.assert_allclose(opened.predict({"x": X})["output"], expected(X), rtol=1e-5, atol=1e-6)
 
 
-def test_the_version_is_that_of_the_weights_whatever_file_they_come_in(tmp_path: Path) -> None:
+def test_version_is_that_of_the_weights(tmp_path: Path) -> None:
+    """The version is that of the weights whatever file they come in."""
     from safetensors.torch import save_file
 
     torch.save(trained().state_dict(), tmp_path / "w.pt")
@@ -222,14 +235,17 @@ def test_the_version_is_that_of_the_weights_whatever_file_they_come_in(tmp_path:
     assert one.version == other.version
 
 
-def test_factories_that_build_something_else_are_named() -> None:
+def test_other_factories_are_named() -> None:
+    """Factories that build something else are named."""
     with pytest.raises(SettingsError, match=r"returned tuple, not a torch\.nn\.Module"):
         open_backends(ModelSource("torch-factory", f"{HERE}weights", inputs=("x:float32[4]",), options={"seed": 1}))
     with pytest.raises(SettingsError, match="does not take these options: got an unexpected keyword argument 'y'"):
         open_backends(ModelSource("torch-factory", f"{HERE}module", options={"y": 1}))
 
 
-def test_exported_programs_with_named_outputs_and_keyword_arguments(tmp_path: Path) -> None:
+def test_exported_programs_named_outputs(tmp_path: Path) -> None:
+    """Exported programs with named outputs and keyword arguments."""
+
     class Two(nn.Module):
         def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"logits": (ids * mask).float(), "total": (ids + mask).sum(1)}
@@ -254,7 +270,8 @@ def test_files_that_are_no_models_are_named(kind: str, tmp_path: Path) -> None:
         open_backends(ModelSource(kind, str(tmp_path / "m"), inputs=("x:float32[4]",)))
 
 
-def test_a_served_checkpoint_answers_students(tmp_path: Path) -> None:
+def test_served_checkpoint_answers(tmp_path: Path) -> None:
+    """A served checkpoint answers students."""
     torch.save(trained().state_dict(), tmp_path / "w.pt")
     serve = {
         "torch-factory": f"{Path(__file__).with_name('models.py')}:module",

@@ -20,7 +20,8 @@ from tests.integration.discovery.group_student import StudentProcess
 # Agreement
 
 
-def test_students_share_teachers_out_again_when_somebody_comes_or_goes(any_url: str, stack: ExitStack) -> None:
+def test_changes_share_teachers_out_again(any_url: str, stack: ExitStack) -> None:
+    """Students share teachers out again when somebody comes or goes."""
     service = f"shared-{os.urandom(4).hex()}"
     registry, store = stack.enter_context(open_registry(any_url)), stack.enter_context(open_store(any_url))
     registrations = [stack.enter_context(registry.register(teacher(n, service=service))) for n in range(6)]
@@ -48,9 +49,8 @@ def test_students_share_teachers_out_again_when_somebody_comes_or_goes(any_url: 
         assert all(told.instances for told in student.told)
 
 
-def test_everybody_has_all_teachers_while_they_fit_and_a_new_one_at_once(
-    registry: Registry, store: Store, stack: ExitStack
-) -> None:
+def test_everybody_has_all_that_fit(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """Everybody has all teachers while they fit and a new one at once."""
     stack.enter_context(registry.register(teacher(0)))
     students = [join(stack, registry, store, f"s{n}") for n in range(2)]
     assert [student.has for student in students] == [ids(0)] * 2
@@ -62,9 +62,8 @@ def test_everybody_has_all_teachers_while_they_fit_and_a_new_one_at_once(
     assert store.list(f"balance/{SERVICE}/links/") == [], "nothing to agree on, nothing written"
 
 
-def test_the_second_of_two_students_is_not_starved_and_the_first_keeps_its_teacher(
-    registry: Registry, store: Store, stack: ExitStack
-) -> None:
+def test_second_student_is_not_starved(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """The second of two students is not starved and the first keeps its teacher."""
     for number in range(2):
         stack.enter_context(registry.register(teacher(number)))
     first = join(stack, registry, store, "first", want=1)
@@ -75,21 +74,24 @@ def test_the_second_of_two_students_is_not_starved_and_the_first_keeps_its_teach
     assert first.has == kept
 
 
-def test_a_teacher_of_more_capacity_has_more_students(registry: Registry, store: Store, stack: ExitStack) -> None:
+def test_larger_teacher_has_more_students(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """A teacher of more capacity has more students."""
     stack.enter_context(registry.register(teacher(0, capacity=3.0)))
     stack.enter_context(registry.register(teacher(1)))
     students = [join(stack, registry, store, f"s{n}", want=1) for n in range(4)]
     until(lambda: Counter(name for student in students for name in student.has) == {"t0": 3, "t1": 1})
 
 
-def test_the_fan_out_limits_those_who_want_more(registry: Registry, store: Store, stack: ExitStack) -> None:
+def test_fan_out_limits_links(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """The fan out limits those who want more."""
     for number in range(4):
         stack.enter_context(registry.register(teacher(number)))
     student = join(stack, registry, store, "s", want=9, fan_out=3)
     until(lambda: len(student.has) == 3 and not student.now.stale)
 
 
-def test_a_draining_teacher_is_replaced_and_seen_to_drain(registry: Registry, store: Store, stack: ExitStack) -> None:
+def test_draining_teacher_is_replaced(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """A draining teacher is replaced and seen to drain."""
     registrations = [stack.enter_context(registry.register(teacher(n))) for n in range(3)]
     student = join(stack, registry, store, "s", want=1)
     until(lambda: len(student.has) == 1 and not student.now.stale)
@@ -113,9 +115,10 @@ def test_a_draining_teacher_is_replaced_and_seen_to_drain(registry: Registry, st
         pytest.param("etcd_server", marks=pytest.mark.etcd),
     ],
 )
-def test_a_leader_that_is_killed_is_replaced_and_its_teachers_are_shared_out(
+def test_killed_leader_is_replaced(
     request: pytest.FixtureRequest, tmp_path: Path, stack: ExitStack, server: str | None
 ) -> None:
+    """A leader that is killed is replaced and its teachers are shared out."""
     url = f"sqlite:///{tmp_path}/d.sqlite" if server is None else request.getfixturevalue(server).url
     service = f"killed-{os.urandom(4).hex()}"
     registry = stack.enter_context(open_registry(url))
@@ -140,9 +143,8 @@ def test_a_leader_that_is_killed_is_replaced_and_its_teachers_are_shared_out(
         assert all(told["teachers"] for told in student.told)
 
 
-def test_a_student_that_is_killed_and_starts_again_has_the_same_teachers(
-    registry: Registry, store: Store, url: str, stack: ExitStack
-) -> None:
+def test_restarted_student_same_teachers(registry: Registry, store: Store, url: str, stack: ExitStack) -> None:
+    """A student that is killed and starts again has the same teachers."""
     for number in range(8):
         stack.enter_context(registry.register(teacher(number)))
     other = join(stack, registry, store, "leader", want=2, ttl_s=1.0)
@@ -172,9 +174,10 @@ class SlowWatch:
         self.watch.close()
 
 
-def test_links_are_waited_for_by_a_student_whose_key_its_former_life_still_holds(
+def test_links_wait_for_the_former_lifes_key(
     registry: Registry, store: Store, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Links are waited for by a student whose key its former life still holds."""
     for number in range(8):
         stack.enter_context(registry.register(teacher(number)))
     store.put(f"balance/{SERVICE}/students/again", pack_limit(2), stack.enter_context(store.lease(60.0)))
@@ -188,9 +191,8 @@ def test_links_are_waited_for_by_a_student_whose_key_its_former_life_still_holds
     assert "held by another lease" in again.group.error
 
 
-def test_a_student_that_was_gone_for_longer_than_its_lease_has_the_same_teachers(
-    registry: Registry, store: Store, stack: ExitStack
-) -> None:
+def test_lapsed_student_keeps_its_teachers(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """A student that was gone for longer than its lease has the same teachers."""
     for number in range(8):
         stack.enter_context(registry.register(teacher(number)))
     other = join(stack, registry, store, "leader", want=2)
@@ -214,7 +216,8 @@ def test_a_student_that_was_gone_for_longer_than_its_lease_has_the_same_teachers
     assert again.has == set(mine)
 
 
-def test_what_a_former_leader_writes_late_is_put_right(registry: Registry, store: Store, stack: ExitStack) -> None:
+def test_late_writes_of_a_former_leader(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """What a former leader writes late is put right."""
     for number in range(4):
         stack.enter_context(registry.register(teacher(number)))
     students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=0.5) for n in range(2)]

@@ -22,9 +22,8 @@ from tests.integration.discovery.conftest import SERVICE, Student, ids, join, sh
 # When things fail
 
 
-def test_without_the_store_students_keep_their_teachers_say_so_and_replace_lost_ones(
-    registry: Registry, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_without_store_teachers_are_kept(registry: Registry, tmp_path: Path, stack: ExitStack) -> None:
+    """Without the store students keep their teachers say so and replace lost ones."""
     registrations = [stack.enter_context(registry.register(teacher(n))) for n in range(6)]
     path = tmp_path / "store.sqlite"
     store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
@@ -44,9 +43,8 @@ def test_without_the_store_students_keep_their_teachers_say_so_and_replace_lost_
     assert all(told.instances for student in students for told in student.told)
 
 
-def test_a_student_that_never_reached_the_store_chooses_for_itself(
-    registry: Registry, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_unreachable_store_student_chooses(registry: Registry, tmp_path: Path, stack: ExitStack) -> None:
+    """A student that never reached the store chooses for itself."""
     path = tmp_path / "store.sqlite"
     store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
     spoil_database(path)
@@ -62,9 +60,8 @@ def test_a_student_that_never_reached_the_store_chooses_for_itself(
     until(lambda: few.has == ids(*range(5)))
 
 
-def test_without_the_registry_the_last_known_teachers_are_marked_stale(
-    registry: Registry, store: Store, tmp_path: Path, stack: ExitStack
-) -> None:
+def test_stale_teachers_without_registry(registry: Registry, store: Store, tmp_path: Path, stack: ExitStack) -> None:
+    """Without the registry the last known teachers are marked stale."""
     path = tmp_path / "teachers.sqlite"
     teachers = stack.enter_context(open_registry(f"sqlite:///{path}", timeout_s=1.0))
     with teachers.register(teacher(0)), teachers.register(teacher(1)):
@@ -76,9 +73,10 @@ def test_without_the_registry_the_last_known_teachers_are_marked_stale(
         assert student.has == had
 
 
-def test_nonsense_in_the_store_costs_nobody_else_anything(
+def test_nonsense_in_the_store_is_harmless(
     registry: Registry, store: Store, stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nonsense in the store costs nobody else anything."""
     caplog.set_level(logging.WARNING, "edl.discovery")
     store.put(f"balance/{SERVICE}/students/evil", b"\xff\x00")
     store.put(f"balance/{SERVICE}/students/greedy", b'{"limit": -1}')
@@ -100,9 +98,8 @@ def test_nonsense_in_the_store_costs_nobody_else_anything(
     assert len(warnings) == len(set(warnings)), "said once"
 
 
-def test_a_student_whose_name_is_taken_says_so_and_joins_when_it_is_free(
-    registry: Registry, store: Store, stack: ExitStack
-) -> None:
+def test_taken_name_waits_until_free(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """A student whose name is taken says so and joins when it is free."""
     for number in range(3):
         stack.enter_context(registry.register(teacher(number)))
     first = BalanceGroup(registry, store, SERVICE, "twin", want=1)
@@ -119,7 +116,8 @@ def test_a_student_whose_name_is_taken_says_so_and_joins_when_it_is_free(
 # Ends
 
 
-def test_nothing_is_left_of_a_group_that_is_closed(registry: Registry, store: Store, stack: ExitStack) -> None:
+def test_closed_group_leaves_nothing(registry: Registry, store: Store, stack: ExitStack) -> None:
+    """Nothing is left of a group that is closed."""
     for number in range(2):
         stack.enter_context(registry.register(teacher(number)))
     group = BalanceGroup(registry, store, SERVICE, "s", want=1)
@@ -133,7 +131,8 @@ def test_nothing_is_left_of_a_group_that_is_closed(registry: Registry, store: St
 
 
 @pytest.mark.parametrize("ended_by", ["group", "registry"])
-def test_closing_ends_a_wait_without_a_deadline(url: str, store: Store, ended_by: str) -> None:
+def test_close_ends_an_endless_wait(url: str, store: Store, ended_by: str) -> None:
+    """Closing ends a wait without a deadline."""
     registry = open_registry(url)
     group = BalanceGroup(registry, store, SERVICE, "s", want=1)
     told: list[Snapshot | None] = []
@@ -148,7 +147,8 @@ def test_closing_ends_a_wait_without_a_deadline(url: str, store: Store, ended_by
     registry.close()
 
 
-def test_a_wait_ends_at_its_deadline_even_while_another_thread_waits(registry: Registry, store: Store) -> None:
+def test_wait_ends_at_its_deadline(registry: Registry, store: Store) -> None:
+    """A wait ends at its deadline even while another thread waits."""
     with BalanceGroup(registry, store, SERVICE, "s") as group:
         assert group.get(10) == Snapshot(SERVICE, ())
         waiting = threading.Thread(target=group.get, daemon=True)
@@ -161,7 +161,8 @@ def test_a_wait_ends_at_its_deadline_even_while_another_thread_waits(registry: R
         assert not waiting.is_alive()
 
 
-def test_a_store_that_is_closed_too_early_is_survived(registry: Registry, url: str, stack: ExitStack) -> None:
+def test_store_closed_too_early_is_survived(registry: Registry, url: str, stack: ExitStack) -> None:
+    """A store that is closed too early is survived."""
     for number in range(3):
         stack.enter_context(registry.register(teacher(number)))
     store = open_store(url)

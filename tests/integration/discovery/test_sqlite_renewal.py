@@ -10,7 +10,8 @@ from edl.discovery import Instance, open_registry, open_store
 from edl.discovery.backend.renewal import RenewedLease, RenewedRegistration
 
 
-def test_what_is_being_renewed_is_never_seen_to_be_gone(tmp_path: Path) -> None:
+def test_renewed_entry_is_never_gone(tmp_path: Path) -> None:
+    """What is being renewed is never seen to be gone."""
     # A read that asked for the time first, and then for the rows, took a renewal in between for one by another clock.
     url = f"sqlite:///{tmp_path}/discovery.sqlite"
     done = threading.Event()

@@ -106,7 +106,8 @@ def test_persistent_workers(start: Start, monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [(number, number) for number in range(8)]
 
 
-def test_source_starts_no_epoch_of_its_reader(start: Start) -> None:
+def test_source_starts_no_own_epoch(start: Start) -> None:
+    """Source starts no epoch of its reader."""
     reader = DistillReader(["x"], ["y"], teachers=start("echo").endpoint)
 
     def source() -> Iterator[Any]:

@@ -73,7 +73,9 @@ def waiting_on(stream: Any) -> int:
     return len(stream._waiting)
 
 
-def test_many_at_a_time_each_get_their_own_answer(start: Start, with_client: WithClient) -> None:
+def test_concurrent_requests_get_own_answers(start: Start, with_client: WithClient) -> None:
+    """Many at a time each get their own answer."""
+
     async def test(client: TeacherClient) -> None:
         stream = await streams(client)
         answers = await asyncio.gather(*(infer(client, number, 1 + number % 5) for number in range(200)))
@@ -86,7 +88,8 @@ def test_many_at_a_time_each_get_their_own_answer(start: Start, with_client: Wit
     with_client(start("echo", max_batch=8), test)
 
 
-def test_a_killed_teacher_fails_all_requests_at_once(start: Start, with_client: WithClient) -> None:
+def test_killed_teacher_fails_all_requests(start: Start, with_client: WithClient) -> None:
+    """A killed teacher fails all requests at once."""
     teacher = start("echo", delay_s=30)
 
     async def test(client: TeacherClient) -> None:
@@ -102,9 +105,7 @@ def test_a_killed_teacher_fails_all_requests_at_once(start: Start, with_client: 
 
 
 @pytest.mark.parametrize("asked_before", [True, False])
-def test_another_teacher_at_the_address_is_not_taken_for_the_one_before(
-    start: Start, with_client: WithClient, asked_before: bool
-) -> None:
+def test_another_teacher_at_the_address(start: Start, with_client: WithClient, asked_before: bool) -> None:
     """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
     first = start("echo", version="1")
 
@@ -119,9 +120,8 @@ def test_another_teacher_at_the_address_is_not_taken_for_the_one_before(
     with_client(first, test)
 
 
-def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(
-    start: Start, with_client: WithClient
-) -> None:
+def test_timeout_or_cancel_is_alone(start: Start, with_client: WithClient) -> None:
+    """A request that times out or is cancelled leaves the others alone."""
     teacher = start("echo")
 
     async def test(client: TeacherClient) -> None:
@@ -142,7 +142,8 @@ def test_a_request_that_times_out_or_is_cancelled_leaves_the_others_alone(
     with_client(teacher, test)
 
 
-def test_a_request_that_is_too_large_is_rejected_alone(start: Start, with_client: WithClient) -> None:
+def test_too_large_request_is_rejected_alone(start: Start, with_client: WithClient) -> None:
+    """A request that is too large is rejected alone."""
     rows = 100_000 // (4 * WIDTH)
     teacher = start("echo", serve={"max-message": "64KiB"}, max_queue=2 * rows)
 
@@ -158,7 +159,8 @@ def test_a_request_that_is_too_large_is_rejected_alone(start: Start, with_client
     with_client(teacher, test)
 
 
-def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start, with_client: WithClient) -> None:
+def test_large_messages_go_by_stream_later(start: Start, with_client: WithClient) -> None:
+    """Large messages pass and go by stream once one has."""
     rows = 8_000_000 // (4 * WIDTH)
 
     async def test(client: TeacherClient) -> None:
@@ -171,9 +173,9 @@ def test_large_messages_pass_and_go_by_stream_once_one_has(start: Start, with_cl
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("nan", FailureKind.ERROR), ("raises", FailureKind.ERROR)])
-def test_failures_are_told_apart_as_those_of_single_calls(
-    start: Start, with_client: WithClient, fault: str, kind: FailureKind
-) -> None:
+def test_failures_are_told_apart(start: Start, with_client: WithClient, fault: str, kind: FailureKind) -> None:
+    """Failures are told apart as those of single calls."""
+
     async def test(client: TeacherClient) -> None:
         kinds = [await kind_of(infer(client, 1))]
         client._server_streams = False
@@ -183,7 +185,9 @@ def test_failures_are_told_apart_as_those_of_single_calls(
     with_client(start(fault), test)
 
 
-def test_a_full_queue_says_when_to_come_again(start: Start, with_client: WithClient) -> None:
+def test_full_queue_gives_a_hint(start: Start, with_client: WithClient) -> None:
+    """A full queue says when to come again."""
+
     async def test(client: TeacherClient) -> None:
         answers = await asyncio.gather(*(infer(client, 1) for _ in range(30)), return_exceptions=True)
         failures = [answer.failure for answer in answers if isinstance(answer, RequestFailed)]
@@ -194,7 +198,8 @@ def test_a_full_queue_says_when_to_come_again(start: Start, with_client: WithCli
     with_client(start("echo", delay_s=0.05, max_batch=1, max_queue=4), test)
 
 
-def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start, with_client: WithClient) -> None:
+def test_draining_server_answers_first(start: Start, with_client: WithClient) -> None:
+    """A server that drains is lost only after it has answered."""
     teacher = start("echo", delay_s=2, serve={"metrics-port": 0})
     page = f"http://127.0.0.1:{teacher.metrics_port}/metrics"
 
@@ -214,7 +219,9 @@ def test_a_server_that_drains_is_lost_only_after_it_has_answered(start: Start, w
     assert teacher.wait() == 0
 
 
-def test_a_connection_may_be_closed_while_a_request_is_sent(start: Start, with_client: WithClient) -> None:
+def test_close_while_a_request_is_sent(start: Start, with_client: WithClient) -> None:
+    """A connection may be closed while a request is sent."""
+
     async def test(client: TeacherClient) -> None:
         tasks = [asyncio.create_task(kind_of(infer(client, 1))) for _ in range(3)]
         await asyncio.sleep(0)  # the stream is open, nothing is on its way
@@ -224,7 +231,8 @@ def test_a_connection_may_be_closed_while_a_request_is_sent(start: Start, with_c
     with_client(start("echo"), test)
 
 
-def test_a_server_that_knows_no_dtypes_gives_no_infinities_either() -> None:
+def test_old_server_gives_no_infinities() -> None:
+    """A server that knows no dtypes gives no infinities either."""
     thread = EventLoopThread.acquire()
 
     async def cast() -> Any:

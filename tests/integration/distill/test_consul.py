@@ -19,7 +19,9 @@ from tests.plugins_consul import ConsulAgent
 
 
 @pytest.mark.consul
-def test_an_outage_of_consul_is_said_and_not_felt(start: Start, consul_agent: ConsulAgent) -> None:
+def test_outage_is_reported_and_not_felt(start: Start, consul_agent: ConsulAgent) -> None:
+    """An outage of consul is said and not felt."""
+
     def source() -> Iterator[Any]:
         for number in itertools.count():
             yield np.full(4, number, np.float32), number

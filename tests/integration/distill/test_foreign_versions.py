@@ -201,7 +201,8 @@ def _student(folder: Path, endpoint: str, scale: float, done: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_students_two_services_one_folder(start: Start, tmp_path: Path) -> None:
+def test_two_services_share_a_folder(start: Start, tmp_path: Path) -> None:
+    """Two students two services one folder."""
     context = multiprocessing.get_context("spawn")
     done = context.Queue()
     students = []

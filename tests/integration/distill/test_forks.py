@@ -58,7 +58,8 @@ def refused(line: str) -> bool:
     return line.startswith("ClosedError a reader cannot connect") and '"spawn"' in line and '"forkserver"' in line
 
 
-def test_children_forked_before_any_reader_is_used_have_readers_of_their_own(tmp_path: Path, start: Start) -> None:
+def test_early_forks_have_own_readers(tmp_path: Path, start: Start) -> None:
+    """Children forked before any reader is used have readers of their own."""
     program = """
 made = reader()  # but not used: it connects with its first epoch
 used_in_a_fork(made)
@@ -68,7 +69,8 @@ use()
     assert run(tmp_path, start, program) == ["labelled"] * 3
 
 
-def test_a_child_of_a_process_that_has_used_a_reader_is_refused_at_once(tmp_path: Path, start: Start) -> None:
+def test_late_forked_child_is_refused(tmp_path: Path, start: Start) -> None:
+    """A child of a process that has used a reader is refused at once."""
     program = """
 made = reader()
 use()
@@ -91,7 +93,8 @@ use()
     assert all(map(refused, between)), between
 
 
-def test_spawned_children_of_such_a_process_are_as_good_as_any(tmp_path: Path, start: Start) -> None:
+def test_spawned_children_work(tmp_path: Path, start: Start) -> None:
+    """Spawned children of such a process are as good as any."""
     program = """
 if __name__ == "__main__":
     use()
@@ -104,7 +107,8 @@ if __name__ == "__main__":
     assert run(tmp_path, start, program) == ["labelled"] * 3
 
 
-def test_a_cache_that_has_all_labels_needs_no_connection_and_works_in_any_child(tmp_path: Path, start: Start) -> None:
+def test_full_cache_works_in_any_child(tmp_path: Path, start: Start) -> None:
+    """A cache that has all labels needs no connection and works in any child."""
     program = """
 with SoftLabelCache(path="labels") as cache:
     use(cache=cache, id_field=1)

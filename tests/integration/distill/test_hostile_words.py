@@ -52,7 +52,8 @@ def test_nonsense_in_metadata_is_refused(fields: dict[str, str], caplog: pytest.
 @pytest.mark.parametrize(
     ("streams", "hint"), [(False, "nan"), (False, "-1"), (False, "soon"), (True, -5), (True, "nan")]
 )
-def test_a_senseless_hint_is_no_reason_to_hurry(streams: bool, hint: Any) -> None:
+def test_senseless_hint_is_ignored(streams: bool, hint: Any) -> None:
+    """A senseless hint is no reason to hurry."""
     from edl.distill import Options
 
     with HostileServer(hint=hint, streams=streams) as server:

@@ -43,9 +43,8 @@ def labels(folder: Path, ids: Any = range(ROWS)) -> Any:
     return load_labels(folder).rows(ids)["y"]
 
 
-def test_all_rows_are_labelled_once_and_not_again(
-    start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_are_labelled_once(start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All rows are labelled once and not again."""
     teachers = f"{start('echo').endpoint},{start('echo').endpoint}"
     folder = tmp_path / "labels"
     assert main(command(data, folder, "--teachers", teachers, "--batch", "7")) == 0
@@ -61,7 +60,8 @@ def test_all_rows_are_labelled_once_and_not_again(
     assert sorted(folder.rglob("*.safetensors")) == files
 
 
-def test_a_reader_needs_no_teacher_afterwards(start: Start, data: Path, tmp_path: Path) -> None:
+def test_reader_needs_no_teacher_afterwards(start: Start, data: Path, tmp_path: Path) -> None:
+    """A reader needs no teacher afterwards."""
     teacher = start("echo")
     more = ["--teachers", teacher.endpoint, "--ids", "name", "--dataset", "numbers", "--dtype", "float16"]
     assert main(command(data, tmp_path / "labels", *more)) == 0
@@ -81,7 +81,8 @@ def test_a_reader_needs_no_teacher_afterwards(start: Start, data: Path, tmp_path
     np.testing.assert_array_equal(found, X[order].astype(np.float16))
 
 
-def test_a_row_without_label_is_named_when_there_are_no_teachers(start: Start, data: Path, tmp_path: Path) -> None:
+def test_unlabelled_row_is_named(start: Start, data: Path, tmp_path: Path) -> None:
+    """A row without label is named when there are no teachers."""
     assert main(command(data, tmp_path / "labels", "--teachers", start("echo").endpoint)) == 0
     with SoftLabelCache(path=tmp_path / "labels") as cache:
         reader = DistillReader(["x", None], ["y"], cache=cache, id_field=1)
@@ -92,7 +93,8 @@ def test_a_row_without_label_is_named_when_there_are_no_teachers(start: Start, d
             list(reader())
 
 
-def test_kill_9_costs_no_label_that_was_on_disk(start: Start, data: Path, tmp_path: Path) -> None:
+def test_kill_9_costs_no_stored_label(start: Start, data: Path, tmp_path: Path) -> None:
+    """Kill 9 costs no label that was on disk."""
     slow = start("echo", delay_s=0.05, max_batch=2)  # 25 s for all rows: they are not labelled before the kill
     teachers = ["--teachers", slow.endpoint, "--batch", "2"]
     folder = tmp_path / "labels"
@@ -136,7 +138,8 @@ def test_a_teacher_that_dies_costs_nothing(start: Start, data: Path, tmp_path: P
     np.testing.assert_array_equal(labels(tmp_path / "labels"), X)
 
 
-def test_teachers_are_found_through_discovery(start: Start, data: Path, tmp_path: Path, registry_url: str) -> None:
+def test_teachers_come_from_discovery(start: Start, data: Path, tmp_path: Path, registry_url: str) -> None:
+    """Teachers are found through discovery."""
     start("echo", service="numbers", discovery=registry_url)
     more = ["--service", "numbers", "--discovery", registry_url]
     assert main(command(data, tmp_path / "labels", *more)) == 0
@@ -155,9 +158,8 @@ def test_top_k_labels(start: Start, data: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(found.tail_lse, expected.tail_lse, rtol=1e-5)
 
 
-def test_a_dataset_with_worker_processes_and_only_missing_samples_loaded(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dataset_with_worker_processes(start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dataset with worker processes and only missing samples loaded."""
     pytest.importorskip("torch", reason="PyTorch is not installed")
     (tmp_path / "numbers_of_mine.py").write_text(
         """
@@ -184,9 +186,10 @@ class Numbers(Dataset):
     np.testing.assert_array_equal(labels(tmp_path / "labels", range(300)), X[:300])
 
 
-def test_a_label_that_is_damaged_on_disk_is_asked_for_again(
+def test_damaged_label_is_asked_again(
     start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A label that is damaged on disk is asked for again."""
     teacher = start("echo").endpoint
     assert main(command(data, tmp_path / "labels", "--teachers", teacher)) == 0
     (file,) = (tmp_path / "labels").glob("*/*.safetensors")
@@ -199,9 +202,10 @@ def test_a_label_that_is_damaged_on_disk_is_asked_for_again(
     np.testing.assert_array_equal(labels(tmp_path / "labels"), X)
 
 
-def test_two_versions_of_a_model_are_not_mixed(
+def test_model_versions_are_not_mixed(
     start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Two versions of a model are not mixed."""
     for version, scale in (("1", 1.0), ("2", 2.0)):
         teacher = start("echo", version=version, scale=scale).endpoint
         assert main(command(data, tmp_path / "labels", "--teachers", teacher)) == 0
@@ -266,9 +270,10 @@ def test_mistakes_end_with_one_line(
     assert words in said[-1]
 
 
-def test_a_wrong_input_is_the_users_error_and_not_a_hang(
+def test_wrong_input_is_the_users_error(
     start: Start, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A wrong input is the users error and not a hang."""
     teacher = start("echo").endpoint
     assert main(command(data, tmp_path / "labels", "--teachers", teacher, "--inputs", "image=x")) == 1
     assert "wants input 'x'" in capsys.readouterr().err

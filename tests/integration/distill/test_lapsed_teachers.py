@@ -51,9 +51,8 @@ def reader_of(url: str, timeout_s: float = 60.0, **options: int) -> DistillReade
 
 
 @pytest.mark.parametrize("max_teacher", [None, 1])
-def test_a_lapsed_teacher_that_answers_is_kept(
-    start: Start, path: Path, registry_url: str, max_teacher: int | None
-) -> None:
+def test_lapsed_answering_teacher_is_kept(start: Start, path: Path, registry_url: str, max_teacher: int | None) -> None:
+    """A lapsed teacher that answers is kept."""
     teacher = start("echo", service="s", discovery=registry_url, serve={"metrics-port": 0})
     options = {} if max_teacher is None else {"require_max_teacher": max_teacher}
     going = threading.Event()
@@ -89,7 +88,8 @@ def test_a_student_that_starts_then_finds_it(start: Start, path: Path, registry_
             assert "lapsed" in reader.stats().discovery
 
 
-def test_a_lapsed_teacher_that_drains_is_left(start: Start, path: Path, registry_url: str) -> None:
+def test_lapsed_draining_teacher_is_left(start: Start, path: Path, registry_url: str) -> None:
+    """A lapsed teacher that drains is left."""
     first = start("echo", service="s", discovery=registry_url, serve={"drain-timeout": "10s"})
     second = start("echo", service="s", discovery=registry_url)
     with reader_of(registry_url).set_sample_generator(samples(4000, 0.001)) as reader:
@@ -107,7 +107,8 @@ def test_a_lapsed_teacher_that_drains_is_left(start: Start, path: Path, registry
     assert second.is_alive()
 
 
-def test_another_server_at_its_address_is_refused(start: Start, path: Path, registry_url: str) -> None:
+def test_another_server_there_is_refused(start: Start, path: Path, registry_url: str) -> None:
+    """Another server at its address is refused."""
     teacher = start("echo", service="s", discovery=registry_url)
     port = teacher.port
     with unwritable(path):

@@ -14,7 +14,7 @@ from tests.integration.distill.test_reader import check, samples
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_a_registration_that_flickers_costs_no_sample(
+def test_flickering_registration_is_harmless(
     start: Start, registry_url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     """Back before it is gone, a teacher gets a new connection; closing the old one cancels what is under way on it."""
@@ -43,7 +43,7 @@ def test_a_registration_that_flickers_costs_no_sample(
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_requests_on_a_connection_that_is_closed_go_elsewhere(
+def test_closed_connections_requests_move(
     start: Start, registry_url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     """An instance that moves to another address is disconnected at once, requests under way or not."""

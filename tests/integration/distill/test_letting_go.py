@@ -87,7 +87,8 @@ def test_after_an_error_of_the_source(start: Start) -> None:
     assert reader() is None
 
 
-def test_after_samples_that_the_model_does_not_take(start: Start) -> None:
+def test_after_unfit_samples(start: Start) -> None:
+    """After samples that the model does not take."""
     reader = fails(Program([start("echo").endpoint], rows(5, WIDTH + 1)), SourceError)
     until(lambda: left() == NOTHING, 10)
     assert reader() is None
@@ -110,7 +111,8 @@ def test_after_requests_that_teachers_refuse(start: Start) -> None:
     assert reader() is None
 
 
-def test_after_breaking_out_and_after_an_error_of_the_training_loop(start: Start) -> None:
+def test_after_break_and_error(start: Start) -> None:
+    """After breaking out and after an error of the training loop."""
     teacher = start("echo")
 
     def stop(labelled: Iterator[Any]) -> None:
@@ -125,7 +127,8 @@ def test_after_breaking_out_and_after_an_error_of_the_training_loop(start: Start
     assert reader() is None
 
 
-def test_an_error_that_is_kept_keeps_its_reader_only_as_long(start: Start) -> None:
+def test_kept_error_keeps_its_reader(start: Start) -> None:
+    """An error that is kept keeps its reader only as long."""
     kept: list[EDLError] = []
 
     def run() -> weakref.ref[DistillReader]:

@@ -28,7 +28,8 @@ class Numbers(paddle.io.Dataset):  # type: ignore[misc,name-defined]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_batch_comes_with_its_labels_as_tensors(start: Start) -> None:
+def test_batches_have_labels_as_tensors(start: Start) -> None:
+    """Every batch comes with its labels as tensors."""
     data = paddle.io.DataLoader(Numbers(), batch_size=8, shuffle=True)
     teacher, options = start("echo"), Options(teacher_timeout_s=60)
     with distill(data, teacher.endpoint, inputs=["x", None], outputs="y", options=options) as loader:

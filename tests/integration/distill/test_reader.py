@@ -20,7 +20,8 @@ from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import WIDTH, check, reader_of, sample, samples
 
 
-def test_samples_come_back_in_order_with_their_own_labels(start: Start) -> None:
+def test_samples_keep_order_and_labels(start: Start) -> None:
+    """Samples come back in order with their own labels."""
     epochs = itertools.count(1)
     with reader_of(start("echo"), start("echo")).set_sample_generator(samples(203)) as reader:
 
@@ -71,7 +72,9 @@ def test_each_sample_has_a_top_k_of_its_own(start: Start, rows: int) -> None:
         assert TopK.stack([label for *_, label in found]).ids.shape == (20, 2)
 
 
-def test_batches_are_arrays_and_other_fields_pass_through(start: Start) -> None:
+def test_batches_are_arrays(start: Start) -> None:
+    """Batches are arrays and other fields pass through."""
+
     def source() -> Iterator[Any]:
         for first in range(0, 40, 10):
             numbers = np.arange(first, first + 10)
@@ -87,13 +90,15 @@ def test_batches_are_arrays_and_other_fields_pass_through(start: Start) -> None:
         assert (x[:, 0] == numbers).all()
 
 
-def test_names_that_the_model_does_not_have_are_not_sent(start: Start) -> None:
+def test_unknown_names_are_not_sent(start: Start) -> None:
+    """Names that the model does not have are not sent."""
     reader = DistillReader(["x", "label"], ["y"], teachers=[start("echo").endpoint])
     with reader.set_sample_generator(samples(5)):
         check(list(reader()), 5)
 
 
-def test_breaking_out_of_an_epoch_leaves_the_next_one_whole(start: Start) -> None:
+def test_break_leaves_the_next_epoch_whole(start: Start) -> None:
+    """Breaking out of an epoch leaves the next one whole."""
     with reader_of(start("echo")).set_sample_generator(samples(500)) as reader:
         for _ in range(5):
             for row in reader():
@@ -116,7 +121,8 @@ def test_two_readers_use_their_own_teachers(start: Start) -> None:
             assert two[2][0] == 2 * one[2][0] == 2 * one[1]
 
 
-def test_ensembles_side_by_side_averaged_and_weighted(start: Start) -> None:
+def test_ensembles_are_averaged_and_weighted(start: Start) -> None:
+    """Ensembles side by side averaged and weighted."""
     one, three = start("echo"), start("echo", scale=3.0)
     groups = [Teachers(endpoints=(one.endpoint,), weight=3.0), Teachers(endpoints=(three.endpoint,), weight=1.0)]
 
@@ -132,7 +138,8 @@ def test_ensembles_side_by_side_averaged_and_weighted(start: Start) -> None:
         assert label[0] == 3 * number
 
 
-def test_top_k_and_float16_are_delivered_as_asked(start: Start) -> None:
+def test_top_k_and_float16_as_asked(start: Start) -> None:
+    """Top k and float16 are delivered as asked."""
     teacher = start("linear")
     reader = DistillReader(["x", None], ["y"], teachers=[teacher.endpoint], top_k=3, temperature=2.0, dtype="float16")
     with reader.set_batch_generator(lambda: iter([(np.random.rand(6, WIDTH).astype(np.float32), None)])):
@@ -150,7 +157,8 @@ def test_top_k_and_float16_are_delivered_as_asked(start: Start) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_shared_memory_and_plain_grpc_give_the_same(start: Start, shared_memory: bool) -> None:
+def test_shared_memory_and_grpc_agree(start: Start, shared_memory: bool) -> None:
+    """Shared memory and plain grpc give the same."""
     options = Options(shared_memory=shared_memory, teacher_timeout_s=60)
     with reader_of(start("echo"), options=options).set_sample_generator(samples(300)) as reader:
         check(list(reader()), 300)
@@ -158,7 +166,8 @@ def test_shared_memory_and_plain_grpc_give_the_same(start: Start, shared_memory:
         assert (arena is not None and bool(arena._regions)) == shared_memory
 
 
-def test_nothing_is_left_behind_by_close_or_by_letting_go(start: Start) -> None:
+def test_nothing_is_left_behind(start: Start) -> None:
+    """Nothing is left behind by close or by letting go."""
     teacher = start("echo")
 
     def left() -> tuple[int, int, int]:

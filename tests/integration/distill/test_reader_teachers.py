@@ -26,7 +26,8 @@ from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import WIDTH, check, reader_of, samples
 
 
-def test_a_killed_teacher_loses_nothing_and_repeats_nothing(start: Start) -> None:
+def test_killed_teacher_loses_nothing(start: Start) -> None:
+    """A killed teacher loses nothing and repeats nothing."""
     teachers = [start("echo", delay_s=0.01) for _ in range(3)]
     delivered = []
     with reader_of(*teachers).set_sample_generator(samples(600)) as reader:
@@ -40,9 +41,8 @@ def test_a_killed_teacher_loses_nothing_and_repeats_nothing(start: Start) -> Non
     assert stats.rows_asked == 600
 
 
-def test_a_teacher_that_appears_is_used_within_a_second_and_one_that_drains_costs_nothing(
-    start: Start, registry_url: str
-) -> None:
+def test_appearing_and_draining_teachers(start: Start, registry_url: str) -> None:
+    """A teacher that appears is used within a second and one that drains costs nothing."""
     first = start("echo", service="s", discovery=registry_url, delay_s=0.005, serve={"linger": "2s"})
     reader = DistillReader(["x", None], ["y"], teacher_batch_size=1, options=Options(teacher_timeout_s=60))
     reader.set_dynamic_teacher(registry_url, "s").set_sample_generator(samples(4000))
@@ -68,7 +68,8 @@ def test_a_teacher_that_appears_is_used_within_a_second_and_one_that_drains_cost
     assert second.is_alive()
 
 
-def test_no_teacher_is_an_error_that_says_who_was_tried(registry_url: str) -> None:
+def test_no_teacher_error_names_tried_ones(registry_url: str) -> None:
+    """No teacher is an error that says who was tried."""
     options = Options(teacher_timeout_s=0.7)
     reader = DistillReader(["x", None], ["y"], teachers="127.0.0.1:9", options=options)
     with reader.set_sample_generator(samples(5)), pytest.raises(NoTeacherError, match=r"127\.0\.0\.1:9.*within 0\.7 s"):
@@ -83,7 +84,8 @@ def test_no_teacher_is_an_error_that_says_who_was_tried(registry_url: str) -> No
         list(reader())
 
 
-def test_losing_every_teacher_is_an_error_in_the_middle_too(start: Start) -> None:
+def test_losing_every_teacher_is_an_error(start: Start) -> None:
+    """Losing every teacher is an error in the middle too."""
     teacher = start("echo", delay_s=0.01)
     with reader_of(teacher, options=Options(teacher_timeout_s=3)).set_sample_generator(samples(1000)) as reader:
         rows = reader()
@@ -93,7 +95,8 @@ def test_losing_every_teacher_is_an_error_in_the_middle_too(start: Start) -> Non
             list(rows)
 
 
-def test_a_teacher_that_comes_back_is_used_again(start: Start) -> None:
+def test_returning_teacher_is_used(start: Start) -> None:
+    """A teacher that comes back is used again."""
     teacher = start("echo", delay_s=0.01)
     with reader_of(teacher).set_sample_generator(samples(300)) as reader:
         rows = reader()
@@ -131,7 +134,7 @@ def pings_every(monkeypatch: pytest.MonkeyPatch, s: int, keepalive_timeout_s: in
 
 
 @pytest.mark.slow
-def test_the_only_teacher_is_missed_soon_when_it_is_paused(
+def test_paused_only_teacher_is_missed(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connection stays, as with a machine that vanishes: what is said first is that it does not answer."""
@@ -154,9 +157,8 @@ def test_the_only_teacher_is_missed_soon_when_it_is_paused(
 
 
 @pytest.mark.slow
-def test_a_teacher_that_computes_for_longer_than_a_ping_may_take_is_not_missed(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_computation_is_not_missed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher that computes for longer than a ping may take is not missed."""
     pings_every(monkeypatch, 1, keepalive_timeout_s=3, ping_timeout_s=3)
     teacher = start("echo", delay_s=6)
     options = Options(teacher_timeout_s=3)
@@ -189,7 +191,8 @@ def failed_in_an_epoch(reader: DistillReader, teacher: LocalTeacher) -> bool:
 
 
 @pytest.mark.parametrize("fault", ["nan", "raises"])
-def test_a_teacher_with_unusable_answers_is_set_aside_and_the_rest_go_on(start: Start, fault: str) -> None:
+def test_unusable_answers_set_teacher_aside(start: Start, fault: str) -> None:
+    """A teacher with unusable answers is set aside and the rest go on."""
     good, bad = start("echo"), start(fault)
     with reader_of(good, bad).set_sample_generator(samples(100)) as reader:
         until(lambda: failed_in_an_epoch(reader, bad), 30)
@@ -197,7 +200,8 @@ def test_a_teacher_with_unusable_answers_is_set_aside_and_the_rest_go_on(start: 
 
 
 @pytest.mark.parametrize("fault", ["nan", "raises"])
-def test_what_the_first_teacher_to_be_connected_cannot_do_waits_for_the_others(start: Start, fault: str) -> None:
+def test_unable_first_teacher_is_waited_past(start: Start, fault: str) -> None:
+    """What the first teacher to be connected cannot do waits for the others."""
     good, bad = start("echo"), start(fault)
     good.pause()
     resume = threading.Timer(1.0, good.resume)
@@ -222,7 +226,7 @@ def fails_once(**options):
 """
 
 
-def test_a_teacher_that_leaves_before_it_is_connected_is_waited_for_no_longer(
+def test_leaving_teacher_is_not_waited_for(
     start: Start, registry_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long an attempt to connect may take, and what another one fails at may wait for it."""
@@ -247,7 +251,7 @@ def test_a_teacher_that_leaves_before_it_is_connected_is_waited_for_no_longer(
         leaves.join()
 
 
-def test_a_server_that_speaks_something_else_is_set_aside_and_not_waited_for(start: Start) -> None:
+def test_other_protocol_is_set_aside(start: Start) -> None:
     """What the others fail at does not wait for one that will never be a teacher."""
     answers = {"ServerReady": grpc.unary_unary_rpc_method_handler(lambda request, context: b"\xff" * 9)}
     stranger = grpc.server(ThreadPoolExecutor(1))
@@ -265,9 +269,8 @@ def test_a_server_that_speaks_something_else_is_set_aside_and_not_waited_for(sta
     stranger.stop(0).wait()
 
 
-def test_a_teacher_that_answers_in_another_shape_than_those_before_it_is_set_aside(
-    start: Start, registry_url: str
-) -> None:
+def test_other_shape_is_set_aside(start: Start, registry_url: str) -> None:
+    """A teacher that answers in another shape than those before it is set aside."""
     start("echo", service="s", discovery=registry_url, delay_s=0.002)
     reader = DistillReader(["x", None], ["y"], teacher_batch_size=4).set_sample_generator(samples(20_000))
     with reader.set_dynamic_teacher(registry_url, "s"):
@@ -285,7 +288,8 @@ def test_a_teacher_that_answers_in_another_shape_than_those_before_it_is_set_asi
     assert all(len(label) == WIDTH for *_, label in delivered)
 
 
-def test_two_students_with_one_teacher_each_share_two_teachers_out(start: Start, registry_url: str) -> None:
+def test_two_students_share_two_teachers(start: Start, registry_url: str) -> None:
+    """Two students with one teacher each share two teachers out."""
     for _ in range(2):
         start("echo", service="shared", discovery=registry_url, delay_s=0.005)
 

@@ -21,7 +21,8 @@ from tests.integration.distill.conftest import Start
 from tests.integration.distill.reading import WIDTH, check, reader_of, sample, samples
 
 
-def test_an_input_that_no_teacher_can_label_is_an_error_not_a_hang(start: Start) -> None:
+def test_unlabelable_input_is_an_error(start: Start) -> None:
+    """An input that no teacher can label is an error not a hang."""
     with (
         reader_of(start("raises"), start("raises")).set_sample_generator(samples(20)) as reader,
         pytest.raises((BadOutputError, RejectedError), match="no teacher could label"),
@@ -29,7 +30,8 @@ def test_an_input_that_no_teacher_can_label_is_an_error_not_a_hang(start: Start)
         list(reader())
 
 
-def test_outputs_and_inputs_that_the_model_lacks_are_named(start: Start) -> None:
+def test_missing_names_are_named(start: Start) -> None:
+    """Outputs and inputs that the model lacks are named."""
     teacher = start("echo")
     reader = DistillReader(["x"], ["z"], teachers=[teacher.endpoint], options=Options(teacher_timeout_s=3))
     with reader.set_sample_generator(samples(3)), pytest.raises(NoTeacherError, match="no output 'z'"):
@@ -39,7 +41,8 @@ def test_outputs_and_inputs_that_the_model_lacks_are_named(start: Start) -> None
         list(reader())
 
 
-def test_rows_of_a_wrong_shape_or_type_are_named(start: Start) -> None:
+def test_wrong_rows_are_named(start: Start) -> None:
+    """Rows of a wrong shape or type are named."""
     teacher = start("echo")
     with (
         reader_of(teacher).set_sample_generator(lambda: iter([(np.zeros(WIDTH + 1, np.float32), 0)])) as reader,
@@ -53,7 +56,9 @@ def test_rows_of_a_wrong_shape_or_type_are_named(start: Start) -> None:
         list(reader())
 
 
-def test_the_sources_error_comes_behind_what_it_yielded(start: Start) -> None:
+def test_source_error_comes_after_its_items(start: Start) -> None:
+    """The sources error comes behind what it yielded."""
+
     def source() -> Iterator[Any]:
         yield from (sample(number) for number in range(10))
         raise KeyError("the disk is gone")
@@ -79,7 +84,9 @@ def test_a_buffer_filled_again_is_noticed(start: Start) -> None:
         list(reader())
 
 
-def test_a_source_that_gives_nothing_to_go_through_is_named(start: Start) -> None:
+def test_empty_source_is_named(start: Start) -> None:
+    """A source that gives nothing to go through is named."""
+
     def forgot_to_return() -> Any:
         samples(3)
 
@@ -96,7 +103,8 @@ def test_a_source_that_gives_nothing_to_go_through_is_named(start: Start) -> Non
         list(reader())
 
 
-def test_strings_that_are_no_text_are_named_with_their_input(start: Start, tmp_path: Path) -> None:
+def test_bad_strings_are_named(start: Start, tmp_path: Path) -> None:
+    """Strings that are no text are named with their input."""
     path = tmp_path / "words.py"
     path.write_text(
         "import numpy as np\nfrom edl.testing.models import Model\n"
@@ -111,7 +119,8 @@ def test_strings_that_are_no_text_are_named_with_their_input(start: Start, tmp_p
         list(reader())
 
 
-def test_a_forked_child_is_refused_with_words(start: Start) -> None:
+def test_forked_child_is_refused(start: Start) -> None:
+    """A forked child is refused with words."""
     with reader_of(start("echo")).set_sample_generator(samples(50)) as reader:
         rows = reader()
         next(rows)
@@ -154,9 +163,8 @@ def test_settings_are_checked_and_named() -> None:
         DistillReader(["x"], ["y"], teachers="s")()
 
 
-def test_the_ancestors_environment_is_understood_with_a_note(
-    start: Start, registry_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ancestors_environment_is_understood(start: Start, registry_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ancestors environment is understood with a note."""
     start("echo", service="old", discovery=registry_url)
     monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", registry_url)
     monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "old")
@@ -173,9 +181,7 @@ def test_the_ancestors_environment_is_understood_with_a_note(
     ]
 
 
-def test_the_note_about_old_names_is_seen_with_pythons_own_filters(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_note_is_seen_with_default_filters(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a module that the program imports, where a DeprecationWarning would not be shown either."""
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")

@@ -28,7 +28,8 @@ def batch_of(rows: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_queue": 100, "max_batch": 64}])
-def test_a_batch_beyond_the_servers_limit_is_sent_in_pieces(start: Start, options: Any) -> None:
+def test_too_large_batch_is_cut(start: Start, options: Any) -> None:
+    """A batch beyond the servers limit is sent in pieces."""
     with reader_of(start("echo", **options).endpoint) as reader:
         reader.set_batch_generator(lambda: [batch_of(1025), batch_of(3), batch_of(2500)])
         delivered = list(reader())
@@ -39,7 +40,8 @@ def test_a_batch_beyond_the_servers_limit_is_sent_in_pieces(start: Start, option
         assert (labels == x).all()
 
 
-def test_the_smallest_limit_of_several_teachers_counts(start: Start) -> None:
+def test_smallest_limit_counts(start: Start) -> None:
+    """The smallest limit of several teachers counts."""
     sizes = [1]
     with reader_of(start("echo").endpoint, start("echo", max_queue=20, max_batch=8).endpoint) as reader:
         reader.set_batch_generator(lambda: [batch_of(size) for size in sizes])
@@ -50,7 +52,8 @@ def test_the_smallest_limit_of_several_teachers_counts(start: Start) -> None:
         assert all(teacher.rows > 0 == teacher.failures for teacher in reader.stats().teachers.values())
 
 
-def test_a_size_that_the_user_fixed_waits_for_a_teacher_that_takes_it_with_the_remedy(start: Start) -> None:
+def test_fixed_size_waits_with_a_remedy(start: Start) -> None:
+    """A size that the user fixed waits for a teacher that takes it with the remedy."""
     teacher = start("echo", max_queue=100, max_batch=64)
     with reader_of(teacher.endpoint, teacher_batch_size=300, options=OPTIONS) as reader:
         reader.set_batch_generator(lambda: [batch_of(400)])
@@ -59,9 +62,7 @@ def test_a_size_that_the_user_fixed_waits_for_a_teacher_that_takes_it_with_the_r
             list(reader())
 
 
-def test_requests_cut_before_teachers_with_a_smaller_limit_came_go_to_the_others(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_larger_requests_go_to_others(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Two of those would refuse them, which was the end of the epoch."""
     large, ports = start("echo", delay_s=0.3), free_ports(2)
     with reader_of(large.endpoint, *(f"127.0.0.1:{port}" for port in ports)) as reader:
@@ -125,7 +126,8 @@ def test_a_setting_for_who_does_not_say(triton: TritonFactory) -> None:
 
 
 @pytest.mark.triton
-def test_a_real_tritons_max_batch_size_is_kept_to(triton: TritonFactory) -> None:
+def test_real_tritons_limit_is_kept(triton: TritonFactory) -> None:
+    """A real tritons max batch size is kept to."""
     server = triton.start(max_batch=20)
     with reader_of(server.endpoint, output="logits", model="teacher") as reader:
         (_, numbers, labels), (_, _, few) = reader.set_batch_generator(lambda: [batch_of(50), batch_of(7)])()

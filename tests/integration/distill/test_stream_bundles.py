@@ -79,7 +79,9 @@ async def ask_all(stream: InferStream, tensors: list[bytes]) -> None:
         assert [bytes(view) for view in answer[1]] == [tensor]
 
 
-def test_what_is_there_together_goes_in_few_messages_and_each_gets_its_own_answer() -> None:
+def test_bundle_answers_each_request() -> None:
+    """What is there together goes in few messages and each gets its own answer."""
+
     async def test(stream: InferStream, recorder: Recorder) -> None:
         await ask_all(stream, [bytes([number]) * 500 for number in range(20)])
         assert names.BUNDLES in recorder.metadata
@@ -91,7 +93,9 @@ def test_what_is_there_together_goes_in_few_messages_and_each_gets_its_own_answe
     with_stream(True, test)
 
 
-def test_a_large_request_goes_alone_and_keeps_its_place() -> None:
+def test_large_request_keeps_its_place() -> None:
+    """A large request goes alone and keeps its place."""
+
     async def test(stream: InferStream, recorder: Recorder) -> None:
         await ask_all(stream, [b"a", b"b", b"c" * 10_000, b"d", b"e"])
         assert [len(parts_of(message)) for message in recorder.messages] == [2, 1, 2]
@@ -99,7 +103,9 @@ def test_a_large_request_goes_alone_and_keeps_its_place() -> None:
     with_stream(True, test)
 
 
-def test_a_cancellation_comes_behind_its_request() -> None:
+def test_cancellation_follows_its_request() -> None:
+    """A cancellation comes behind its request."""
+
     async def test(stream: InferStream, recorder: Recorder) -> None:
         ended: list[Any] = []
         number = stream.start(b"", [], TIMEOUT_S, ended.append)  # the recorder answers no request without a tensor
@@ -114,7 +120,9 @@ def test_a_cancellation_comes_behind_its_request() -> None:
     with_stream(True, test)
 
 
-def test_a_server_that_does_not_know_bundles_gets_a_message_a_request() -> None:
+def test_old_server_gets_single_messages() -> None:
+    """A server that does not know bundles gets a message a request."""
+
     async def test(stream: InferStream, recorder: Recorder) -> None:
         await ask_all(stream, [bytes([number]) for number in range(20)])
         assert names.BUNDLES not in recorder.metadata
@@ -125,9 +133,8 @@ def test_a_server_that_does_not_know_bundles_gets_a_message_a_request() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_bundles_are_sent_to_servers_that_announce_them(
-    start: Start, monkeypatch: pytest.MonkeyPatch, announced: bool
-) -> None:
+def test_bundles_go_to_servers_that_know(start: Start, monkeypatch: pytest.MonkeyPatch, announced: bool) -> None:
+    """Bundles are sent to servers that announce them."""
     teacher: LocalTeacher = start("echo", max_batch=8)
     sent: list[int] = []
     join = bundles.join_requests
@@ -153,9 +160,8 @@ def test_bundles_are_sent_to_servers_that_announce_them(
     assert bool(sent) == announced
 
 
-def test_requests_in_shared_memory_gather_and_a_killed_teacher_costs_no_sample(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gathered_requests_survive_a_kill(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests in shared memory gather and a killed teacher costs no sample."""
     teachers = [start("echo") for _ in range(2)]
     batches = 4000
     sent: list[int] = []

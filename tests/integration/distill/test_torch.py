@@ -48,7 +48,8 @@ def check(pairs: list[Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_batch_comes_with_its_labels_epoch_after_epoch(start: Start, workers: int) -> None:
+def test_batches_have_labels_every_epoch(start: Start, workers: int) -> None:
+    """Every batch comes with its labels epoch after epoch."""
     data = DataLoader(Numbers(300), batch_size=32, shuffle=True, num_workers=workers)
     with distill(data, start("echo").endpoint, inputs=["x", None], outputs="y", options=PATIENT) as loader:
         assert len(loader) == len(data) == 10
@@ -59,7 +60,9 @@ def test_every_batch_comes_with_its_labels_epoch_after_epoch(start: Start, worke
         check(list(loader), 300)
 
 
-def test_persistent_workers_and_iterable_datasets_work(start: Start) -> None:
+def test_persistent_workers_and_iterables(start: Start) -> None:
+    """Persistent workers and iterable datasets work."""
+
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             yield from ((torch.full((WIDTH,), float(i)), i) for i in range(100))
@@ -83,7 +86,8 @@ def end_workers(loader: DataLoader[Any]) -> None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
 
 
-def test_workers_forked_beside_and_after_readers_never_touch_the_parents_channels(start: Start) -> None:
+def test_forked_workers_touch_no_channel(start: Start) -> None:
+    """Workers forked beside and after readers never touch the parents channels."""
     endpoint = start("echo").endpoint
     for _ in range(6):
         data = DataLoader(Numbers(64), batch_size=16, num_workers=2)
@@ -118,7 +122,8 @@ def test_workers_end_with_a_loop_that_failed(start: Start, width: int) -> None:
     until(ended, 20)
 
 
-def test_batches_of_any_structure_are_read_and_passed_on(start: Start) -> None:
+def test_batches_of_any_structure(start: Start) -> None:
+    """Batches of any structure are read and passed on."""
     endpoint = start("echo").endpoint
     rows = [{"pixels": torch.full((WIDTH,), float(i)), "deep": {"number": i}} for i in range(20)]
     with distill(
@@ -131,7 +136,8 @@ def test_batches_of_any_structure_are_read_and_passed_on(start: Start) -> None:
         assert all((soft[:, 0] == 10 * batch["deep"]["number"]).all() for batch, soft in loader)
 
 
-def test_labels_and_batches_are_moved_to_the_device(start: Start) -> None:
+def test_labels_are_moved_to_the_device(start: Start) -> None:
+    """Labels and batches are moved to the device."""
     data = DataLoader(Numbers(50), batch_size=8)
     loader = distill(data, start("echo").endpoint, inputs="x", outputs="y", device="meta", options=PATIENT)
     with loader:
@@ -150,7 +156,8 @@ def test_top_k_labels_are_tensors(start: Start) -> None:
             assert soft.ids.shape == (5, 2)
 
 
-def test_the_second_epoch_asks_nothing_with_a_cache(start: Start, tmp_path: Any) -> None:
+def test_second_epoch_is_cached(start: Start, tmp_path: Any) -> None:
+    """The second epoch asks nothing with a cache."""
     teacher = start("echo")
     data = DataLoader(Numbers(120), batch_size=16, shuffle=True)
     options: dict[str, Any] = {"inputs": ["x", None], "outputs": "y", "ids": 1, "dataset": "numbers"}
@@ -175,7 +182,8 @@ def test_the_second_epoch_asks_nothing_with_a_cache(start: Start, tmp_path: Any)
             list(loader)
 
 
-def test_a_new_version_of_the_teacher_is_another_teacher(start: Start) -> None:
+def test_new_version_is_another_teacher(start: Start) -> None:
+    """A new version of the teacher is another teacher."""
     data = DataLoader(Numbers(20), batch_size=5)
     with SoftLabelCache() as cache:
         for version, scale in (("1", 1.0), ("2", 5.0)):
@@ -197,7 +205,8 @@ def test_mistakes_are_named(start: Start) -> None:
         distill(data, inputs="x", outputs="y", cache=cache, ids=1)
 
 
-def test_gradients_flow_from_a_loss_on_soft_labels(start: Start) -> None:
+def test_gradients_flow_from_soft_labels(start: Start) -> None:
+    """Gradients flow from a loss on soft labels."""
     from edl.distill.losses import soft_cross_entropy
 
     student = torch.nn.Linear(WIDTH, WIDTH)

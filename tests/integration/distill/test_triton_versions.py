@@ -132,7 +132,8 @@ def test_a_mixture_is_refused_where_told_to(bert: Start) -> None:
         assert scales(list(reader())) == {2.0}, "the next epoch is of version 2 alone"
 
 
-def test_services_of_one_version_are_told_apart(bert: Start) -> None:
+def test_services_of_one_version(bert: Start) -> None:
+    """Services of one version are told apart."""
     first, second = bert(1.0), bert(10.0)
     groups = [Teachers(endpoints=(server.endpoint,)) for server in (first, second)]
     with SoftLabelCache() as cache, reader_of(groups, cache).set_sample_generator(source()) as reader:

@@ -63,7 +63,8 @@ def reader_of(*teachers: LocalTeacher, **kwargs: Any) -> DistillReader:
 
 
 @pytest.mark.parametrize("rows", [None, 2])
-def test_batches_of_different_lengths_get_labels_of_their_own_lengths(teacher: Any, rows: int | None) -> None:
+def test_lengths_of_labels_follow_batches(teacher: Any, rows: int | None) -> None:
+    """Batches of different lengths get labels of their own lengths."""
     lengths = [5, 8, 5, 1, 13, 8, 2] * 5
     with reader_of(teacher("per_token"), teacher("per_token"), teacher_batch_size=rows) as reader:
         reader.set_batch_generator(lambda: batches(*lengths))
@@ -86,7 +87,8 @@ def test_top_k_of_different_lengths(teacher: Any) -> None:
         assert (labels.ids == top_k(expected(ids), 3).ids).all()
 
 
-def test_labels_from_a_cache_are_never_of_another_length_than_the_inputs(teacher: Any) -> None:
+def test_cached_labels_keep_their_length(teacher: Any) -> None:
+    """Labels from a cache are never of another length than the inputs."""
     with (
         SoftLabelCache() as cache,
         reader_of(teacher("per_token"), cache=cache, id_field=1) as reader,
@@ -101,7 +103,8 @@ def test_labels_from_a_cache_are_never_of_another_length_than_the_inputs(teacher
             list(reader())
 
 
-def test_a_cache_keeps_labels_of_one_shape_for_texts_of_any_length(teacher: Any) -> None:
+def test_cache_keeps_one_label_shape(teacher: Any) -> None:
+    """A cache keeps labels of one shape for texts of any length."""
     with (
         SoftLabelCache() as cache,
         reader_of(teacher("per_text"), cache=cache, id_field=1) as reader,
@@ -112,7 +115,8 @@ def test_a_cache_keeps_labels_of_one_shape_for_texts_of_any_length(teacher: Any)
     assert [logits[1, 0] for *_, logits in second] == [1 * 5, 4 * 8, 7 * 2]
 
 
-def test_pieces_of_one_batch_that_do_not_fit_together_are_named(teacher: Any) -> None:
+def test_unfit_pieces_are_named(teacher: Any) -> None:
+    """Pieces of one batch that do not fit together are named."""
     source = [(np.array([[1], [1], [3], [3]], "i4"), None)]
     with reader_of(teacher("as_long_as_said", max_batch=2), teacher_batch_size=2) as reader:
         reader.set_batch_generator(lambda: source)
@@ -123,7 +127,9 @@ def test_pieces_of_one_batch_that_do_not_fit_together_are_named(teacher: Any) ->
         assert [logits.shape for *_, logits in reader()] == [(4, 3)]
 
 
-def test_samples_of_different_lengths_need_requests_of_their_own(teacher: Any) -> None:
+def test_lengths_need_own_requests(teacher: Any) -> None:
+    """Samples of different lengths need requests of their own."""
+
     def source() -> Iterator[Any]:
         yield from ((np.full(length, length, "i4"), None) for length in (5, 8, 2))
 

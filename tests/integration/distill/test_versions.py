@@ -76,9 +76,8 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_a_teacher_replaced_between_epochs_is_asked_though_all_was_in_the_cache(
-    start: Start, caplog: pytest.LogCaptureFixture, shared_memory: bool
-) -> None:
+def test_replaced_between_epochs_is_asked(start: Start, caplog: pytest.LogCaptureFixture, shared_memory: bool) -> None:
+    """A teacher replaced between epochs is asked though all was in the cache."""
     first = start("echo", version="1", serve={"shared-memory": shared_memory})
     with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source()) as reader:
         for _ in range(2):
@@ -94,9 +93,7 @@ def test_a_teacher_replaced_between_epochs_is_asked_though_all_was_in_the_cache(
     assert not said(caplog, "two models are mixed")
 
 
-def test_a_teacher_replaced_within_an_epoch_answers_and_is_followed_by_the_next(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_replaced_within_an_epoch(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody asks while it is replaced, and gRPC connects to the new one by itself."""
     first, go_on = start("echo", version="1"), threading.Event()
     with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source(40, go_on)) as reader:
@@ -120,7 +117,8 @@ def test_a_teacher_replaced_within_an_epoch_answers_and_is_followed_by_the_next(
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_teachers_of_the_next_epoch_may_give_another_dtype(start: Start, tmp_path: Path, cached: bool) -> None:
+def test_next_epochs_dtype_may_differ(start: Start, tmp_path: Path, cached: bool) -> None:
+    """The teachers of the next epoch may give another dtype."""
     (tmp_path / "model.py").write_text(TYPED)
     model, options = f"{tmp_path}/model.py:make", Options(teacher_timeout_s=60)
     first = start(model, version="1", kind="float32")
@@ -135,7 +133,8 @@ def test_the_teachers_of_the_next_epoch_may_give_another_dtype(start: Start, tmp
         assert {y.dtype for *_, y in reader()} == {np.dtype("float16")}
 
 
-def test_while_versions_are_mixed_the_first_one_counts(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_first_of_mixed_versions_counts(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """While versions are mixed the first one counts."""
     first = start("echo", version="1", delay_s=0.02)
     second = LocalTeacher("echo", version="2", scale=3.0, delay_s=0.02)
     with SoftLabelCache() as cache, reader_of(cache, first, second).set_sample_generator(source()) as reader:

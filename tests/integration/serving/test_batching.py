@@ -21,7 +21,8 @@ def rows(count: int, value: float = 1.0) -> Array:
     return np.full((count, 4), value, np.float32)
 
 
-def test_requests_that_gather_while_the_model_is_busy_share_a_batch(inside: StartInside, connect: Connect) -> None:
+def test_gathered_requests_share_a_batch(inside: StartInside, connect: Connect) -> None:
+    """Requests that gather while the model is busy share a batch."""
     model = Gated()
     server = inside(model, max_batch_rows=8)
     client = connect(server.target)
@@ -42,7 +43,8 @@ def test_requests_that_gather_while_the_model_is_busy_share_a_batch(inside: Star
     assert server.metric("edl_teacher_requests_total", outcome="ok") == 6
 
 
-def test_a_delay_lets_requests_join_an_idle_model(inside: StartInside, connect: Connect) -> None:
+def test_delay_lets_requests_join(inside: StartInside, connect: Connect) -> None:
+    """A delay lets requests join an idle model."""
     model = Gated()
     model.gate.set()
     server = inside(model, max_batch_rows=3, max_delay_s=30.0)
@@ -53,7 +55,8 @@ def test_a_delay_lets_requests_join_an_idle_model(inside: StartInside, connect: 
     assert [len(batch) for batch in model.batches] == [3]
 
 
-def test_only_requests_of_one_shape_share_a_batch(inside: StartInside, connect: Connect) -> None:
+def test_one_shape_shares_a_batch(inside: StartInside, connect: Connect) -> None:
+    """Only requests of one shape share a batch."""
     server = inside(Mixed(), max_batch_rows=2, max_delay_s=30.0)
     client = connect(server.target)
     words = np.array([[b"a", b"b"]], object)
@@ -66,7 +69,8 @@ def test_only_requests_of_one_shape_share_a_batch(inside: StartInside, connect: 
     assert server.metric("edl_teacher_batch_rows_count") == 3
 
 
-def test_a_request_larger_than_a_batch_is_computed_in_parts(inside: StartInside, connect: Connect) -> None:
+def test_large_request_is_computed_in_parts(inside: StartInside, connect: Connect) -> None:
+    """A request larger than a batch is computed in parts."""
     server = inside(Base(), max_batch_rows=8, max_queue_rows=100)
     x = np.random.default_rng(0).random((100, 4), np.float32)
     np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
@@ -77,7 +81,8 @@ def test_a_request_larger_than_a_batch_is_computed_in_parts(inside: StartInside,
     assert "'x' has 101 rows; this server takes 100" in refused.value.details()
 
 
-def test_a_full_queue_refuses_with_a_hint_and_takes_requests_again(inside: StartInside, connect: Connect) -> None:
+def test_full_queue_refuses_with_a_hint(inside: StartInside, connect: Connect) -> None:
+    """A full queue refuses with a hint and takes requests again."""
     model = Gated()
     server = inside(model, max_batch_rows=4, max_queue_rows=4)
     client = connect(server.target)
@@ -137,7 +142,8 @@ def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) 
     assert "--max-queue-bytes" in error.value.details()
 
 
-def test_requests_nobody_waits_for_are_not_computed(inside: StartInside, connect: Connect) -> None:
+def test_unwanted_requests_are_not_computed(inside: StartInside, connect: Connect) -> None:
+    """Requests nobody waits for are not computed."""
     model = Gated()
     server = inside(model, max_batch_rows=4)
     client = connect(server.target)
@@ -160,7 +166,8 @@ def test_requests_nobody_waits_for_are_not_computed(inside: StartInside, connect
     assert server.metric("edl_teacher_requests_total", outcome="cancelled") == 2
 
 
-def test_a_request_cancelled_while_it_is_computed_harms_nobody(inside: StartInside, connect: Connect) -> None:
+def test_cancelled_request_harms_nobody(inside: StartInside, connect: Connect) -> None:
+    """A request cancelled while it is computed harms nobody."""
     model = Gated()
     server = inside(model)
     client = connect(server.target)
@@ -172,7 +179,8 @@ def test_a_request_cancelled_while_it_is_computed_harms_nobody(inside: StartInsi
     np.testing.assert_array_equal(client.infer(rows(2, 5))["logits"], logits(rows(2, 5)))
 
 
-def test_a_client_that_vanishes_leaves_nothing_in_flight(inside: StartInside, connect: Connect) -> None:
+def test_vanished_client_leaves_nothing(inside: StartInside, connect: Connect) -> None:
+    """A client that vanishes leaves nothing in flight."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     client = connect(server.target)
@@ -185,7 +193,8 @@ def test_a_client_that_vanishes_leaves_nothing_in_flight(inside: StartInside, co
     assert all(call.cancelled() or call.exception() for call in calls)
 
 
-def test_several_instances_compute_at_the_same_time(inside: StartInside, connect: Connect) -> None:
+def test_instances_compute_together(inside: StartInside, connect: Connect) -> None:
+    """Several instances compute at the same time."""
     models = [Gated(), Gated(), Gated()]
     server = inside(list(models), max_batch_rows=1)
     client = connect(server.target)
@@ -197,13 +206,15 @@ def test_several_instances_compute_at_the_same_time(inside: StartInside, connect
         np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
 
 
-def test_an_inline_model_answers_on_the_event_loop(inside: StartInside, connect: Connect) -> None:
+def test_inline_model_answers_on_the_loop(inside: StartInside, connect: Connect) -> None:
+    """An inline model answers on the event loop."""
     server = inside(Lookup(), max_batch_rows=8)
     x = np.random.default_rng(0).random((20, 4), np.float32)
     np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
 
 
-def test_stopping_answers_what_is_left_and_closes_the_models(inside: StartInside, connect: Connect) -> None:
+def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
+    """Stopping answers what is left and closes the models."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     client = connect(server.target)
@@ -216,7 +227,8 @@ def test_stopping_answers_what_is_left_and_closes_the_models(inside: StartInside
     model.gate.set()
 
 
-def test_a_server_can_be_started_and_stopped_again_and_again(inside: StartInside, connect: Connect) -> None:
+def test_server_starts_and_stops_repeatedly(inside: StartInside, connect: Connect) -> None:
+    """A server can be started and stopped again and again."""
     for _ in range(3):
         server = inside(Base(), metrics_port=0)
         assert len(connect(server.target).infer(rows(2))["logits"]) == 2
@@ -224,7 +236,9 @@ def test_a_server_can_be_started_and_stopped_again_and_again(inside: StartInside
         server.call(server.server.stop())
 
 
-def test_backends_are_closed_even_if_the_server_could_not_start(inside: StartInside) -> None:
+def test_backends_close_after_failed_start(inside: StartInside) -> None:
+    """Backends are closed even if the server could not start."""
+
     class Closing(Base):
         closed = False
 
@@ -241,7 +255,8 @@ def test_backends_are_closed_even_if_the_server_could_not_start(inside: StartIns
     assert first.closed
 
 
-def test_drain_finishes_what_was_accepted_and_refuses_the_rest(inside: StartInside, connect: Connect) -> None:
+def test_drain_finishes_accepted_requests(inside: StartInside, connect: Connect) -> None:
+    """Drain finishes what was accepted and refuses the rest."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     client = connect(server.target)
@@ -271,7 +286,8 @@ def test_drain_gives_up_at_its_deadline(inside: StartInside, connect: Connect) -
     call.result()
 
 
-def test_a_model_that_fails_is_told_on_and_serves_on(inside: StartInside, connect: Connect) -> None:
+def test_failing_model_serves_on(inside: StartInside, connect: Connect) -> None:
+    """A model that fails is told on and serves on."""
     server = inside(Moody(), max_batch_rows=16, max_delay_s=0.2)
     client = connect(server.target)
     calls = {value: client.start(rows(2, value)) for value in (0, 1, 2, 3, 5)}
@@ -285,7 +301,8 @@ def test_a_model_that_fails_is_told_on_and_serves_on(inside: StartInside, connec
     assert len(client.infer(rows(1, 0))["logits"]) == 1
 
 
-def test_the_event_loop_never_waits_for_the_model(inside: StartInside, connect: Connect) -> None:
+def test_event_loop_never_waits(inside: StartInside, connect: Connect) -> None:
+    """The event loop never waits for the model."""
     model = Gated()
     server = inside(model)
     client = connect(server.target)

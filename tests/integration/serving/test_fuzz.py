@@ -332,7 +332,8 @@ def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, regi
     assert not [line for line in server.log if "Traceback" in line]
 
 
-def test_nonsense_in_a_stream_ends_its_request_and_not_the_stream(process: StartProcess, connect: Connect) -> None:
+def test_nonsense_ends_its_request_only(process: StartProcess, connect: Connect) -> None:
+    """Nonsense in a stream ends its request and not the stream."""
     server = process("Base", metrics_port=0)
     call = connect(server.target).channel.stream_stream(names.method("ModelStreamInfer"))
     requests = bad_requests(random.Random(SEED))
@@ -345,7 +346,8 @@ def test_nonsense_in_a_stream_ends_its_request_and_not_the_stream(process: Start
     until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
 
 
-def test_nonsense_in_bundles_ends_its_request_and_not_the_stream(process: StartProcess, connect: Connect) -> None:
+def test_nonsense_bundle_ends_its_request(process: StartProcess, connect: Connect) -> None:
+    """Nonsense in bundles ends its request and not the stream."""
     server = process("Base", metrics_port=0)
     call = connect(server.target).channel.stream_stream(names.method("ModelStreamInfer"))
     rng = random.Random(SEED)
@@ -381,7 +383,8 @@ def test_other_methods_refuse_nonsense_too(process: StartProcess, connect: Conne
         assert code_and_details[0] in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), details
 
 
-def test_a_message_of_millions_of_fields_does_not_block_the_server(process: StartProcess, connect: Connect) -> None:
+def test_millions_of_fields_do_not_block(process: StartProcess, connect: Connect) -> None:
+    """A message of millions of fields does not block the server."""
     server = process("Base")
     client = connect(server.target)
     call = client.infer_bytes.future(b"\x3a\x00" * 4_000_000, timeout=30)
@@ -406,7 +409,8 @@ def test_a_claim_to_be_huge_costs_no_memory(process: StartProcess, connect: Conn
     assert memory.memory_info().rss - before < 16 << 20
 
 
-def test_a_client_that_truncates_its_region_is_refused(process: StartProcess, connect: Connect, region: str) -> None:
+def test_truncated_region_is_refused(process: StartProcess, connect: Connect, region: str) -> None:
+    """A client that truncates its region is refused."""
     server = process("Base")
     client = connect(server.target)
     client.ask("SystemSharedMemoryRegister", name="r", key=region, byte_size=64)

@@ -21,7 +21,8 @@ def faults(pid: int) -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
 @pytest.mark.parametrize("rows", [32, 16], ids=["whole", "merged"])
-def test_a_request_of_megabytes_costs_few_page_faults(process: StartProcess, connect: Connect, rows: int) -> None:
+def test_megabytes_cost_few_page_faults(process: StartProcess, connect: Connect, rows: int) -> None:
+    """A request of megabytes costs few page faults."""
     server = process("Images", max_batch_rows=32, metrics_port=0)
     client = connect(server.target)
     data = request_bytes({"image": np.ones((rows, 3, 224, 224), np.uint8)})

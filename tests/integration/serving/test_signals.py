@@ -36,9 +36,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def test_sigterm_finishes_what_is_in_flight_and_exits_0(
-    process: StartProcess, connect: Connect, tmp_path: Path
-) -> None:
+def test_sigterm_finishes_and_exits_0(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
+    """Sigterm finishes what is in flight and exits 0."""
     left = tmp_path / "left"
     server = process("Sleeper", max_batch_rows=1, leave_file=str(left), metrics_port=0)
     client = connect(server.target)
@@ -60,7 +59,8 @@ def test_sigterm_finishes_what_is_in_flight_and_exits_0(
     assert server.line() == "closed"
 
 
-def test_new_requests_are_refused_once_discovery_has_been_left(process: StartProcess, connect: Connect) -> None:
+def test_refused_after_leaving_discovery(process: StartProcess, connect: Connect) -> None:
+    """New requests are refused once discovery has been left."""
     server = process("Sleeper", max_batch_rows=1, metrics_port=0)
     client = connect(server.target)
     accepted = client.start(sleep_for(3.0))
@@ -79,7 +79,8 @@ def test_new_requests_are_refused_once_discovery_has_been_left(process: StartPro
     assert server.wait() == 0
 
 
-def test_the_drain_ends_at_its_deadline_with_exit_code_1(process: StartProcess, connect: Connect) -> None:
+def test_drain_deadline_exits_1(process: StartProcess, connect: Connect) -> None:
+    """The drain ends at its deadline with exit code 1."""
     server = process("Sleeper", drain_timeout_s=0.5, metrics_port=0)
     call = connect(server.target).start(sleep_for(60))
     until(lambda: 'edl_teacher_in_flight{model="m"} 1.0' in server.metrics())
@@ -103,29 +104,31 @@ def test_a_second_signal_ends_at_once(process: StartProcess, connect: Connect, n
     assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_leaving_discovery_may_hang_and_the_server_still_ends(process: StartProcess, connect: Connect) -> None:
+def test_leaving_discovery_may_hang(process: StartProcess, connect: Connect) -> None:
+    """Leaving discovery may hang and the server still ends."""
     server = process("Sleeper", leave_s=3600, drain_timeout_s=1.0)
     assert len(connect(server.target).infer(sleep_for(0))["logits"]) == 1
     server.popen.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
 
 
-def test_failing_to_leave_discovery_does_not_fail_the_drain(process: StartProcess) -> None:
+def test_failed_leave_does_not_fail_drain(process: StartProcess) -> None:
+    """Failing to leave discovery does not fail the drain."""
     server = process("Base", leave_fails=True)
     server.popen.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
     until(lambda: any("leaving discovery raised OSError: discovery is down" in line for line in server.log))
 
 
-def test_failing_to_join_discovery_ends_the_server(process: StartProcess) -> None:
+def test_failed_join_ends_the_server(process: StartProcess) -> None:
+    """Failing to join discovery ends the server."""
     server = process("Base", ready=False, join_fails=True)
     assert server.wait(20) == 1
     until(lambda: any("OSError: discovery is down" in line for line in server.log))
 
 
-def test_a_server_is_not_ready_until_its_model_is_warm(
-    process: StartProcess, connect: Connect, tmp_path: Path, unused_port: int
-) -> None:
+def test_ready_after_warm_up_only(process: StartProcess, connect: Connect, tmp_path: Path, unused_port: int) -> None:
+    """A server is not ready until its model is warm."""
     go = tmp_path / "warm"
     server = process("SlowStart", env={**os.environ, "EDL_TEST_WARM": str(go)}, ready=False, port=unused_port)
     client = connect(f"127.0.0.1:{unused_port}")
@@ -146,9 +149,8 @@ def test_a_server_is_not_ready_until_its_model_is_warm(
     assert [model.state for model in client.ask("RepositoryIndex").models] == ["READY"]
 
 
-def test_a_signal_while_warming_up_ends_the_server(
-    process: StartProcess, connect: Connect, tmp_path: Path, unused_port: int
-) -> None:
+def test_signal_while_warming_up(process: StartProcess, connect: Connect, tmp_path: Path, unused_port: int) -> None:
+    """A signal while warming up ends the server."""
     env = {**os.environ, "EDL_TEST_WARM": str(tmp_path / "never")}
     server = process("SlowStart", env=env, ready=False, port=unused_port)
     grpc.channel_ready_future(connect(f"127.0.0.1:{unused_port}").channel).result(20)
@@ -156,20 +158,23 @@ def test_a_signal_while_warming_up_ends_the_server(
     assert server.wait(20) == 0
 
 
-def test_a_model_that_cannot_warm_up_is_an_error_at_the_start(process: StartProcess) -> None:
+def test_failed_warm_up_is_an_error(process: StartProcess) -> None:
+    """A model that cannot warm up is an error at the start."""
     server = process("NoStart", ready=False)
     assert server.wait() == 1
     until(lambda: any("the weights are missing" in line for line in server.log))
 
 
-def test_a_port_in_use_is_an_error_at_the_start(process: StartProcess) -> None:
+def test_port_in_use_is_an_error(process: StartProcess) -> None:
+    """A port in use is an error at the start."""
     first = process("Base")
     second = process("Base", ready=False, port=first.port)
     assert second.wait() == 1
     until(lambda: any("SettingsError" in line and str(first.port) in line for line in second.log))
 
 
-def test_a_health_watch_is_told_and_does_not_delay_the_end(process: StartProcess, connect: Connect) -> None:
+def test_health_watch_does_not_delay_the_end(process: StartProcess, connect: Connect) -> None:
+    """A health watch is told and does not delay the end."""
     server = process("Base")
     watch = connect(server.target).channel.unary_stream(
         "/grpc.health.v1.Health/Watch",
@@ -193,7 +198,8 @@ def test_a_unix_socket_is_served_and_removed(process: StartProcess, connect: Con
     assert not [*tmp_path.glob("edl.sock*")]
 
 
-def test_a_unix_socket_that_another_server_has_put_there_is_not_removed(process: StartProcess, tmp_path: Path) -> None:
+def test_foreign_unix_socket_is_kept(process: StartProcess, tmp_path: Path) -> None:
+    """A unix socket that another server has put there is not removed."""
     path = tmp_path / "edl.sock"
     server = process("Base", uds=str(path))
     path.unlink()

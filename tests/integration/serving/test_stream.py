@@ -87,9 +87,8 @@ class Pair(Gated):
 
 
 @pytest.mark.parametrize("unordered", [True, False])
-def test_a_slow_request_holds_the_others_up_only_where_there_is_an_order(
-    inside: StartInside, connect: Connect, unordered: bool
-) -> None:
+def test_slow_request_holds_up_ordered_ones(inside: StartInside, connect: Connect, unordered: bool) -> None:
+    """A slow request holds the others up only where there is an order."""
     slow, other = Pair(), Pair()
     other.gate = slow.gate
     server = inside([slow, other], max_batch_rows=1)
@@ -113,7 +112,8 @@ def test_a_slow_request_holds_the_others_up_only_where_there_is_an_order(
         next(stream.call)
 
 
-def test_errors_carry_the_status_of_a_call_and_end_their_request_only(inside: StartInside, connect: Connect) -> None:
+def test_errors_end_their_request_only(inside: StartInside, connect: Connect) -> None:
+    """Errors carry the status of a call and end their request only."""
     model = Gated()
     server = inside(model, max_batch_rows=1, max_queue_rows=2)
     stream = Open(connect(server.target).channel)
@@ -132,7 +132,8 @@ def test_errors_carry_the_status_of_a_call_and_end_their_request_only(inside: St
     stream.end()
 
 
-def test_what_is_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
+def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
+    """What is cancelled or late is not computed."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     stream = Open(connect(server.target).channel)
@@ -156,7 +157,8 @@ def test_what_is_cancelled_or_late_is_not_computed(inside: StartInside, connect:
     until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
-def test_a_client_that_goes_leaves_nothing_in_flight(inside: StartInside, connect: Connect) -> None:
+def test_leaving_client_leaves_nothing(inside: StartInside, connect: Connect) -> None:
+    """A client that goes leaves nothing in flight."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     stream = Open(connect(server.target).channel)
@@ -189,7 +191,8 @@ def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Conne
         stream.end()
 
 
-def test_a_draining_server_answers_what_it_took_and_refuses_the_rest(process: StartProcess, connect: Connect) -> None:
+def test_draining_server_answers_and_refuses(process: StartProcess, connect: Connect) -> None:
+    """A draining server answers what it took and refuses the rest."""
     server = process("Sleeper", max_batch_rows=1, metrics_port=0)
     stream = Open(connect(server.target).channel)
     for number, seconds in enumerate((3.0, 0.3)):
@@ -240,9 +243,8 @@ def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStream
 
 
 @pytest.mark.parametrize("takes_bundles", [True, False])
-def test_requests_in_one_message_are_answered_each_for_itself(
-    inside: StartInside, connect: Connect, takes_bundles: bool
-) -> None:
+def test_bundled_requests_are_answered(inside: StartInside, connect: Connect, takes_bundles: bool) -> None:
+    """Requests in one message are answered each for itself."""
     model = Gated()
     server = inside(model, max_batch_rows=64, max_queue_rows=64)
     stream = Open(connect(server.target).channel, bundles=takes_bundles)
@@ -287,9 +289,8 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("bundle", MALFORMED.values(), ids=MALFORMED.keys())
-def test_a_malformed_bundle_is_refused_and_the_stream_goes_on(
-    inside: StartInside, connect: Connect, bundle: bytes
-) -> None:
+def test_malformed_bundle_is_refused(inside: StartInside, connect: Connect, bundle: bytes) -> None:
+    """A malformed bundle is refused and the stream goes on."""
     server = inside(Pair())
     stream = Open(connect(server.target).channel, bundles=True)
     stream.send_bytes(bundle)
@@ -301,7 +302,8 @@ def test_a_malformed_bundle_is_refused_and_the_stream_goes_on(
     stream.end()
 
 
-def test_a_bundle_is_for_streams_without_order_only(inside: StartInside, connect: Connect) -> None:
+def test_bundles_are_for_unordered_streams(inside: StartInside, connect: Connect) -> None:
+    """A bundle is for streams without order only."""
     server = inside(Pair())
     client = connect(server.target)
     bundle = bundles.join_requests([message("1", row(2))])

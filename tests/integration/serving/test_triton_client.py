@@ -80,7 +80,8 @@ def test_sync(client: Any) -> None:
     assert result.get_response().id == "seven"
 
 
-def test_a_subset_of_outputs_in_the_clients_order(client: Any) -> None:
+def test_subset_of_outputs_in_order(client: Any) -> None:
+    """A subset of outputs in the clients order."""
     inputs, x = inputs_of(2)
     wanted = [triton.InferRequestedOutput("joined"), triton.InferRequestedOutput("logits")]
     result = client.infer("m", inputs, outputs=wanted)
@@ -115,7 +116,8 @@ def test_futures(client: Any) -> None:
         check(result, sent.pop(result.get_response().id))
 
 
-def test_a_stream_answers_in_order_and_survives_errors(client: Any) -> None:
+def test_ordered_stream_survives_errors(client: Any) -> None:
+    """A stream answers in order and survives errors."""
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     sent = []
@@ -227,7 +229,8 @@ def test_system_shared_memory(inside: StartInside, memory: Any) -> None:
         assert Path(f"/dev/shm/{region.name}").exists()  # the client's to delete
 
 
-def test_shared_memory_inputs_reach_the_model_without_a_copy(inside: StartInside, memory: Any) -> None:
+def test_shared_memory_needs_no_copy(inside: StartInside, memory: Any) -> None:
+    """Shared memory inputs reach the model without a copy."""
     seen: list[Any] = []
 
     class Watching(Base):
@@ -267,7 +270,8 @@ def test_a_batch_of_images(inside: StartInside) -> None:
         assert client.infer("m", inputs).as_numpy("logits").shape == (200, 1000)
 
 
-def test_a_message_beyond_the_limit_is_refused_by_grpc(inside: StartInside) -> None:
+def test_too_large_message_is_grpcs(inside: StartInside) -> None:
+    """A message beyond the limit is refused by grpc."""
     server = inside(Images(), max_message_bytes=100_000)
     image = np.zeros((1, 3, 224, 224), np.uint8)
     with triton.InferenceServerClient(server.target) as client:
@@ -289,7 +293,8 @@ def test_compressed_requests_are_refused(inside: StartInside, algorithm: str) ->
         client.infer("m", inputs)
 
 
-def test_a_failing_model_is_an_error_that_says_so(inside: StartInside) -> None:
+def test_failing_model_is_an_error(inside: StartInside) -> None:
+    """A failing model is an error that says so."""
     server = inside(Moody())
     with triton.InferenceServerClient(server.target) as client:
         for mood, said in ((1, "ValueError: in a bad mood"), (2, "NaN in row 0 of 1"), (4, "SystemExit"), (0, None)):

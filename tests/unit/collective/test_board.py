@@ -13,7 +13,8 @@ from edl.collective.board import Board, Phase
 from edl.errors import ProtocolError
 
 
-def test_what_a_worker_writes_is_read_through_another_mapping(tmp_path: Path) -> None:
+def test_written_page_is_read_elsewhere(tmp_path: Path) -> None:
+    """What a worker writes is read through another mapping."""
     mine = Board.create(tmp_path / "board")
     theirs = Board.open(tmp_path / "board")
     theirs.begin(7)
@@ -27,7 +28,8 @@ def test_what_a_worker_writes_is_read_through_another_mapping(tmp_path: Path) ->
     assert len(reading.durations_s) == 2
 
 
-def test_the_totals_sum_to_the_time_since_the_page_was_made(tmp_path: Path) -> None:
+def test_totals_sum_to_the_pages_age(tmp_path: Path) -> None:
+    """The totals sum to the time since the page was made."""
     begin = time.monotonic()
     board = Board.create(tmp_path / "board")
     created = time.monotonic()
@@ -42,7 +44,8 @@ def test_the_totals_sum_to_the_time_since_the_page_was_made(tmp_path: Path) -> N
     assert board.read().phase is Phase.TRAIN
 
 
-def test_the_first_of_the_steps_that_follow_one_another_is_known(tmp_path: Path) -> None:
+def test_first_of_consecutive_steps_is_known(tmp_path: Path) -> None:
+    """The first of the steps that follow one another is known."""
     board = Board.create(tmp_path / "board")
     board.begin(0)
     assert board.read().first == -1
@@ -58,7 +61,8 @@ def test_the_first_of_the_steps_that_follow_one_another_is_known(tmp_path: Path)
     board.close()
 
 
-def test_the_beginning_of_a_phase_can_turn_out_to_have_been_of_another_one(tmp_path: Path) -> None:
+def test_phase_can_be_renamed_later(tmp_path: Path) -> None:
+    """The beginning of a phase can turn out to have been of another one."""
     board = Board.create(tmp_path / "board")
     began = time.monotonic()
     with board.phase(Phase.AGREE):
@@ -106,7 +110,8 @@ def test_a_pause_is_wanted_from_its_step_on(tmp_path: Path) -> None:
     assert agent.read().paused == -1
 
 
-def test_without_an_agent_the_page_is_private() -> None:
+def test_page_without_agent_is_private() -> None:
+    """Without an agent the page is private."""
     board = Board.from_env()
     board.finish_step(0)
     assert board.read().step == 0

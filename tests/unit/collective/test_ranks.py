@@ -24,9 +24,8 @@ def test_alone_there_is_one_rank() -> None:
     assert exchange([3, 4], None, torch.device("cpu")) == [[3, 4]]
 
 
-def test_restoring_before_the_process_group_is_made_is_refused(
-    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restoring before the process group is made is refused."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
         checkpointer.restore()

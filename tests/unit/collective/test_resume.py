@@ -45,7 +45,8 @@ def train(folder: Path, seed: int, steps: int, *, workers: int, own_generator: b
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Path, workers: int) -> None:
+def test_dropout_goes_on(tmp_path: Path, workers: int) -> None:
+    """Dropout goes on as if nothing had happened."""
     whole = train(tmp_path / "whole", 0, ALL, workers=workers)
     for number, steps in enumerate((2, STEPS_AN_EPOCH + 3, ALL)):  # twice within an epoch
         broken = train(tmp_path / "broken", number, steps, workers=workers)
@@ -53,7 +54,8 @@ def test_dropout_goes_on_as_if_nothing_had_happened(tmp_path: Path, workers: int
         assert torch.equal(one, other)
 
 
-def test_it_needs_the_loader_to_have_a_generator_of_its_own(tmp_path: Path) -> None:
+def test_loader_needs_its_own_generator(tmp_path: Path) -> None:
+    """It needs the loader to have a generator of its own."""
     whole = train(tmp_path / "whole", 0, ALL, workers=0, own_generator=False)
     for steps in (2, ALL):
         broken = train(tmp_path / "broken", 0, steps, workers=0, own_generator=False)

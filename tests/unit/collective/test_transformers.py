@@ -55,7 +55,8 @@ def weights(trainer: Any) -> list[Any]:
     return [one.detach().clone() for one in trainer.model.parameters()]
 
 
-def test_same_samples_go_on_other_samples_do_not(tmp_path: Path) -> None:
+def test_only_the_same_samples_go_on(tmp_path: Path) -> None:
+    """Same samples go on other samples do not."""
     for folder in (tmp_path / "whole", tmp_path / "broken"):
         folder.mkdir()
     whole = trainer_of(tmp_path / "whole")

@@ -34,7 +34,7 @@ def test_a_world_goes_on_from_its_own_memory(tmp_path: Path, kind: str) -> None:
         assert after["next"] == before["next"], "each rank's random numbers go on"
 
 
-def test_ranks_that_lack_the_state_are_given_it(tmp_path: Path) -> None:
+def test_ranks_without_state_receive_it(tmp_path: Path) -> None:
     """One of two dies with its memory, and two new ones join."""
     saved = run(2, "save", tmp_path, kind="ddp")
     slots = ["new-a", "slots-1", "new-b"]
@@ -46,11 +46,13 @@ def test_ranks_that_lack_the_state_are_given_it(tmp_path: Path) -> None:
     assert [one["step"] for one in again] == [5, 5, 5]
 
 
-def test_nothing_is_restored_where_there_is_nothing(tmp_path: Path) -> None:
+def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:
+    """Nothing is restored where there is nothing."""
     assert [one["step"] for one in run(2, "restore", tmp_path, kind="ddp")] == [-1, -1]
 
 
-def test_shards_come_back_to_ranks_that_changed_places(tmp_path: Path) -> None:
+def test_shards_follow_ranks_to_new_places(tmp_path: Path) -> None:
+    """Shards come back to ranks that changed places."""
     saved = run(2, "save", tmp_path, kind="fsdp")
     restored = run(2, "restore", tmp_path, kind="fsdp", slots=["slots-1", "slots-0"], generation=1)
     for before, after in zip(saved, restored, strict=True):
@@ -59,7 +61,8 @@ def test_shards_come_back_to_ranks_that_changed_places(tmp_path: Path) -> None:
         assert after["next"] == before["next"]
 
 
-def test_shards_are_put_together_for_a_world_of_another_size(tmp_path: Path) -> None:
+def test_shards_for_another_world_size(tmp_path: Path) -> None:
+    """Shards are put together for a world of another size."""
     saved = run(2, "save", tmp_path, kind="fsdp")
     restored = run(3, "restore", tmp_path, kind="fsdp", generation=1)
     for after in restored:
@@ -67,7 +70,8 @@ def test_shards_are_put_together_for_a_world_of_another_size(tmp_path: Path) -> 
         same(saved[0], after, without=("buffers",))
 
 
-def test_a_sharded_state_of_which_a_part_is_lost_is_not_used(tmp_path: Path) -> None:
+def test_partly_lost_shards_are_not_used(tmp_path: Path) -> None:
+    """A sharded state of which a part is lost is not used."""
     run(2, "save", tmp_path, kind="fsdp")
     for path in tmp_path.glob("slots-1.*"):
         path.unlink()
@@ -81,14 +85,16 @@ def test_a_live_state_is_given_to_all(tmp_path: Path) -> None:
         same(said[0], one)
 
 
-def test_a_sharded_live_state_is_refused_on_all_ranks_in_words(tmp_path: Path) -> None:
+def test_sharded_live_state_is_refused(tmp_path: Path) -> None:
+    """A sharded live state is refused on all ranks in words."""
     said = run(2, "broadcast_refused", tmp_path, kind="fsdp")
     assert ["sharded" in one for one in said] == [True, True]
 
 
 @pytest.mark.serial
 @pytest.mark.alone
-def test_a_wait_for_a_rank_that_is_late_is_no_save_and_one_for_a_longer_copy_is(tmp_path: Path) -> None:
+def test_waits_are_told_from_copies(tmp_path: Path) -> None:
+    """A wait for a rank that is late is no save and one for a longer copy is."""
     said = run(2, "waits", tmp_path, late=0, slow=1, seconds=2.0)
     (came_late, waited_for_copy), (waited_for_late, copied) = said
     assert waited_for_late["AGREE"] > 1.2
@@ -100,9 +106,8 @@ def test_a_wait_for_a_rank_that_is_late_is_no_save_and_one_for_a_longer_copy_is(
 
 
 @pytest.mark.parametrize(("width", "behind"), [(300, 0), (1500, 1)], ids=["copied at once", "copied beside the next"])
-def test_killed_at_any_instant_a_job_goes_on_from_one_of_its_last_steps(
-    tmp_path: Path, width: int, behind: int
-) -> None:
+def test_killed_at_any_instant_goes_on(tmp_path: Path, width: int, behind: int) -> None:
+    """Killed at any instant a job goes on from one of its last steps."""
     command = [sys.executable, "-m", "tests.integration.collective.checkpoint.kills", str(tmp_path), "20", str(width)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200

@@ -83,7 +83,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         agent.close()
 
 
-def test_a_lost_nodes_shards_come_from_its_peer(tmp_path: Path, nodes: Nodes) -> None:
+def test_lost_shards_come_from_the_peer(tmp_path: Path, nodes: Nodes) -> None:
     """In a world of two, and when the other one's place has been taken, in a world of three."""
     nodes.form(0)
     saved = run(3, "resume", tmp_path, kind="fsdp", steps=3, slots=SLOTS, replicas=REPLICAS)
@@ -103,7 +103,7 @@ def test_a_lost_nodes_shards_come_from_its_peer(tmp_path: Path, nodes: Nodes) ->
     assert nodes.said == []
 
 
-def test_what_is_restored_from_a_replica_is_replicated_in_its_turn(tmp_path: Path, nodes: Nodes) -> None:
+def test_restored_replica_is_replicated(tmp_path: Path, nodes: Nodes) -> None:
     """Two nodes go one after the other, each after the rest had time to replicate."""
     nodes.form(0)
     run(3, "resume", tmp_path, kind="fsdp", steps=5, slots=SLOTS, replicas=REPLICAS)
@@ -121,7 +121,8 @@ def test_what_is_restored_from_a_replica_is_replicated_in_its_turn(tmp_path: Pat
     same(saved[0]["states"]["5"], alone, without=("buffers",))
 
 
-def test_storage_is_used_where_it_is_newer_than_the_replicas(tmp_path: Path, nodes: Nodes) -> None:
+def test_newer_storage_beats_replicas(tmp_path: Path, nodes: Nodes) -> None:
+    """Storage is used where it is newer than the replicas."""
     nodes.form(0)
     run(3, "resume", tmp_path, kind="fsdp", steps=3, slots=SLOTS, replicas=REPLICAS)
     nodes.replicated(2, [0, 1, 2])

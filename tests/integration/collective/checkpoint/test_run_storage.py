@@ -38,7 +38,8 @@ dist.destroy_process_group()
 """
 
 
-def test_two_jobs_one_after_the_other_at_one_place(tmp_path: Path) -> None:
+def test_two_jobs_at_one_place(tmp_path: Path) -> None:
+    """Two jobs one after the other at one place."""
     url, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(SCRIPT)
     for attempt in range(2):
@@ -78,7 +79,8 @@ dist.destroy_process_group()
 """
 
 
-def test_a_job_whose_last_state_is_not_stored_ends_with_another_code_until_it_is(tmp_path: Path) -> None:
+def test_exit_code_of_an_unstored_state(tmp_path: Path) -> None:
+    """A job whose last state is not stored ends with another code until it is."""
     url, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(LOST)
     options = ("--nnodes", "1", "--checkpoint", str(url), "--checkpoint-interval", "1000")
@@ -100,7 +102,7 @@ def test_a_job_whose_last_state_is_not_stored_ends_with_another_code_until_it_is
         assert "stored" not in job.run()[1]
 
 
-def test_a_state_of_a_job_before_this_one_gets_into_no_checkpoint(tmp_path: Path) -> None:
+def test_older_jobs_state_is_not_stored(tmp_path: Path) -> None:
     """Its records are gone, so this is another run, whose agent takes the old folder over before it knows."""
     folder, url = tmp_path / "job", tmp_path / "checkpoints"
     options = ("--nnodes", "1", "--checkpoint", str(url))

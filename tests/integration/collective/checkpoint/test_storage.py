@@ -54,7 +54,8 @@ def test_ranks_share_out_what_all_need(tmp_path: Path) -> None:
     assert len(counted) <= 2
 
 
-def test_one_process_restores_it_without_fsdp(tmp_path: Path, stored: tuple[dict[str, Any], Path]) -> None:
+def test_one_process_restores_without_fsdp(tmp_path: Path, stored: tuple[dict[str, Any], Path]) -> None:
+    """One process restores it without fsdp."""
     saved, url = stored
     (after,) = run(1, "restore", tmp_path, kind="plain", storage=str(url))
     for key in ("model", "optimizer", "rest"):
@@ -69,7 +70,7 @@ def test_dcp_alone_loads_it_in_two(tmp_path: Path, stored: tuple[dict[str, Any],
             assert after[key] == saved[key], key
 
 
-def test_without_an_agent_the_ranks_agree_on_their_run(tmp_path: Path) -> None:
+def test_ranks_agree_on_run_without_agent(tmp_path: Path) -> None:
     """Under plain torchrun all generations are 0: a world's pieces must find each other, and no other world's."""
     url = tmp_path / "c"
     for attempt in range(2):

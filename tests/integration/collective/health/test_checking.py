@@ -14,7 +14,8 @@ from edl.collective.agent.nodecheck_run import CheckSettings
 from edl.discovery import open_store
 
 
-def test_nodes_that_wait_together_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that wait together are checked together."""
     asked: list[tuple[str, str, tuple[str, ...]]] = []
 
     def check(store: object, prefix: str, node: str, host: str, nodes: list[str], settings: CheckSettings) -> Verdict:

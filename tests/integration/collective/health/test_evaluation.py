@@ -84,7 +84,7 @@ def run(tmp_path: Path, how: str) -> tuple[str, list[str]]:
     return output, sorted((tmp_path / "notes").read_text().splitlines())
 
 
-def test_an_evaluation_is_neither_cut_nor_lost(tmp_path: Path) -> None:
+def test_evaluation_is_neither_cut_nor_lost(tmp_path: Path) -> None:
     """It is longer than a hang, and its first try is killed in the middle, on one rank of two."""
     output, notes = run(tmp_path, "declared")
     assert "the workers hang" not in output
@@ -101,7 +101,8 @@ def test_a_rank_that_works_is_waited_for(tmp_path: Path) -> None:
     assert notes == ["done {} 0", "done {} 1"]
 
 
-def test_a_rank_of_another_node_is_waited_for(tmp_path: Path) -> None:
+def test_rank_of_another_node_is_waited_for(tmp_path: Path) -> None:
+    """A rank of another node is waited for."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [str(script), str(tmp_path), "announced"]
@@ -115,7 +116,8 @@ def test_a_rank_of_another_node_is_waited_for(tmp_path: Path) -> None:
     assert sorted(notes[2:]) == ["done {} 0", "done {} 1"]
 
 
-def test_a_rank_that_sleeps_for_ever_is_found(tmp_path: Path) -> None:
+def test_rank_that_sleeps_is_found(tmp_path: Path) -> None:
+    """A rank that sleeps for ever is found."""
     output, notes = run(tmp_path, "hangs")
     assert "the workers hang" in output
     assert notes == ["done {} 0", "done {} 1"]

@@ -13,7 +13,8 @@ from tests.integration.collective.job import Job, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_spare_takes_the_place_of_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_spare_replaces_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Spare takes the place of a broken gpu."""
     with Job(tmp_path, options=("--nnodes", "2:2")) as job:
         for gpu in range(2):
             job.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)

@@ -102,7 +102,8 @@ def test_good_nodes_are_all_fit(start: Callable[..., Nodes]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a probe imports torch, in each round, on each node; a silent one is waited for twice
-def test_a_stopped_node_is_named_and_the_others_are_fit(start: Callable[..., Nodes]) -> None:
+def test_stopped_node_is_named(start: Callable[..., Nodes]) -> None:
+    """A stopped node is named and the others are fit."""
     nodes = start("abc", timeout_s=25.0, factor=50.0)
     nodes.processes["a"].send_signal(signal.SIGSTOP)  # the first of its group: nobody says where to meet
     nodes.begin()

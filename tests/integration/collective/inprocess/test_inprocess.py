@@ -21,7 +21,8 @@ def final_hash(job: Job, step: int) -> str:
 
 
 @pytest.mark.slow
-def test_ten_kills_lose_and_repeat_no_step_and_leave_the_survivors_as_they_are(tmp_path: Path) -> None:
+def test_ten_kills_lose_and_repeat_no_step(tmp_path: Path) -> None:
+    """Ten kills lose and repeat no step and leave the survivors as they are."""
     steps = 250
     (tmp_path / "calm").mkdir()
     (tmp_path / "churn").mkdir()
@@ -59,7 +60,8 @@ def test_an_evaluation_outlives_a_lost_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
+def test_reconfigurations_leak_nothing(tmp_path: Path) -> None:
+    """Twenty reconfigurations leak nothing."""
     with Job(tmp_path, ["5000", "0.005"]) as job:
         job.start(2, "1")
         world = job.world(2)
@@ -81,7 +83,8 @@ def test_twenty_reconfigurations_leak_nothing(tmp_path: Path) -> None:
     assert late["resident"] - early["resident"] < 20 * 3 * 2**20
 
 
-def test_nodes_join_and_leave_and_die_without_a_step_lost(tmp_path: Path) -> None:
+def test_joins_and_deaths_lose_no_step(tmp_path: Path) -> None:
+    """Nodes join and leave and die without a step lost."""
     with Job(tmp_path, ["100000", "0.02"]) as job:
         job.start(1, "1:3")
         first = job.world(1)
@@ -108,7 +111,8 @@ def test_nodes_join_and_leave_and_die_without_a_step_lost(tmp_path: Path) -> Non
         assert sizes == [[1, 2], [2, 3], [3, 2], [2, 1]]
 
 
-def test_a_stopped_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> None:
+def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
+    """A stopped worker is replaced and the others go on."""
     with Job(tmp_path, ["100000", "0.02"]) as job:
         job.start(3, "1")
         world = job.world(3)
@@ -119,7 +123,8 @@ def test_a_stopped_worker_is_replaced_and_the_others_go_on(tmp_path: Path) -> No
         check_steps(job)
 
 
-def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
+def test_two_at_once_and_one_in_recovery(tmp_path: Path) -> None:
+    """Two at once and one during the recovery."""
     with Job(tmp_path, ["100000", "0.02"]) as job:
         job.start(3, "1")
         world = job.world(3)
@@ -139,7 +144,8 @@ def test_two_at_once_and_one_during_the_recovery(tmp_path: Path) -> None:
         check_parameters(job)
 
 
-def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
+def test_worker_that_holds_on_is_replaced(tmp_path: Path) -> None:
+    """A worker that does not let go is replaced."""
     with Job(tmp_path, ["100000", "0.02", "clings"]) as job:
         job.start(3, "1")
         world = job.world(3)
@@ -151,7 +157,8 @@ def test_a_worker_that_does_not_let_go_is_replaced(tmp_path: Path) -> None:
         check_steps(job)
 
 
-def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+def test_script_error_ends_the_job(tmp_path: Path) -> None:
+    """An error of the script ends the job with its traceback."""
     with Job(tmp_path, ["100", "0.02", "wrong"]) as job:
         job.start(2, "1")
         assert job.end() == [1]
@@ -159,7 +166,8 @@ def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) 
         assert max(row["step"] for rows in job.rows().values() for row in rows) <= 5
 
 
-def test_a_step_that_changed_parameters_and_failed_is_restored_from_memory(tmp_path: Path) -> None:
+def test_failed_step_is_restored_from_memory(tmp_path: Path) -> None:
+    """A step that changed parameters and failed is restored from memory."""
     with Job(tmp_path, ["100000", "0.05", "late"]) as job:
         job.start(3, "1")
         world = job.world(3)
@@ -171,7 +179,8 @@ def test_a_step_that_changed_parameters_and_failed_is_restored_from_memory(tmp_p
 
 
 @pytest.mark.parametrize("command", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
-def test_without_edl_run_there_is_one_generation(tmp_path: Path, command: list[str]) -> None:
+def test_one_generation_without_edl_run(tmp_path: Path, command: list[str]) -> None:
+    """Without edl run there is one generation."""
     script = [str(JOB), str(tmp_path), "5", "0"]
     whole = [sys.executable, *command, *script]
     done = subprocess.run(whole, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -23,7 +23,8 @@ LIMIT_S = 4.0
 PROGRAM = (sys.executable, str(IMPATIENT), f"takeover={LIMIT_S / 0.8}")
 
 
-def test_a_stopped_agent_that_goes_on_lets_its_workers_go_on_only_when_it_has_looked(tmp_path: Path) -> None:
+def test_stopped_agent_looks_before_going_on(tmp_path: Path) -> None:
+    """A stopped agent that goes on lets its workers go on only when it has looked."""
     command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
     with Job(tmp_path, ("--nnodes", "1"), command, environ=environ, program=PROGRAM) as job:
         node = job.start()
@@ -52,7 +53,8 @@ def test_a_stopped_agent_that_goes_on_lets_its_workers_go_on_only_when_it_has_lo
 
 
 @pytest.mark.consul
-def test_workers_stop_when_the_store_is_away_for_long_and_begin_anew(tmp_path: Path, consul_agent: ConsulAgent) -> None:
+def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent) -> None:
+    """Workers stop when the store is away for long and begin anew."""
     command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
     options = ("--nnodes", "2", "--lease-ttl", "3")
     with Job(tmp_path, options, command, consul_agent.url, environ, PROGRAM) as job:

@@ -13,7 +13,8 @@ from tests.integration.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def test_a_pause_that_was_asked_for_is_waited_for_as_long_as_the_steps_take(tmp_path: Path) -> None:
+def test_pause_waits_for_long_steps(tmp_path: Path) -> None:
+    """A pause that was asked for is waited for as long as the steps take."""
     command = [str(TRAIN_STATE), str(tmp_path), "1.0", "1000"]
     environ = {"PYTHONPATH": str(ROOT)}
     program = (sys.executable, str(IMPATIENT), "pause=0.5")

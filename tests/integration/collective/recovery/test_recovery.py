@@ -57,7 +57,8 @@ def went_on(job: Job, size: int, since: float, before: int) -> float:
 
 
 @pytest.mark.parametrize("action", ["kill", "segv", "stop", "exit 0"])
-def test_a_worker_that_ends_in_the_middle_is_replaced(job: Job, action: str) -> None:
+def test_ended_worker_is_replaced(job: Job, action: str) -> None:
+    """A worker that ends in the middle is replaced."""
     before = generation(job)
     first = present(job)
     print(f"ADVERSARY worker {action}: {went_on(job, 3, job.tell(1, action), before):.2f} s")
@@ -85,9 +86,8 @@ def test_a_zygote_that_is_killed_is_replaced(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("rank", "kill"), [(0, kill_node), (2, kill_agent)])
-def test_a_node_that_is_gone_is_gone_on_without_and_another_joins(
-    job: Job, rank: int, kill: Callable[[Node], None]
-) -> None:
+def test_lost_node_is_replaced_by_another(job: Job, rank: int, kill: Callable[[Node], None]) -> None:
+    """A node that is gone is gone on without and another joins."""
     before, node, processes, at = generation(job), present(job)[rank], present(job)[rank].everything(), time.monotonic()
     kill(node)
     print(f"ADVERSARY {kill.__name__} of rank {rank}: {went_on(job, 2, at, before):.2f} s")
@@ -105,7 +105,8 @@ def pause(job: Job, before: int) -> float:
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def test_a_node_that_stopped_for_long_comes_back_by_itself(job: Job) -> None:
+def test_long_stopped_node_comes_back(job: Job) -> None:
+    """A node that stopped for long comes back by itself."""
     before, node, at = generation(job), present(job)[1], time.monotonic()
     stop(job, node, everything=True)
     print(f"ADVERSARY node stopped: {went_on(job, 2, at, before):.2f} s")
@@ -115,7 +116,8 @@ def test_a_node_that_stopped_for_long_comes_back_by_itself(job: Job) -> None:
     assert node in present(job)
 
 
-def test_two_at_once_and_one_more_while_the_rest_recovers(job: Job) -> None:
+def test_two_losses_and_one_in_recovery(job: Job) -> None:
+    """Two at once and one more while the rest recovers."""
     before, at = generation(job), time.monotonic()
     job.tell(0, "kill")
     job.tell(2, "kill")
@@ -128,7 +130,8 @@ def test_two_at_once_and_one_more_while_the_rest_recovers(job: Job) -> None:
     print(f"ADVERSARY one during a recovery: {went_on(job, 3, at, before + 1):.2f} s")
 
 
-def test_a_store_that_is_away_for_a_while_stops_nobody(job: Job) -> None:
+def test_short_outage_stops_nobody(job: Job) -> None:
+    """A store that is away for a while stops nobody."""
     before = generation(job)
     with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
         locking.execute("BEGIN EXCLUSIVE")
@@ -148,7 +151,8 @@ def test_all_but_one_die_and_others_come(job: Job) -> None:
     job.wait_for_world(3, after=time.monotonic())
 
 
-def test_a_node_leaves_on_sigterm_and_the_job_ends_for_the_rest(job: Job) -> None:
+def test_sigterm_leaves_and_the_job_ends(job: Job) -> None:
+    """A node leaves on sigterm and the job ends for the rest."""
     before, node, at = generation(job), present(job)[1], time.monotonic()
     node.kill(signal.SIGTERM)
     print(f"ADVERSARY a node leaves: {went_on(job, 2, at, before):.2f} s")
@@ -162,7 +166,7 @@ def test_a_node_leaves_on_sigterm_and_the_job_ends_for_the_rest(job: Job) -> Non
     assert steps == list(range(len(steps))), "every step was made by some world"
 
 
-def test_a_killed_node_is_gone_before_its_lease(tmp_path: Path) -> None:
+def test_killed_node_is_gone_before_lease(tmp_path: Path) -> None:
     """A process that is gone on a host that lives is known at once, whatever the lease."""
     with Job(tmp_path, options=("--nnodes", "1:3", "--lease-ttl", "60")) as job:
         for _ in range(3):

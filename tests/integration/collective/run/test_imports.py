@@ -88,7 +88,7 @@ def test_named_modules_are_imported_once(tmp_path: Path) -> None:
     assert {argv for _, _, argv in found} == {"['train.py', 'x']"}
 
 
-def test_a_fork_that_never_begins_is_replaced(tmp_path: Path) -> None:
+def test_fork_that_never_begins_is_replaced(tmp_path: Path) -> None:
     """A lock that only the agent's process for forking ever holds is not found out by trying a fork before."""
     module = """
         import os, signal, time

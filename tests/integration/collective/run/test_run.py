@@ -55,7 +55,8 @@ def given(folder: Path, rank: int) -> dict[str, object]:
     return json.loads((folder / f"given-{rank}.json").read_text())  # type: ignore[no-any-return]
 
 
-def test_a_script_of_torchruns_finds_all_that_torchrun_gives(job: Job, tmp_path: Path) -> None:
+def test_script_finds_what_torchrun_gives(job: Job, tmp_path: Path) -> None:
+    """A script of torchruns finds all that torchrun gives."""
     (tmp_path / "report.py").write_text(REPORT)
     (tmp_path / "in").write_text("what comes in")
     command = ["report.py", *ARGUMENTS]
@@ -199,7 +200,8 @@ def ask(number):
 """
 
 
-def test_imports_with_threads_and_children_of_the_script(job: Job, tmp_path: Path) -> None:
+def test_imports_with_threads_and_children(job: Job, tmp_path: Path) -> None:
+    """Imports with threads and children of the script."""
     (tmp_path / "children.py").write_text(CHILDREN)
     (tmp_path / "busy.py").write_text(BUSY)
     (tmp_path / "ranked.py").write_text("import os\nRANK = int(os.environ.get('RANK', 0))\n")
@@ -232,7 +234,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("seconds", ["0", "1"], ids=["during the import", "while workers run"])
-def test_an_import_that_leaves_a_child_which_ends(job: Job, tmp_path: Path, seconds: str) -> None:
+def test_import_leaves_a_child_that_ends(job: Job, tmp_path: Path, seconds: str) -> None:
+    """An import that leaves a child which ends."""
     (tmp_path / "leaves_a_child.py").write_text(LEAVES_A_CHILD.format(seconds=seconds))
     (tmp_path / "waits.py").write_text(WAITS_FOR_IT)
     code, said = job.run("--preload", "leaves_a_child", command=["waits.py"])
@@ -259,7 +262,8 @@ if __name__ == "__main__":
 '''
 
 
-def test_an_error_of_the_script_is_told_and_forgiven_as_often_as_wanted(job: Job, tmp_path: Path) -> None:
+def test_script_errors_are_forgiven(job: Job, tmp_path: Path) -> None:
+    """An error of the script is told and forgiven as often as wanted."""
     (tmp_path / "failing.py").write_text(textwrap.dedent(FAILING))
     code, said = job.run("--nproc-per-node", "2", command=["failing.py", "exit", "99"])
     assert code == 1, said

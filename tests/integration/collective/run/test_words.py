@@ -47,7 +47,8 @@ def test_another_script_is_not_another_node(job: Job, tmp_path: Path) -> None:
     assert job.nodes[0].wait() == 0
 
 
-def test_a_job_that_nobody_runs_may_go_on_with_another_script(job: Job, tmp_path: Path) -> None:
+def test_unused_job_takes_another_script(job: Job, tmp_path: Path) -> None:
+    """A job that nobody runs may go on with another script."""
     names = [tmp_path / name for name in ("first.py", "second.py")]
     for name in names:
         name.write_text("raise SystemExit(7)")
@@ -56,7 +57,8 @@ def test_a_job_that_nobody_runs_may_go_on_with_another_script(job: Job, tmp_path
         assert "runs first.py" not in said
 
 
-def test_storage_that_cannot_be_written_is_found_before_the_training(job: Job) -> None:
+def test_unwritable_storage_is_found_first(job: Job) -> None:
+    """Storage that cannot be written is found before the training."""
     code, said = job.run("--checkpoint", "/proc/checkpoints")
     assert code == 2, said
     assert "checkpoints cannot be stored at /proc/checkpoints" in said
@@ -64,7 +66,8 @@ def test_storage_that_cannot_be_written_is_found_before_the_training(job: Job) -
     job.nothing_is_left()
 
 
-def test_a_node_without_a_place_says_that_it_waits(job: Job) -> None:
+def test_node_without_a_place_waits(job: Job) -> None:
+    """A node without a place says that it waits."""
     for _ in range(2):
         job.start()
     job.wait_for_world(2)
@@ -75,7 +78,8 @@ def test_a_node_without_a_place_says_that_it_waits(job: Job) -> None:
     assert [node.wait() for node in job.nodes] == [0, 0, 0]
 
 
-def test_a_node_says_how_many_are_missing_and_how_long_it_waits(tmp_path: Path) -> None:
+def test_node_reports_missing_nodes(tmp_path: Path) -> None:
+    """A node says how many are missing and how long it waits."""
     with Job(tmp_path, options=("--nnodes", "2:3", "--rdzv-conf", "join_timeout=77")) as job:
         first = job.start()
         words = "1 of at least 2 nodes are here: waiting up to 77 s for more (--rdzv-conf join_timeout=SECONDS)"
@@ -91,7 +95,7 @@ def test_a_node_says_how_many_are_missing_and_how_long_it_waits(tmp_path: Path) 
     shutil.rmtree(job.shared_memory, ignore_errors=True)
 
 
-def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path: Path) -> None:
+def test_older_jobs_state_is_not_used(job: Job, tmp_path: Path) -> None:
     """The store was removed and made anew: a state in memory of then would count as newer than any of now."""
     first = job.start(command=[str(TRAIN_STATE), str(tmp_path)])
     wait_until(lambda: any(one.step > 5 for one in job.steps()), "steps that are in memory")
@@ -109,7 +113,8 @@ def test_a_state_of_a_job_before_this_one_is_not_gone_on_from(job: Job, tmp_path
     shutil.rmtree(job.shared_memory, ignore_errors=True)
 
 
-def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None:
+def test_torchrun_rendezvous_is_ignored(tmp_path: Path) -> None:
+    """Torchruns ways to meet are told to mean nothing."""
     script = tmp_path / "hello.py"
     script.write_text("print('hello')")
     arguments = ["--standalone", "--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29500", "--node-rank", "0"]
@@ -119,7 +124,8 @@ def test_torchruns_ways_to_meet_are_told_to_mean_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("options", [["-r", "3"], ["-t", "0:1"], []])
-def test_what_workers_print_into_files_stays_where_it_is_said_to_be(options: list[str], tmp_path: Path) -> None:
+def test_printed_files_stay_where_announced(options: list[str], tmp_path: Path) -> None:
+    """What workers print into files stays where it is said to be."""
     (tmp_path / "hello.py").write_text("print('hello', 'file')")
     (tmp_path / "temporary").mkdir()
     environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
@@ -134,7 +140,8 @@ def test_what_workers_print_into_files_stays_where_it_is_said_to_be(options: lis
     assert [path.read_text() for path in folder.rglob("stdout.log")] == ["hello file\n"]
 
 
-def test_a_folder_for_output_that_nothing_came_into_does_not_stay(tmp_path: Path) -> None:
+def test_empty_output_folder_is_removed(tmp_path: Path) -> None:
+    """A folder for output that nothing came into does not stay."""
     (tmp_path / "hello.py").write_text("")
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     done = edl_run("--store", "redis://x", "-r", "3", "hello.py", cwd=tmp_path, environ=environ)
@@ -142,7 +149,8 @@ def test_a_folder_for_output_that_nothing_came_into_does_not_stay(tmp_path: Path
     assert not list(tmp_path.glob("edl-*"))
 
 
-def test_a_store_that_cannot_be_reached_is_no_failure_of_the_script(tmp_path: Path) -> None:
+def test_unreachable_store_is_no_failure(tmp_path: Path) -> None:
+    """A store that cannot be reached is no failure of the script."""
     (tmp_path / "hello.py").write_text("print('hello')")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and nobody listens
@@ -171,7 +179,8 @@ def test_wrong_usage_is_one_line(arguments: list[str], words: str, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_node_says_how_much_memory_those_who_come_will_need(tmp_path: Path) -> None:
+def test_node_reports_memory_for_joiners(tmp_path: Path) -> None:
+    """A node says how much memory those who come will need."""
     command = [str(TRAIN_STATE), str(tmp_path)]
     with Job(tmp_path, ("--nnodes", "1:2"), command, environ={"PYTHONPATH": str(ROOT)}) as job:
         job.start()

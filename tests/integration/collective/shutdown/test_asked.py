@@ -46,7 +46,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
         job.nothing_is_left()
 
 
-def test_a_checkpoint_url_that_cannot_be_used_leaves_nothing_behind(job: Job) -> None:
+def test_unusable_checkpoint_url(job: Job) -> None:
+    """A checkpoint url that cannot be used leaves nothing behind."""
     code, said = job.run("--checkpoint", "no-such-protocol://x")
     assert code == 2, said
     assert "no-such-protocol" in said
@@ -64,7 +65,8 @@ def ends_soon(job: Job, number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_while_the_scripts_imports_are_imported(job: Job, tmp_path: Path, number: int) -> None:
+def test_while_imports_run(job: Job, tmp_path: Path, number: int) -> None:
+    """While the scripts imports are imported."""
     (tmp_path / "endless.py").write_text(SLOW_IMPORT)
     (tmp_path / "script.py").write_text("import endless\n")
     job.start("--preload", "endless", command=["script.py"])
@@ -72,7 +74,8 @@ def test_while_the_scripts_imports_are_imported(job: Job, tmp_path: Path, number
     ends_soon(job, number)
 
 
-def test_while_others_are_waited_for_to_check_one_another(job: Job) -> None:
+def test_while_waiting_to_be_checked(job: Job) -> None:
+    """While others are waited for to check one another."""
     node = job.start("--node-check", "--rdzv-conf", "last_call_timeout=1000")
     wait_until(lambda: job.processes() and shared(job), "it has begun")
     with open_store(job.url) as store:
@@ -88,7 +91,8 @@ def test_while_a_node_is_checked(job: Job) -> None:
     ends_soon(job, signal.SIGTERM)
 
 
-def test_while_the_nodes_of_a_job_that_failed_leave(job: Job) -> None:
+def test_while_a_failed_jobs_nodes_leave(job: Job) -> None:
+    """While the nodes of a job that failed leave."""
     with open_store(job.url) as store, store.lease(10.0) as lease:
         store.put(prefix(job.name) + "world", World(3, State.FAILED, message="it raised").encode())
         store.put(prefix(job.name) + "nodes/last", Node("last", "127.0.0.1", 1, 1).encode(), lease)
@@ -102,7 +106,8 @@ def shared(job: Job) -> bool:
     return job.shared_memory.exists()
 
 
-def test_a_second_time_while_the_last_checkpoint_is_stored(tmp_path: Path) -> None:
+def test_again_while_state_is_stored(tmp_path: Path) -> None:
+    """A second time while the last checkpoint is stored."""
     plugin, stored = tmp_path / "plugin", tmp_path / "stored"
     (plugin / "hanging-1.dist-info").mkdir(parents=True)
     (plugin / "hanging-1.dist-info" / "METADATA").write_text("Name: hanging\nVersion: 1\n")

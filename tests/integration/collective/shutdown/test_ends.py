@@ -49,7 +49,8 @@ def test_an_error_on_one_node_ends_all(tmp_path: Path, server: ConsulAgent | Etc
         job.nothing_is_left()
 
 
-def test_errors_are_forgiven_so_often_in_the_whole_job(tmp_path: Path) -> None:
+def test_errors_are_counted_for_the_job(tmp_path: Path) -> None:
+    """Errors are forgiven so often in the whole job."""
     with Job(tmp_path, options=("--nnodes", "2", "--max-restarts", "1", "--lease-ttl", "10")) as job:
         nodes = [job.start(), job.start()]
         first = job.wait_for_world(2)[0].generation
@@ -83,7 +84,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_node_leaves_while_the_script_has_ended_on_another(tmp_path: Path) -> None:
+def test_node_leaves_after_another_ended(tmp_path: Path) -> None:
+    """A node leaves while the script has ended on another."""
     (tmp_path / "early.py").write_text(EARLY)
     with Job(tmp_path, ("--nnodes", "1:2"), ["early.py", str(tmp_path)]) as job:
         early, late = job.start("--nnodes", "2"), job.start("--nnodes", "2")
@@ -111,7 +113,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("nodes", "workers"), [(1, 2), (2, 1)])
-def test_a_rank_that_ends_early_again_and_again_is_named_as_the_cause(tmp_path: Path, nodes: int, workers: int) -> None:
+def test_rank_ending_early_is_named(tmp_path: Path, nodes: int, workers: int) -> None:
+    """A rank that ends early again and again is named as the cause."""
     (tmp_path / "uneven.py").write_text(UNEVEN)
     options = ("--nnodes", str(nodes), "--nproc-per-node", str(workers), "--lease-ttl", "10")
     program = (sys.executable, str(IMPATIENT), "fruitless=3")
@@ -143,7 +146,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_killed_process_of_a_data_loader_restarts_the_workers(tmp_path: Path) -> None:
+def test_killed_loader_restarts_workers(tmp_path: Path) -> None:
+    """A killed process of a data loader restarts the workers."""
     (tmp_path / "reading.py").write_text(READING)
     with Job(tmp_path, ("--nnodes", "1"), ["reading.py"]) as job:
         code, said = job.run()
@@ -164,7 +168,8 @@ if __name__ == "__main__":
 """
 
 
-def test_an_exit_code_because_a_node_was_lost_is_no_error_of_the_script(tmp_path: Path) -> None:
+def test_exit_code_after_a_lost_node(tmp_path: Path) -> None:
+    """An exit code because a node was lost is no error of the script."""
     (tmp_path / "stern.py").write_text(STERN)
     environ = {"PYTHONPATH": str(ROOT)}
     with Job(tmp_path, ("--nnodes", "1:2"), ["stern.py", str(tmp_path)], environ=environ) as job:
@@ -180,7 +185,8 @@ def test_an_exit_code_because_a_node_was_lost_is_no_error_of_the_script(tmp_path
         assert f"lost {job.member(lost)}" in stays.output
 
 
-def test_what_a_killed_agent_left_is_kept_for_an_hour_since_it_died(tmp_path: Path) -> None:
+def test_killed_agents_state_is_kept_an_hour(tmp_path: Path) -> None:
+    """What a killed agent left is kept for an hour since it died."""
     with Job(tmp_path, ("--nnodes", "1")) as job:
         node = job.start()
         job.wait_for_world(1)
@@ -197,7 +203,8 @@ def test_what_a_killed_agent_left_is_kept_for_an_hour_since_it_died(tmp_path: Pa
         assert not job.shared_memory.exists()
 
 
-def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -> None:
+def test_ctrl_c_ends_and_job_resumes(tmp_path: Path) -> None:
+    """Ctrl c ends it cleanly and the same job goes on later."""
     with Job(tmp_path, options=("--nnodes", "1", "--nproc-per-node", "2")) as job:
         node = job.start()
         job.wait_for_world(2)
@@ -220,7 +227,8 @@ def test_ctrl_c_ends_it_cleanly_and_the_same_job_goes_on_later(tmp_path: Path) -
         assert steps == list(range(len(steps)))
 
 
-def test_an_error_is_a_line_of_the_jobs_history(tmp_path: Path) -> None:
+def test_error_is_in_the_jobs_history(tmp_path: Path) -> None:
+    """An error is a line of the jobs history."""
     script = tmp_path / "raise.py"
     script.write_text("def fail():\n    raise ValueError('no such thing')\n\nfail()\n")
     with Job(tmp_path, ("--nnodes", "1"), command=[str(script)]) as job:
@@ -231,7 +239,7 @@ def test_an_error_is_a_line_of_the_jobs_history(tmp_path: Path) -> None:
         assert "\n" not in error.text
 
 
-def test_the_last_of_several_agents_here_is_gone_on_from(tmp_path: Path) -> None:
+def test_last_agent_here_is_continued(tmp_path: Path) -> None:
     """Two terminals on one machine: the first leaves, the second goes on alone and is killed, and one starts again."""
     with Job(tmp_path, command=[str(TRAIN_STATE), str(tmp_path)]) as job:
         one, other = job.start(), job.start()

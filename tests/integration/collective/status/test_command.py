@@ -57,7 +57,8 @@ def put_world(store: Store, *nodes: str, state: State = State.RUNNING) -> None:
     store.put("jobs/resnet/world", World(3, state, members, "b joined").encode())
 
 
-def test_members_goodput_and_events_are_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Members goodput and events are shown."""
     add_node(store, "a", 10.0, 9.0).tell("join", "2 workers", generation=3)
     add_node(store, "b", 10.0, 9.0)
     add_node(store, "gone", 60.0, 2.0)
@@ -108,7 +109,8 @@ def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.Cap
     assert ages["b"] is None
 
 
-def test_a_job_that_only_begins_needs_no_world(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beginning_job_needs_no_world(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that only begins needs no world."""
     ledger = Ledger("a", 1, 0.0, time.time())
     LedgerWriter(store, "resnet", ledger).write()
     assert main(["status", "resnet", "--store", url]) == 0
@@ -134,7 +136,8 @@ def test_a_job_that_ended_does_not_age(store: Store, url: str, capsys: pytest.Ca
     assert told["seconds"]["down"] == 0
 
 
-def test_a_job_whose_agents_are_all_gone_is_down(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_job_without_agents_is_down(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job whose agents are all gone is down."""
     add_node(store, "a", 100.0, 9.0)
     put_world(store, "a")
     assert main(["status", "resnet", "--json", "--store", url]) == 0
@@ -144,18 +147,16 @@ def test_a_job_whose_agents_are_all_gone_is_down(store: Store, url: str, capsys:
 
 
 @pytest.mark.parametrize("command", ["status", "report"])
-def test_an_unknown_job_is_one_line_that_names_those_there_are(
-    command: str, store: Store, url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_job_names_known_ones(command: str, store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown job is one line that names those there are."""
     put_world(store)
     assert main([command, "rednet", "--store", url]) == 2
     error = capsys.readouterr().err
     assert error == f"edl {command}: there is no job 'rednet' in this store; there is resnet\n"
 
 
-def test_names_and_events_cannot_play_with_the_terminal(
-    store: Store, url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and events cannot play with the terminal."""
     add_node(store, "a\x1b[2J", 10.0, 9.0).tell("join", "\x1b[31m[bold]x")
     put_world(store, "a\x1b[2J")
     for command in ("status", "report"):
@@ -165,7 +166,8 @@ def test_names_and_events_cannot_play_with_the_terminal(
         assert "[bold]x" in out
 
 
-def test_watching_tells_again_until_interrupted(store: Store, url: str) -> None:
+def test_watch_repeats_until_interrupted(store: Store, url: str) -> None:
+    """Watching tells again until interrupted."""
     writer = add_node(store, "a", 10.0, 9.0)
     put_world(store, "a")
     command = [sys.executable, "-m", "edl", "status", "resnet", "--watch", "--json", "--store", url]
@@ -211,9 +213,10 @@ def test_the_picture_is_a_file(store: Store, url: str, suffix: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["job.txt", "job", "no/such/folder/job.png"])
-def test_a_picture_that_cannot_be_is_one_line(
+def test_impossible_picture_is_one_line(
     name: str, store: Store, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A picture that cannot be is one line."""
     add_node(store, "a", 10.0, 9.0)
     assert main(["report", "resnet", "--store", url, "--out", str(tmp_path / name)]) == 2
     error = capsys.readouterr().err

@@ -88,7 +88,8 @@ def test_what_was_written_is_read_back(store: Store, job: str) -> None:
     assert job in jobs(store)
 
 
-def test_an_agent_that_comes_back_leaves_its_former_life_as_it_was(store: Store, job: str) -> None:
+def test_returning_agent_keeps_its_past(store: Store, job: str) -> None:
+    """An agent that comes back leaves its former life as it was."""
     first, second = ledger_of("a"), ledger_of("a", 1_700_000_060.0)
     for ledger in (second, first):
         LedgerWriter(store, job, ledger).write()
@@ -98,7 +99,8 @@ def test_an_agent_that_comes_back_leaves_its_former_life_as_it_was(store: Store,
         read_job(store, job)
 
 
-def test_the_last_step_before_a_generation_is_that_of_all_lives(store: Store, job: str) -> None:
+def test_last_step_counts_all_lives(store: Store, job: str) -> None:
+    """The last step before a generation is that of all lives."""
     assert finished_before(store, job, 5) == -1
     lives = [
         NodeRecord("far", 1, 1, generation=2, step=100),
@@ -112,26 +114,30 @@ def test_the_last_step_before_a_generation_is_that_of_all_lives(store: Store, jo
     assert [finished_before(store, job, generation) for generation in (5, 4, 3, 2)] == [120, 100, 100, 99]
 
 
-def test_a_ledger_from_before_the_last_step_was_kept_can_be_read(store: Store, job: str) -> None:
+def test_old_ledger_can_be_read(store: Store, job: str) -> None:
+    """A ledger from before the last step was kept can be read."""
     fields = json.loads(encode_record(NodeRecord("a", 1, 1, generation=0, step=7, reached=3)))
     del fields["reached"]
     store.put(f"jobs/{job}/ledger/a/1", json.dumps(fields).encode())
     assert [(one.step, one.reached) for one in read_job(store, job).nodes] == [(7, -1)]
 
 
-def test_a_job_that_is_not_there_names_those_that_are(store: Store, job: str) -> None:
+def test_missing_job_names_known_ones(store: Store, job: str) -> None:
+    """A job that is not there names those that are."""
     LedgerWriter(store, job, ledger_of("a")).write()
     with pytest.raises(SettingsError, match=f"there is no job 'other' in this store; there is .*{job}"):
         read_job(store, "other")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\n"])
-def test_names_that_cannot_be_keys_are_refused(name: str, tmp_path: Path) -> None:
+def test_names_that_are_no_keys(name: str, tmp_path: Path) -> None:
+    """Names that cannot be keys are refused."""
     with open_store(f"sqlite:///{tmp_path}/discovery.sqlite") as store, pytest.raises(SettingsError, match="job"):
         read_job(store, name)
 
 
-def test_the_largest_ledger_and_list_of_events_fit(store: Store, job: str) -> None:
+def test_largest_ledger_and_events_fit(store: Store, job: str) -> None:
+    """The largest ledger and list of events fit."""
     spans = tuple(plain(State(index % 2), 2**42 + index, 4096, running=True) for index in range(MAX_SPANS))
     marks = tuple(Mark(2**48 + index, 2**40, 2**50) for index in range(300))
     assert len(encode_record(NodeRecord("a", 2**50, 4096, spans, marks))) < 60_000
@@ -142,7 +148,8 @@ def test_the_largest_ledger_and_list_of_events_fit(store: Store, job: str) -> No
     assert len(entry.value) / 3 * MAX_EVENTS < MAX_VALUE_BYTES
 
 
-def test_a_killed_agents_time_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
+def test_killed_agents_time_ends(tmp_path: Path) -> None:
+    """A killed agents time ends at its last sign of life."""
     url = f"sqlite:///{tmp_path}/discovery.sqlite"
     began_s = time.time()
     agent = subprocess.Popen([sys.executable, "-c", AGENT, url])
@@ -195,7 +202,8 @@ def test_bytes_that_are_no_ledger_are_named(value: bytes, words: str, tmp_path: 
         {"reached": 1.5},
     ],
 )
-def test_a_damaged_ledger_is_an_error_and_never_a_number(damage: dict[str, object], tmp_path: Path) -> None:
+def test_damaged_ledger_is_an_error(damage: dict[str, object], tmp_path: Path) -> None:
+    """A damaged ledger is an error and never a number."""
     good = json.loads(encode_record(ledger_of("a").record()))
     with open_store(f"sqlite:///{tmp_path}/discovery.sqlite") as store:
         store.put("jobs/j/ledger/a/1", json.dumps({**good, **damage}).encode())

@@ -65,7 +65,8 @@ def wait_for(url: str, generation: int, step: int, job: str = "live") -> dict[st
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_worker_shows_in_status_and_ledger(tmp_path: Path) -> None:
+def test_killed_worker_shows_in_status(tmp_path: Path) -> None:
+    """A killed worker shows in status and ledger."""
     url, enough = f"sqlite:///{tmp_path}/discovery.sqlite", tmp_path / "enough"
     (tmp_path / "train.py").write_text(SCRIPT)
     command = edl("run", "--nnodes", "1", "--nproc-per-node", "1", "--rdzv-id", "live", "--store", url)
@@ -102,7 +103,7 @@ def test_a_killed_worker_shows_in_status_and_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_steps_that_a_whole_node_had_finished_are_rollback_for_the_next_one(tmp_path: Path) -> None:
+def test_finished_steps_are_rollback_later(tmp_path: Path) -> None:
     """With the agent its boards are gone: what was finished before is known by the store."""
     (tmp_path / "train.py").write_text(SAVES_ONCE)
     enough = tmp_path / "enough"

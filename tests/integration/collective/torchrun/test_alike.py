@@ -210,7 +210,7 @@ def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_variables_set_behind_an_import_count(tmp_path: Path) -> None:
+def test_variables_set_after_imports_count(tmp_path: Path) -> None:
     """The first optimizer's imports read some 200 variables: too soon for one that sets them behind `import torch`."""
     script = """
         import torch
@@ -245,7 +245,8 @@ DIFFERENT = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_workers_see_what_torchrun_shows_them(tmp_path: Path) -> None:
+def test_workers_see_what_torchrun_shows(tmp_path: Path) -> None:
+    """Workers see what torchrun shows them."""
     folders = {name: tmp_path / name for name in ("torchrun", "edl")}
     jobs = []
     for name, folder in folders.items():

@@ -120,7 +120,8 @@ def job(tmp_path: Path, url: str) -> Iterator[Job]:
         job.kill()
 
 
-def test_a_node_joins_later_and_the_job_ends_for_all(job: Job) -> None:
+def test_node_joins_later_and_all_end(job: Job) -> None:
+    """A node joins later and the job ends for all."""
     job.start()
     job.until(lambda: job.world(0)[0] == 1)
     job.start()
@@ -131,7 +132,8 @@ def test_a_node_joins_later_and_the_job_ends_for_all(job: Job) -> None:
     assert "has ended already: nothing to do" in job.log(late)
 
 
-def test_a_killed_worker_is_replaced_with_torchs_defaults(job: Job) -> None:
+def test_killed_worker_is_replaced(job: Job) -> None:
+    """A killed worker is replaced with torchs defaults."""
     job.start()
     job.start()
     job.until(lambda: job.world(0)[0] == 2 and job.world(1)[0] == 2)

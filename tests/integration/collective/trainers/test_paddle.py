@@ -42,7 +42,8 @@ def finals(job: Job) -> dict[int, tuple[str, float]]:
     return {line["rank"]: (line["digest"], line["loss"]) for line in said(job, "ended")}
 
 
-def test_killed_trainers_end_with_the_parameters_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_killed_trainers_end_the_same(tmp_path: Path) -> None:
+    """Killed trainers end with the parameters of an uninterrupted run."""
     two = ("--nproc-per-node", "2")
     with job(tmp_path / "calm", *two, STEPS=STEPS) as calm:
         code, output = calm.run()
@@ -64,7 +65,7 @@ def test_killed_trainers_end_with_the_parameters_of_an_uninterrupted_run(tmp_pat
     assert finals(calm)[0][1] != finals(calm)[1][1]  # each has data of its own
 
 
-def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
+def test_script_error_ends_the_job(tmp_path: Path) -> None:
     """Though the other trainer, whose peer is gone, ends by a signal: Paddle's gloo aborts it."""
     with job(tmp_path, "--nproc-per-node", "2", STEPS=STEPS, RAISES=3) as wrong:
         code, output = wrong.run()
@@ -73,7 +74,8 @@ def test_an_error_of_the_script_ends_the_job_with_its_traceback(tmp_path: Path) 
         assert {line["generation"] for line in said(wrong, "restored")} == {0}
 
 
-def test_a_node_joins_and_leaves_and_is_given_the_state(tmp_path: Path) -> None:
+def test_joining_node_receives_the_state(tmp_path: Path) -> None:
+    """A node joins and leaves and is given the state."""
     with job(tmp_path, "--nnodes", "1:2", END=tmp_path / "end") as both:
         both.start()
         wait_until(lambda: any(line["finished"] > 2 for line in said(both, "finished")), "a step of one trainer")

@@ -54,7 +54,8 @@ def pids_of_workers(agent: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_worker_and_a_teacher_die_in_the_same_epoch(tmp_path: Path) -> None:
+def test_worker_and_teacher_die_in_one_epoch(tmp_path: Path) -> None:
+    """A worker and a teacher die in the same epoch."""
     discovery = f"sqlite:///{tmp_path}/discovery.sqlite"
     command = [sys.executable, "-m", "edl", "run", "--nproc-per-node", "2", "--rdzv-id", "with-teachers"]
     command += ["--store", discovery, str(STUDENT), str(tmp_path), discovery, str(SAMPLES), str(EPOCHS), "0.03"]

@@ -42,9 +42,8 @@ def test_the_update_is_that_of_one_process(ranks: RanksPool, case: Case) -> None
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_with_half_floats_it_is_as_far_as_they_go_and_the_same_on_all_ranks(
-    ranks: RanksPool, around: tuple[str, ...]
-) -> None:
+def test_half_floats_are_alike_on_all_ranks(ranks: RanksPool, around: tuple[str, ...]) -> None:
+    """With half floats it is as far as they go and the same on all ranks."""
     case = Case(dtype=torch.bfloat16, around=around)
     found = ranks.run(3, cases.elastic, case)
     for one in found:
@@ -65,12 +64,14 @@ def test_with_half_floats_it_is_as_far_as_they_go_and_the_same_on_all_ranks(
         ("other ranks", r"pass both the same group"),
     ],
 )
-def test_gradients_that_would_not_be_averaged_once_are_refused(ranks: RanksPool, kind: str, message: str) -> None:
+def test_unaveraged_gradients_are_refused(ranks: RanksPool, kind: str, message: str) -> None:
+    """Gradients that would not be averaged once are refused."""
     with pytest.raises(AssertionError, match=message):
         ranks.run(2, cases.refused, kind)
 
 
-def test_a_sharded_step_is_given_up_cleanly_or_not_at_all(ranks: RanksPool) -> None:
+def test_sharded_step_is_discarded_cleanly(ranks: RanksPool) -> None:
+    """A sharded step is given up cleanly or not at all."""
     wanted = cases.alone(Case())
     for given_up in (0, 2):
         for found in ranks.run(2, cases.sharded, given_up):
@@ -80,7 +81,8 @@ def test_a_sharded_step_is_given_up_cleanly_or_not_at_all(ranks: RanksPool) -> N
         ranks.run(2, cases.sharded, 1)
 
 
-def test_a_sampler_and_a_trainer_of_different_ranks_are_refused(ranks: RanksPool) -> None:
+def test_sampler_and_trainer_of_other_ranks(ranks: RanksPool) -> None:
+    """A sampler and a trainer of different ranks are refused."""
     with pytest.raises(AssertionError, match=r"the share of rank \d of 3, but this is rank \d of 2"):
         ranks.run(2, cases.other_group, None)
     with pytest.raises(AssertionError, match="the share of rank 0 of 1, but this is rank"):

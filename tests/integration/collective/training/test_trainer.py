@@ -56,14 +56,16 @@ def test_the_update_is_that_of_one_process(ranks: RanksPool, world: int, run: Ru
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), run=RUNS)
-def test_it_is_with_ranks_that_bring_what_they_like(ranks: RanksPool, rows: list[int], run: Run) -> None:
+def test_ranks_bring_what_they_like(ranks: RanksPool, rows: list[int], run: Run) -> None:
+    """It is with ranks that bring what they like."""
     run = replace(run, sampled=False, wrapped=False, rows=tuple(rows))
     found = ranks.run(len(rows), elastic, run)
     assert_same(found, alone(run))
     assert {one["samples"] for one in found} == {run.steps * sum(rows)}
 
 
-def test_worlds_that_change_between_steps_go_on_as_if_nothing_happened(ranks: RanksPool) -> None:
+def test_worlds_change_between_steps(ranks: RanksPool) -> None:
+    """Worlds that change between steps go on as if nothing happened."""
     run = Run(length=40, batch=10, steps=1, most=(2, 3, None, 1, 4), optimizer="adam")
     state = None
     for world in (3, 1, 5, 2):
@@ -72,7 +74,8 @@ def test_worlds_that_change_between_steps_go_on_as_if_nothing_happened(ranks: Ra
     assert_same(found, alone(replace(run, steps=4)))
 
 
-def test_a_rank_without_a_row_is_an_error_on_all_ranks_if_the_module_needs_one(ranks: RanksPool) -> None:
+def test_rank_without_a_row(ranks: RanksPool) -> None:
+    """A rank without a row is an error on all ranks if the module needs one."""
     with pytest.raises(AssertionError, match="rows=0"):
         ranks.run(3, elastic, Run(sampled=False, rows=(2, 0, 1)))
     ranks.run(3, elastic, Run(sampled=False, rows=(2, 1, 1)))
@@ -85,7 +88,8 @@ def test_a_gradient_scaler_changes_nothing(ranks: RanksPool, wrapped: bool) -> N
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_the_noise_is_the_same_in_every_world(ranks: RanksPool, world: int) -> None:
+def test_noise_is_the_same_in_every_world(ranks: RanksPool, world: int) -> None:
+    """The noise is the same in every world."""
     found = ranks.run(world, noise, (4, None, 2, None, 1))
     assert len(set(found)) == 1
     variance, square = found[0]
@@ -93,7 +97,8 @@ def test_the_noise_is_the_same_in_every_world(ranks: RanksPool, world: int) -> N
     assert square == pytest.approx(5.0, rel=0.15)
 
 
-def test_ranks_agree_on_an_automatic_batch_however_far_each_has_read_ahead(ranks: RanksPool) -> None:
+def test_ranks_agree_on_an_automatic_batch(ranks: RanksPool) -> None:
+    """Ranks agree on an automatic batch however far each has read ahead."""
     found = ranks.run(3, automatic)
     (last,) = {last for _, _, last in found}
     assert 8 < last <= 40
@@ -104,7 +109,8 @@ def test_ranks_agree_on_an_automatic_batch_however_far_each_has_read_ahead(ranks
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_sharded_module_gets_as_many_micro_batches_on_every_rank(ranks: RanksPool, world: int) -> None:
+def test_sharded_ranks_have_equal_batches(ranks: RanksPool, world: int) -> None:
+    """A sharded module gets as many micro batches on every rank."""
     run = Run(length=20, batch=7, steps=4, most=(1, 3, None, None, None))
     wanted = alone(run)
     for found in ranks.run(world, sharded, run):

@@ -40,7 +40,8 @@ class _CameLate:
         return self.workers
 
 
-def test_a_question_without_an_answer_is_asked_again(tmp_path: Path) -> None:
+def test_unanswered_question_is_repeated(tmp_path: Path) -> None:
+    """A question without an answer is asked again."""
     with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
         before = NodeRecord("before", 1, 1, generation=3, step=7)
         LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write(before)

@@ -108,7 +108,8 @@ def test_the_store_of_a_served_endpoint() -> None:
     ]
 
 
-def test_a_store_that_comes_late_is_waited_for() -> None:
+def test_late_store_is_waited_for() -> None:
+    """A store that comes late is waited for."""
     port, lines = free_ports(1)[0], list[str]()
     found: list[object] = []
 

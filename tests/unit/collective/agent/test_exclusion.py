@@ -26,7 +26,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield store
 
 
-def test_host_is_left_out_until_it_is_removed(store: Store) -> None:
+def test_excluded_host_stays_out(store: Store) -> None:
+    """Host is left out until it is removed."""
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     broken = Exclusion("node-a", "rank 0: ECC", True, 7, 1.0)
     here.add(broken)
@@ -40,7 +41,8 @@ def test_host_is_left_out_until_it_is_removed(store: Store) -> None:
 @pytest.mark.parametrize(
     ("step", "clear", "same"), [(7, False, True), (5, False, True), (8, False, False), (7, True, False)]
 )
-def test_fault_at_the_same_step_is_the_scripts(store: Store, step: int, clear: bool, same: bool) -> None:
+def test_fault_at_one_step_is_the_scripts(store: Store, step: int, clear: bool, same: bool) -> None:
+    """Fault at the same step is the scripts."""
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     first = Exclusion("node-a", FAULT, clear, 7)
     here.add(first)

@@ -62,7 +62,8 @@ def traceback_of(last: str) -> str:
 
 
 @pytest.mark.parametrize("text", CONTACT)
-def test_a_lost_peer_is_told_from_the_scripts_own_error(text: str) -> None:
+def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
+    """A lost peer is told from the scripts own error."""
     assert kind_of(1, text) is Kind.CONTACT
     assert kind_of(1, traceback_of(text)) is Kind.CONTACT
     wrapped = traceback_of(text) + (
@@ -78,7 +79,8 @@ def test_the_scripts_own_errors_are_its_own(text: str) -> None:
     assert kind_of(-9, text) is Kind.KILLED
 
 
-def test_a_killed_process_that_reads_data_counts_as_a_killed_worker() -> None:
+def test_killed_loader_is_a_killed_worker() -> None:
+    """A killed process that reads data counts as a killed worker."""
     chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_KILLED), chained):
         assert kind_of(1, text) is Kind.KILLED
@@ -87,14 +89,16 @@ def test_a_killed_process_that_reads_data_counts_as_a_killed_worker() -> None:
         assert verdict.restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
 
 
-def test_one_that_ended_by_itself_is_the_scripts_error() -> None:
+def test_own_end_is_the_scripts_error() -> None:
+    """One that ended by itself is the scripts error."""
     chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
     wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
     for text in (traceback_of(READER_FAILED), chained, wrapped):
         assert kind_of(1, text) is Kind.ERROR
 
 
-def test_one_of_which_nobody_knows_how_it_ended_counts_against_the_restarts() -> None:
+def test_unknown_end_counts_as_restart() -> None:
+    """One of which nobody knows how it ended counts against the restarts."""
     empty = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_GONE), empty):
         assert kind_of(1, text) is Kind.ERROR
@@ -139,7 +143,7 @@ def test_what_follows(failures: list[Failure], waited_s: float, outcome: str | N
         assert bool(verdict.fatal) == (outcome == "fatal")
 
 
-def test_an_exit_code_without_an_error_is_nobodys_fault_while_a_node_is_missing() -> None:
+def test_exit_code_while_a_node_is_missing() -> None:
     """However late this agent has its turn: the script may have ended itself because of that node."""
     silent = failure(3)
     for missing in (False, True):
@@ -151,7 +155,8 @@ def test_an_exit_code_without_an_error_is_nobodys_fault_while_a_node_is_missing(
         assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
-def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
+def test_fatal_verdict_has_a_traceback() -> None:
+    """A fatal verdict has the rank and the traceback."""
     verdict = judge([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
     assert verdict is not None
     assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
@@ -160,7 +165,8 @@ def test_a_fatal_verdict_has_the_rank_and_the_traceback() -> None:
 @pytest.mark.parametrize(
     ("ended", "ranks"), [([1], "rank 1"), ([1, 0], "ranks 0, 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")]
 )
-def test_a_rank_that_ended_before_the_others_is_named_as_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
+def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
+    """A rank that ended before the others is named as a likely cause."""
     verdict = judge([LOST], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
     assert verdict is not None
     why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
@@ -184,7 +190,8 @@ def test_it_is_not_where_something_else_is(
     assert verdict.restart == words
 
 
-def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:
+def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
+    """The error file is read as torch writes it."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
     path = tmp_path / "error.json"
@@ -199,7 +206,8 @@ def test_the_error_file_is_read_as_torch_writes_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
-def test_an_error_file_that_is_none_says_nothing(content: str, tmp_path: Path) -> None:
+def test_bad_error_file_says_nothing(content: str, tmp_path: Path) -> None:
+    """An error file that is none says nothing."""
     assert read_error(tmp_path / "missing") == ""
     (tmp_path / "file").write_text(content)
     assert read_error(tmp_path / "file") == ""

@@ -30,7 +30,8 @@ def job() -> Iterator[str]:
     assert not folder.exists(), "nothing is left behind"
 
 
-def test_agents_of_a_host_have_folders_of_their_own(job: str) -> None:
+def test_agents_have_folders_of_their_own(job: str) -> None:
+    """Agents of a host have folders of their own."""
     first, second = HostFolder(job, "a"), HostFolder(job, "b")
     assert first.path != second.path
     assert (first.heir_of, second.heir_of) == ("", "")
@@ -39,7 +40,8 @@ def test_agents_of_a_host_have_folders_of_their_own(job: str) -> None:
     second.close(keep=False)
 
 
-def test_the_state_of_one_that_left_is_taken_over(job: str) -> None:
+def test_left_state_is_taken_over(job: str) -> None:
+    """The state of one that left is taken over."""
     first = HostFolder(job, "a")
     save(first, step=7)
     first.close(keep=True)
@@ -90,7 +92,8 @@ def leave(job: str, *dead: str) -> None:
         ("a 2 9 900 500", "b 1 0 0 1"),  # a was of another run, of the same name
     ],
 )
-def test_of_several_folders_that_with_the_newest_state_is_taken_over(job: str, dead: tuple[str, ...]) -> None:
+def test_newest_folder_is_taken_over(job: str, dead: tuple[str, ...]) -> None:
+    """Of several folders that with the newest state is taken over."""
     leave(job, *dead)
     heir = HostFolder(job, "heir")
     assert heir.heir_of == "b"
@@ -101,7 +104,7 @@ def test_of_several_folders_that_with_the_newest_state_is_taken_over(job: str, d
     second.close(keep=False, ended=True)
 
 
-def test_one_that_died_before_it_joined_is_not_taken_over_in_place_of_the_state(job: str) -> None:
+def test_stateless_folder_is_not_taken_over(job: str) -> None:
     """It has no run yet, and died last."""
     leave(job, "state 1 3 1000 5", "fresh")
     heir = HostFolder(job, "heir")
@@ -125,7 +128,8 @@ print(rounds)
 """
 
 
-def test_agents_that_come_and_go_at_once_have_their_folders(job: str) -> None:
+def test_concurrent_agents_have_folders(job: str) -> None:
+    """Agents that come and go at once have their folders."""
     command = [sys.executable, "-c", CHURN, job, "3"]
     churns = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "abc"]
     for churn in churns:
@@ -134,7 +138,7 @@ def test_agents_that_come_and_go_at_once_have_their_folders(job: str) -> None:
         assert int(printed) > 20
 
 
-def test_a_folder_is_found_whatever_its_number(job: str) -> None:
+def test_folder_is_found_by_any_number(job: str) -> None:
     """The agent before it has left, and taken its folder with it."""
     first = HostFolder(job, "first")
     leave(job, "dead 1 0 7 1")
@@ -144,7 +148,8 @@ def test_a_folder_is_found_whatever_its_number(job: str) -> None:
     heir.close(keep=False)
 
 
-def test_agents_that_start_together_take_over_one_folder_each(job: str) -> None:
+def test_simultaneous_agents_take_one_each(job: str) -> None:
+    """Agents that start together take over one folder each."""
     leave(job, *(f"dead{number} 1 0 {number} 1" for number in range(4)))
     with ThreadPoolExecutor(4) as pool:
         heirs = list(pool.map(lambda number: HostFolder(job, f"heir{number}"), range(4)))
@@ -153,7 +158,8 @@ def test_agents_that_start_together_take_over_one_folder_each(job: str) -> None:
         heir.close(keep=False)
 
 
-def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> None:
+def test_agent_without_part_leaves_the_state(job: str) -> None:
+    """An agent that had no part leaves the state as it found it."""
     first = HostFolder(job, "a")
     save(first, step=7)
     first.close(keep=True)
@@ -163,7 +169,8 @@ def test_an_agent_that_had_no_part_leaves_the_state_as_it_found_it(job: str) -> 
     third.close(keep=False)
 
 
-def test_a_folder_without_a_complete_state_is_not_kept(job: str) -> None:
+def test_incomplete_folder_is_not_kept(job: str) -> None:
+    """A folder without a complete state is not kept."""
     first = HostFolder(job, "a")
     first.board(0).write_bytes(b"x")
     make_room(Path(first.slots(0)), 1 << 20)
@@ -171,7 +178,8 @@ def test_a_folder_without_a_complete_state_is_not_kept(job: str) -> None:
     assert not first.path.exists()
 
 
-def test_the_folder_of_a_killed_agent_is_taken_over(job: str) -> None:
+def test_killed_agents_folder_is_taken_over(job: str) -> None:
+    """The folder of a killed agent is taken over."""
     script = "import sys, time; from edl.collective.agent.host import HostFolder; f = HostFolder(*sys.argv[1:]);"
     script += "print(f.path, flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", script, job, "dead"], stdout=subprocess.PIPE, text=True) as process:
@@ -186,7 +194,8 @@ def test_the_folder_of_a_killed_agent_is_taken_over(job: str) -> None:
     other.close(keep=False)
 
 
-def test_what_was_abandoned_long_ago_is_removed(job: str) -> None:
+def test_long_abandoned_is_removed(job: str) -> None:
+    """What was abandoned long ago is removed."""
     old, used = HostFolder(job, "a"), HostFolder(job, "b")
     save(old)
     save(used)
@@ -207,7 +216,8 @@ def test_the_control_pipe_is_made_once(job: str) -> None:
     folder.close(keep=False)
 
 
-def test_the_end_of_a_job_removes_what_dead_agents_left_and_not_what_live_ones_have(job: str) -> None:
+def test_job_end_removes_dead_agents_files(job: str) -> None:
+    """The end of a job removes what dead agents left and not what live ones have."""
     leave = "import sys; from edl.collective.agent.host import HostFolder; print(HostFolder(sys.argv[1], 'dead').path)"
     live = HostFolder(job, "live")
     last = HostFolder(job, "last")
@@ -220,7 +230,8 @@ def test_the_end_of_a_job_removes_what_dead_agents_left_and_not_what_live_ones_h
     live.close(keep=False)
 
 
-def test_the_end_of_a_job_leaves_what_another_agent_could_not_store(job: str) -> None:
+def test_job_end_leaves_unstored_state(job: str) -> None:
+    """The end of a job leaves what another agent could not store."""
     failed, last = HostFolder(job, "failed"), HostFolder(job, "last")
     save(failed, step=7)
     failed.unstored = True
@@ -231,7 +242,8 @@ def test_the_end_of_a_job_leaves_what_another_agent_could_not_store(job: str) ->
     again.close(keep=False)
 
 
-def test_a_jobs_folder_that_is_none_is_an_error_and_no_endless_wait(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_job_folder_is_an_error(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A jobs folder that is none is an error and no endless wait."""
     monkeypatch.setattr(host, "_LOOKING_S", 0.2)
     probe = HostFolder(job, "probe")
     folder = probe.path.parent
@@ -244,7 +256,8 @@ def test_a_jobs_folder_that_is_none_is_an_error_and_no_endless_wait(job: str, mo
         folder.unlink()
 
 
-def test_a_folder_says_which_run_its_state_is_of(job: str) -> None:
+def test_folder_names_its_run(job: str) -> None:
+    """A folder says which run its state is of."""
     first = HostFolder(job, "a")
     assert first.run == ""
     first.run = "1f"

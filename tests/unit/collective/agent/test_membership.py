@@ -54,9 +54,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_change_that_the_store_did_not_take_is_written_by_the_next_read(
-    stores: tuple[Store, Store], tmp_path: Path
-) -> None:
+def test_untaken_change_is_written_later(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    """A change that the store did not take is written by the next read."""
     with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
         one.join()
         with locked(tmp_path), pytest.raises(DiscoveryError):
@@ -65,7 +64,8 @@ def test_a_change_that_the_store_did_not_take_is_written_by_the_next_read(
         assert other.read().nodes["a"].finished == 3
 
 
-def test_the_first_node_that_is_back_gives_the_others_time(stores: tuple[Store, Store], tmp_path: Path) -> None:
+def test_first_node_back_waits_for_others(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    """The first node that is back gives the others time."""
     with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
         one.join()
         other.join()
@@ -83,7 +83,8 @@ def test_the_first_node_that_is_back_gives_the_others_time(stores: tuple[Store, 
         assert set(one.read().nodes) == {"a", "b"}
 
 
-def test_a_store_that_is_only_read_loses_nobody(stores: tuple[Store, Store], tmp_path: Path) -> None:
+def test_read_only_store_loses_nobody(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    """A store that is only read loses nobody."""
     ttl_s = 2.0
     other = stores[1].lease(ttl_s)
     stores[1].put("jobs/job/nodes/b", Node("b", "host", 1, 1).encode(), other)
@@ -104,7 +105,8 @@ def test_a_store_that_is_only_read_loses_nobody(stores: tuple[Store, Store], tmp
     other.close()
 
 
-def test_the_time_without_a_lease_is_counted_from_its_end(stores: tuple[Store, Store], tmp_path: Path) -> None:
+def test_time_without_lease_counts_from_end(stores: tuple[Store, Store], tmp_path: Path) -> None:
+    """The time without a lease is counted from its end."""
     with membership(stores[0], "a") as one:
         assert one.cut_s == 0.0, "it has not joined"
         one.join()
@@ -126,7 +128,8 @@ def test_a_record_goes_with_its_node(stores: tuple[Store, Store]) -> None:
         assert other.read().nodes == {}
 
 
-def test_a_record_that_was_taken_away_by_mistake_is_written_again(stores: tuple[Store, Store]) -> None:
+def test_removed_record_is_written_again(stores: tuple[Store, Store]) -> None:
+    """A record that was taken away by mistake is written again."""
     with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
         one.join()
         other.join()

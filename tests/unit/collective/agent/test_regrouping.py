@@ -22,7 +22,8 @@ def test_who_has_not_come_in_time_is_late() -> None:
     assert regrouping.late(12.2) == []
 
 
-def test_another_generation_gives_nobody_more_time_who_is_still_on_the_way() -> None:
+def test_other_generation_gives_no_more_time() -> None:
+    """Another generation gives nobody more time who is still on the way."""
     regrouping = Regrouping(2.0)
     regrouping.begin({0, 1}, 10.0)
     regrouping.came(0)
@@ -32,14 +33,16 @@ def test_another_generation_gives_nobody_more_time_who_is_still_on_the_way() -> 
     assert looked(regrouping, 12.1, 13.6) == [0]
 
 
-def test_whoever_does_not_stay_is_not_waited_for() -> None:
+def test_leaver_is_not_waited_for() -> None:
+    """Whoever does not stay is not waited for."""
     regrouping = Regrouping(2.0)
     regrouping.begin({0, 1}, 10.0)
     regrouping.begin({1}, 10.5)
     assert regrouping.awaited == [1]
 
 
-def test_time_in_which_the_agent_had_no_turn_does_not_count() -> None:
+def test_agents_own_pause_does_not_count() -> None:
+    """Time in which the agent had no turn does not count."""
     regrouping = Regrouping(2.0)
     regrouping.begin({0}, 10.0)
     assert regrouping.late(10.1) == []

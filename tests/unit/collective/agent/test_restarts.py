@@ -14,14 +14,16 @@ from edl.collective.board import Board, Reading
 KILLED, ERROR = Verdict(restart="worker 0 was killed"), Verdict(fatal="rank 0: worker 0 failed\nTraceback")
 
 
-def test_errors_of_the_script_are_forgiven_as_often_as_the_user_said() -> None:
+def test_script_errors_are_forgiven() -> None:
+    """Errors of the script are forgiven as often as the user said."""
     restarts = Restarts(2)
     again = Verdict(restart="rank 0: worker 0 failed", after_error=True)
     assert [restarts.limited(ERROR, forgiven, 5) for forgiven in range(3)] == [again, again, ERROR]
     assert restarts.limited(KILLED, 2, 5) == KILLED
 
 
-def test_restarts_that_lead_nowhere_end_the_job() -> None:
+def test_fruitless_restarts_end_the_job() -> None:
+    """Restarts that lead nowhere end the job."""
     restarts = Restarts(0)
     for _ in range(11):
         assert restarts.limited(KILLED, 0, 5) == KILLED
@@ -32,7 +34,8 @@ def test_restarts_that_lead_nowhere_end_the_job() -> None:
 
 
 @pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
-def test_a_step_or_a_long_life_counts_from_the_beginning(step: int, lived_s: float) -> None:
+def test_step_or_long_life_resets_the_count(step: int, lived_s: float) -> None:
+    """A step or a long life counts from the beginning."""
     restarts = Restarts(0)
     for _ in range(11):
         restarts.count(5, 1.0)
@@ -47,7 +50,8 @@ def reading(step: int, *durations_s: float, generation: int = 3) -> Reading:
     return replace(Board.from_env().read(), generation=generation, step=step, durations_s=durations_s)
 
 
-def test_workers_pause_after_a_step_that_all_can_be_told_of() -> None:
+def test_pause_is_after_a_step_all_can_hear() -> None:
+    """Workers pause after a step that all can be told of."""
     assert pause_step([reading(7, 1.0), reading(8, 1.0)], 3) == 10, "two steps ahead at least"
     assert pause_step([reading(7, 0.01), reading(8, 0.01)], 3) == 108, "1 s ahead where steps are short"
     assert pause_step([reading(0)], 3) == 2, "no step was measured yet"
@@ -55,6 +59,7 @@ def test_workers_pause_after_a_step_that_all_can_be_told_of() -> None:
     assert pause_step([reading(7, 1.0), reading(7, 1.0, generation=2)], 3) is None, "one is not there yet"
 
 
-def test_long_steps_have_long_until_the_pause() -> None:
+def test_long_steps_have_long_to_pause() -> None:
+    """Long steps have long until the pause."""
     assert pause_needs_s([reading(7, 2.0, 2.0, 40.0), reading(7, 2.0)]) == 12.0
     assert pause_needs_s([reading(-1)]) == 0.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from edl.collective.agent.shortage import Shortage
 
 
-def test_it_is_said_at_once_and_again_when_the_number_changes() -> None:
+def test_shortage_is_reported_on_change() -> None:
+    """It is said at once and again when the number changes."""
     shortage = Shortage(3, 600.0)
     words = shortage.note(1, 100.0)
     assert words == "1 of at least 3 nodes are here: waiting up to 600 s for more (--rdzv-conf join_timeout=SECONDS)"
@@ -14,13 +15,15 @@ def test_it_is_said_at_once_and_again_when_the_number_changes() -> None:
     assert shortage.note(1, 141.0).startswith("1 of at least 3 nodes are here")
 
 
-def test_every_minute_it_is_said_how_long_is_left() -> None:
+def test_time_left_is_reported_each_minute() -> None:
+    """Every minute it is said how long is left."""
     shortage = Shortage(2, 600.0)
     said = [words for second in range(190) if (words := shortage.note(1, float(second)))]
     assert said[1:] == [f"still 1 of at least 2 nodes: waiting {left} s more" for left in (540, 480, 420)]
 
 
-def test_enough_nodes_that_are_about_to_begin_are_no_shortage() -> None:
+def test_beginning_nodes_are_no_shortage() -> None:
+    """Enough nodes that are about to begin are no shortage."""
     shortage = Shortage(2, 600.0)
     assert shortage.note(2, 0.0) == ""
     assert shortage.note(1, 1.0), "one has gone again"
@@ -29,7 +32,8 @@ def test_enough_nodes_that_are_about_to_begin_are_no_shortage() -> None:
     assert shortage.waited_s(4.0) == 1.0, "another wait"
 
 
-def test_nodes_that_came_in_time_are_not_given_up_while_they_wait_for_the_last_ones() -> None:
+def test_timely_nodes_wait_for_the_last() -> None:
+    """Nodes that came in time are not given up while they wait for the last ones."""
     shortage = Shortage(2, 600.0)
     shortage.note(1, 0.0)
     shortage.note(2, 599.0)

@@ -76,7 +76,7 @@ def test_first_host(hosts: str, first: str) -> None:
     assert step_of(SLURM_STEP_NODELIST=hosts).first_host == first
 
 
-def test_heterogeneous_hosts_are_not_in_order() -> None:
+def test_heterogeneous_hosts_are_unordered() -> None:
     """As `srun -w gpu7 : -w gpu3` sets it: host 0 is gpu7, and the list begins with gpu3."""
     hosts = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[3,7]"}
     first = step_of(SLURM_NODEID="1", SLURMD_NODENAME="gpu3", **hosts)
@@ -134,7 +134,8 @@ def test_options_that_follow(argv: tuple[str, ...], found: tuple[str, str, str])
     assert options_of(*argv) == found
 
 
-def test_given_workers_need_no_gpus_of_their_own() -> None:
+def test_given_workers_need_no_gpus() -> None:
+    """Given workers need no gpus of their own."""
     step = step_of(SLURM_GPUS_ON_NODE="2")
     assert parse_options(["--nproc-per-node", "1", "train.py"], step).nproc_per_node == "1"
     with pytest.raises(SettingsError):

@@ -82,9 +82,10 @@ def fail(error: Exception) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize("error", [ApiError("slow down"), OSError("slow down"), MemoryError("slow down")])
-def test_whatever_a_storage_raises_the_next_state_is_stored(
+def test_next_state_is_stored_after_errors(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Whatever a storage raises the next state is stored."""
     lines: list[str] = []
     monkeypatch.setattr(Balky, "before", staticmethod(fail(error)))
     put(tmp_path / "s", 1)
@@ -98,7 +99,8 @@ def test_whatever_a_storage_raises_the_next_state_is_stored(
     assert one.close(20)
 
 
-def test_before_it_is_known_whose_states_these_are_nothing_is_stored(tmp_path: Path, url: str) -> None:
+def test_unknown_states_are_not_stored(tmp_path: Path, url: str) -> None:
+    """Before it is known whose states these are nothing is stored."""
     put(tmp_path / "s", 1)
     one = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line))
     one.store_newest()
@@ -107,7 +109,8 @@ def test_before_it_is_known_whose_states_these_are_nothing_is_stored(tmp_path: P
     assert not fs.exists(root)
 
 
-def test_a_fault_of_our_own_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_fault_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of our own does not end the thread."""
     lines: list[str] = []
     put(tmp_path / "s", 1)
     with monkeypatch.context() as broken:
@@ -120,7 +123,8 @@ def test_a_fault_of_our_own_does_not_end_the_thread(tmp_path: Path, url: str, mo
     assert one.close(20)
 
 
-def test_what_fails_again_and_again_is_said_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_failure_is_reported_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails again and again is said once."""
     lines: list[str] = []
     tries = threading.Semaphore(0)
 
@@ -138,9 +142,8 @@ def test_what_fails_again_and_again_is_said_once(tmp_path: Path, url: str, monke
     assert [line for line in lines if "slow down" in line] == lines[:1]
 
 
-def test_the_end_of_a_job_tries_again_until_its_last_state_is_stored(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_end_retries_the_last_state(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a job tries again until its last state is stored."""
     lines: list[str] = []
     failing = iter(range(2))
 
@@ -157,9 +160,10 @@ def test_the_end_of_a_job_tries_again_until_its_last_state_is_stored(
 
 
 @pytest.mark.parametrize("patient", [False, True])
-def test_a_storage_that_takes_nothing_is_given_up_and_that_is_said(
+def test_storage_that_takes_nothing_is_left(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, patient: bool
 ) -> None:
+    """A storage that takes nothing is given up and that is said."""
     lines: list[str] = []
     released = threading.Event()
     monkeypatch.setattr(Balky, "before", staticmethod(lambda: released.wait(60)))
@@ -173,9 +177,7 @@ def test_a_storage_that_takes_nothing_is_given_up_and_that_is_said(
         released.set()
 
 
-def test_the_end_of_a_job_waits_for_a_slow_storage_as_long_as_it_takes_something(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_end_waits_for_slow_storage(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file takes less than the limit, and all of them together more."""
     lines: list[str] = []
     monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.7)))
@@ -188,11 +190,13 @@ def test_the_end_of_a_job_waits_for_a_slow_storage_as_long_as_it_takes_something
     assert "stored the state after step 1" in lines[-1]
 
 
-def test_without_a_storage_nothing_is_waited_for(tmp_path: Path) -> None:
+def test_no_storage_no_wait(tmp_path: Path) -> None:
+    """Without a storage nothing is waited for."""
     assert storing("", tmp_path / "s", []).close(0)
 
 
-def test_the_agents_of_a_job_agree_on_its_run(tmp_path: Path) -> None:
+def test_agents_agree_on_a_run(tmp_path: Path) -> None:
+    """The agents of a job agree on its run."""
     url = f"sqlite:///{tmp_path}/store.sqlite"
     with open_store(url) as first, open_store(url) as second:
         run = JobRun(first, "job")()
@@ -226,7 +230,7 @@ class Full(MemoryFileSystem):  # type: ignore[misc]
         return file
 
 
-def test_a_storage_that_takes_bytes_and_has_no_room_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
     """Each attempt gets as far as the one before it."""
     fsspec.register_implementation("full", Full, clobber=True)
     put(tmp_path / "s", 1)
@@ -241,7 +245,8 @@ def test_a_storage_that_takes_bytes_and_has_no_room_is_not_waited_for_for_ever(t
     assert time.monotonic() - begin < 15
 
 
-def test_a_store_that_lost_its_records_is_given_the_name_of_the_run_again(tmp_path: Path) -> None:
+def test_store_learns_the_runs_name_again(tmp_path: Path) -> None:
+    """A store that lost its records is given the name of the run again."""
     with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
         first = JobRun(store, "job")
         name = first()
@@ -250,7 +255,7 @@ def test_a_store_that_lost_its_records_is_given_the_name_of_the_run_again(tmp_pa
         assert JobRun(store, "job")() == name
 
 
-def test_a_fence_that_cannot_tell_is_asked_again(tmp_path: Path, url: str) -> None:
+def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
     """The store is away while the last checkpoint is completed."""
     answers: list[bool | Exception] = [DiscoveryError("no leader"), DiscoveryError("no leader"), True]
 
@@ -279,7 +284,8 @@ def worker_storing(url: str, prefix: Path) -> Background:
     return one
 
 
-def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_alone_retries_at_the_end(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an agent too the end tries again."""
     failing = iter(range(3))
 
     def before() -> None:
@@ -293,9 +299,10 @@ def test_without_an_agent_too_the_end_tries_again(tmp_path: Path, url: str, monk
     assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
 
 
-def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
+def test_worker_alone_gives_storage_up(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Without an agent a storage that fails is given up and that is said."""
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
     put(tmp_path / "s", 1)
     begin = time.monotonic()
@@ -306,7 +313,7 @@ def test_without_an_agent_a_storage_that_fails_is_given_up_and_that_is_said(
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
 
 
-def test_a_state_in_the_middle_of_a_step_is_not_saved_by_sys_exit(url: str) -> None:
+def test_sys_exit_saves_no_half_step(url: str) -> None:
     """As when the handler of a signal calls it."""
 
     def script() -> None:
@@ -325,9 +332,10 @@ def test_a_state_in_the_middle_of_a_step_is_not_saved_by_sys_exit(url: str) -> N
 
 
 @pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
-def test_without_an_agent_a_script_ends_well_only_if_its_last_state_is_stored(
+def test_worker_alone_ends_well_if_stored(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
+    """Without an agent a script ends well only if its last state is stored."""
     monkeypatch.setattr(storage_background, "_RETRY_AT_THE_END_S", 0.3)
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
     words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"

@@ -38,7 +38,8 @@ def names(world: World | None) -> list[str]:
 # --- One rule at a time. ---
 
 
-def test_a_job_forms_when_enough_nodes_came_and_no_more_follow() -> None:
+def test_job_forms_when_no_more_follow() -> None:
+    """A job forms when enough nodes came and no more follow."""
     there = nodes(node("a"), node("b"))
     assert next_world(World(), there, Moment(quiet_s=0.5), RULES) is None
     world = next_world(World(), there, Moment(quiet_s=1.0), RULES)
@@ -58,7 +59,8 @@ def test_too_few_nodes_wait() -> None:
     assert next_world(World(), nodes(node("a"), node("b", leaving=True)), Moment(quiet_s=1e9), rules) is None
 
 
-def test_a_lost_member_means_the_next_generation_at_once() -> None:
+def test_lost_member_ends_the_generation() -> None:
+    """A lost member means the next generation at once."""
     world = next_world(running("a", "b", "c"), nodes(node("a"), node("c")), Moment(), RULES)
     assert names(world) == ["a", "c"]
     assert world is not None
@@ -66,7 +68,8 @@ def test_a_lost_member_means_the_next_generation_at_once() -> None:
     assert "lost b" in world.message
 
 
-def test_a_lost_member_is_replaced_by_a_node_that_waits() -> None:
+def test_lost_member_is_replaced() -> None:
+    """A lost member is replaced by a node that waits."""
     assert names(next_world(running("a", "b", "c"), nodes(node("a"), node("c"), node("d")), Moment(), RULES)) == [
         "a",
         "d",
@@ -74,7 +77,8 @@ def test_a_lost_member_is_replaced_by_a_node_that_waits() -> None:
     ]
 
 
-def test_errors_that_were_forgiven_are_counted_through_all_worlds() -> None:
+def test_forgiven_errors_count_in_all_worlds() -> None:
+    """Errors that were forgiven are counted through all worlds."""
     there = nodes(node("a"), node("b"))
     world = next_world(running("a", "b"), there, Moment(restart="it raised", forgives=True), RULES)
     assert world is not None
@@ -99,7 +103,8 @@ def test_too_few_survivors_form_again() -> None:
     assert "1 of at least 2" in world.message
 
 
-def test_all_members_lost_are_followed_only_when_they_have_surely_stopped() -> None:
+def test_all_lost_is_followed_when_sure() -> None:
+    """All members lost are followed only when they have surely stopped."""
     waiting = nodes(node("c"))
     assert next_world(running("a", "b"), waiting, Moment(quiet_s=9.9), RULES) is None
     assert names(next_world(running("a", "b"), waiting, Moment(quiet_s=10.0), RULES)) == ["c"]
@@ -107,7 +112,8 @@ def test_all_members_lost_are_followed_only_when_they_have_surely_stopped() -> N
     assert next_world(running("a", "b"), waiting, Moment(dead=frozenset("a")), RULES) is None
 
 
-def test_the_next_generation_waits_for_the_first_nodes_next_port() -> None:
+def test_next_generation_waits_for_a_port() -> None:
+    """The next generation waits for the first nodes next port."""
     world = running("a", "b")
     used = world.nodes[0].port
     assert next_world(world, nodes(node("a", port=used)), Moment(), RULES) is None
@@ -115,7 +121,8 @@ def test_the_next_generation_waits_for_the_first_nodes_next_port() -> None:
     assert names(next_world(world, nodes(node("b", port=used)), Moment(), RULES)) == ["b"]
 
 
-def test_a_restart_keeps_the_members_and_says_why() -> None:
+def test_restart_keeps_the_members() -> None:
+    """A restart keeps the members and says why."""
     there = nodes(node("a"), node("b"))
     world = next_world(running("a", "b"), there, Moment(restart="a worker died"), RULES)
     assert names(world) == ["a", "b"]
@@ -123,7 +130,8 @@ def test_a_restart_keeps_the_members_and_says_why() -> None:
     assert (world.message, world.generation) == ("a worker died", 4)
 
 
-def test_nodes_join_after_a_pause_that_a_member_asks_for() -> None:
+def test_nodes_join_after_a_pause() -> None:
+    """Nodes join after a pause that a member asks for."""
     world, there = running("a", "b"), nodes(node("a"), node("b"), node("c"))
     assert next_world(world, there, Moment(node="c"), RULES) is None, "whoever joins does not know what can pause"
     asked = next_world(world, there, Moment(node="a", pause_step=17), RULES)
@@ -136,36 +144,42 @@ def test_nodes_join_after_a_pause_that_a_member_asks_for() -> None:
     assert names(next_world(asked, there, Moment(node="b", pausing_s=1.0), RULES)) == ["a", "b", "c"]
 
 
-def test_workers_that_do_not_pause_are_not_waited_for_for_ever() -> None:
+def test_pause_is_not_waited_for_forever() -> None:
+    """Workers that do not pause are not waited for for ever."""
     world, there = replace(running("a"), pause_at=17), nodes(node("a"), node("b"))
     assert next_world(world, there, Moment(node="a", pausing_s=4.9), RULES) is None
     assert names(next_world(world, there, Moment(node="a", pausing_s=5.0), RULES)) == ["a", "b"]
 
 
-def test_a_script_that_reports_no_steps_is_not_asked_to_pause() -> None:
+def test_stepless_script_is_not_paused() -> None:
+    """A script that reports no steps is not asked to pause."""
     there = nodes(node("a"), node("b"))
     assert names(next_world(running("a"), there, Moment(node="a"), RULES)) == ["a", "b"]
 
 
-def test_a_pause_is_taken_back_when_nobody_wants_it_any_more() -> None:
+def test_unwanted_pause_is_taken_back() -> None:
+    """A pause is taken back when nobody wants it any more."""
     world = replace(running("a"), pause_at=17)
     assert next_world(world, nodes(node("a")), Moment(node="a", pausing_s=3.0), RULES) == running("a")
     ending = nodes(node("a", finished=3), node("b"))
     assert next_world(replace(running("a", "b"), pause_at=17), ending, Moment(node="b"), RULES) == running("a", "b")
 
 
-def test_a_node_leaves_after_a_pause_and_the_one_that_waits_takes_its_place() -> None:
+def test_leaver_is_replaced_after_a_pause() -> None:
+    """A node leaves after a pause and the one that waits takes its place."""
     world = replace(running("a", "b", "c"), pause_at=9)
     there = nodes(node("a", paused=3, leaving=True), node("b", paused=3), node("c", paused=3), node("d"))
     assert names(next_world(world, there, Moment(node="b"), RULES)) == ["d", "b", "c"]
 
 
-def test_a_full_job_does_not_pause_for_nodes_in_reserve() -> None:
+def test_full_job_does_not_pause_for_reserve() -> None:
+    """A full job does not pause for nodes in reserve."""
     there = nodes(*(node(name) for name in "abcd"))
     assert next_world(running("a", "b", "c"), there, Moment(node="a", pause_step=5), RULES) is None
 
 
-def test_a_job_is_done_when_every_member_finished_this_generation() -> None:
+def test_job_is_done_when_all_finished() -> None:
+    """A job is done when every member finished this generation."""
     world = running("a", "b")
     there = nodes(node("a", finished=3), node("b", finished=2))
     assert next_world(world, there, Moment(node="a"), RULES) is None
@@ -222,7 +236,8 @@ def test_records_that_are_none_are_refused(data: bytes) -> None:
         Node.decode(data)
 
 
-def test_what_a_later_version_adds_to_a_record_breaks_nobody() -> None:
+def test_newer_record_fields_are_ignored() -> None:
+    """What a later version adds to a record breaks nobody."""
     for record in (node("a"), running("a", "b")):
         values = json.loads(record.encode())
         values["later"] = 1
@@ -264,7 +279,8 @@ def happen(job: Job, event: str, which: int) -> None:
     st.integers(0, 3),
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=250),
 )
-def test_any_history_keeps_the_rules_and_comes_to_rest(minimum: int, more: int, history: list[tuple[str, int]]) -> None:
+def test_any_history_comes_to_rest(minimum: int, more: int, history: list[tuple[str, int]]) -> None:
+    """Any history keeps the rules and comes to rest."""
     job = Job(Rules(minimum, minimum + more, takeover_s=5.0))
     for _ in range(minimum):
         job.join()
@@ -290,7 +306,8 @@ def test_any_history_keeps_the_rules_and_comes_to_rest(minimum: int, more: int, 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 7)), max_size=120), st.integers(0, 7))
-def test_an_error_of_the_script_ends_it_for_everybody(history: list[tuple[str, int]], which: int) -> None:
+def test_script_error_ends_it_for_all(history: list[tuple[str, int]], which: int) -> None:
+    """An error of the script ends it for everybody."""
     job = Job(Rules(1, 3, takeover_s=5.0))
     job.join()
     for event, other in history:

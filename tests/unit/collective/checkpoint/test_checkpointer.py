@@ -35,7 +35,8 @@ def steps(tmp_path: Path) -> list[int]:
     return [found.label.step for found in find(tmp_path / "slots")]
 
 
-def test_every_step_is_told_and_some_are_saved(tmp_path: Path, agent: Board) -> None:
+def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: Board) -> None:
+    """Every step is told and some are saved."""
     state = State(epoch=0)
     with worker(tmp_path, state, interval_steps=3) as checkpointer:
         assert checkpointer.restore() == -1
@@ -47,7 +48,8 @@ def test_every_step_is_told_and_some_are_saved(tmp_path: Path, agent: Board) -> 
         assert steps(tmp_path) == [8, 6]
 
 
-def test_lost_steps_are_rolled_back_until_they_are_made_again(tmp_path: Path, agent: Board) -> None:
+def test_lost_steps_are_rolled_back(tmp_path: Path, agent: Board) -> None:
+    """Lost steps are rolled back until they are made again."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
@@ -63,7 +65,8 @@ def test_lost_steps_are_rolled_back_until_they_are_made_again(tmp_path: Path, ag
         assert phases == [Phase.ROLLBACK, Phase.ROLLBACK, Phase.TRAIN]
 
 
-def test_a_pause_saves_and_waits_until_it_is_taken_back(tmp_path: Path, agent: Board) -> None:
+def test_pause_saves_and_waits(tmp_path: Path, agent: Board) -> None:
+    """A pause saves and waits until it is taken back."""
     agent.ask_pause(2)
     with worker(tmp_path, State(epoch=0), interval_steps=100) as checkpointer:
         checkpointer.save(1)
@@ -96,14 +99,15 @@ def test_another_world_saves_at_once(tmp_path: Path, agent: Board) -> None:
     assert find(tmp_path / "slots")[0].label.generation == 7
 
 
-def test_the_default_interval_keeps_saving_cheap(tmp_path: Path, agent: Board) -> None:
+def test_default_interval_keeps_saving_cheap(tmp_path: Path, agent: Board) -> None:
     """Steps of no length: the wanted interval cannot be bounded by them, and nothing divides by zero."""
     with worker(tmp_path, State(epoch=0)) as checkpointer:
         saved = [step for step in range(500) if checkpointer.save(step)]
     assert saved[:2] == [0, 1]
 
 
-def test_a_closed_or_contradictory_one_is_refused(tmp_path: Path, agent: Board) -> None:
+def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: Board) -> None:
+    """A closed or contradictory one is refused."""
     with pytest.raises(SettingsError, match="exactly one"):
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
     checkpointer = worker(tmp_path, State())
@@ -113,7 +117,8 @@ def test_a_closed_or_contradictory_one_is_refused(tmp_path: Path, agent: Board) 
         checkpointer.save(0)
 
 
-def test_the_end_of_the_block_saves_the_last_step(tmp_path: Path, agent: Board) -> None:
+def test_block_end_saves_the_last_step(tmp_path: Path, agent: Board) -> None:
+    """The end of the block saves the last step."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
@@ -126,7 +131,7 @@ def test_the_end_of_the_block_saves_the_last_step(tmp_path: Path, agent: Board) 
     assert steps(tmp_path) == [6, 4], "nothing new was finished"
 
 
-def test_the_end_of_a_block_that_failed_saves_nothing(tmp_path: Path, agent: Board) -> None:
+def test_failed_block_saves_nothing(tmp_path: Path, agent: Board) -> None:
     """The state may be half of a step."""
     with contextlib.suppress(ZeroDivisionError), worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
@@ -135,7 +140,8 @@ def test_the_end_of_a_block_that_failed_saves_nothing(tmp_path: Path, agent: Boa
     assert steps(tmp_path) == [4, 0]
 
 
-def test_a_worker_does_not_wait_for_ever_for_an_agent_that_is_silent(tmp_path: Path, agent: Board) -> None:
+def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: Board) -> None:
+    """A worker does not wait for ever for an agent that is silent."""
     with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
         agent.beat()
         deadline = time.monotonic() + 10.0

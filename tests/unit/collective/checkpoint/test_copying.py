@@ -34,7 +34,8 @@ def test_everything_is_copied_bit_for_bit(copier: Copier) -> None:
         base += 1
 
 
-def test_parameters_that_require_gradients_are_copied(copier: Copier) -> None:
+def test_trainable_parameters_are_copied(copier: Copier) -> None:
+    """Parameters that require gradients are copied."""
     source = torch.nn.Parameter(torch.ones(2_000_000))
     target = torch.zeros(2_000_000)
     copier.copy([target], [source])
@@ -50,7 +51,8 @@ class Broken:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_copy_that_fails_is_an_error_and_nothing_follows_from_it(copier: Copier, background: bool) -> None:
+def test_failed_copy_is_an_error(copier: Copier, background: bool) -> None:
+    """A copy that fails is an error and nothing follows from it."""
     whole = [(np.zeros(8), np.ones(8)) for _ in range(20)]
     done: list[int] = []
     job = copying._Job([*whole[:5], (np.zeros(3), Broken()), *whole[5:]], lambda: done.append(1))
@@ -66,7 +68,7 @@ def test_a_copy_that_fails_is_an_error_and_nothing_follows_from_it(copier: Copie
     assert not done
 
 
-def test_what_numpy_cannot_copy_is_copied_by_the_caller(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncopyable_is_left_to_the_caller(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread's current stream on a GPU is not the caller's."""
     threads: list[str] = []
     copy = torch.Tensor.copy_

@@ -73,7 +73,8 @@ def test_values_come_back_exactly(value: Any) -> None:
 
 
 @given(st.sampled_from(_DTYPES), st.lists(st.integers(0, 3), max_size=3), st.randoms(use_true_random=False))
-def test_numpy_arrays_and_scalars_come_back_bit_for_bit(dtype: str, shape: list[int], random: Any) -> None:
+def test_numpy_values_come_back(dtype: str, shape: list[int], random: Any) -> None:
+    """Numpy arrays and scalars come back bit for bit."""
     count = math.prod(shape)
     array = np.frombuffer(
         b"".join(np.array(random.randrange(2)).astype(dtype).tobytes() for _ in range(count)), dtype
@@ -84,7 +85,8 @@ def test_numpy_arrays_and_scalars_come_back_bit_for_bit(dtype: str, shape: list[
     assert type(back["scalar"]) is type(np.array(1).astype(dtype)[()])
 
 
-def test_what_torch_says_of_tensors_comes_back() -> None:
+def test_tensor_attributes_come_back() -> None:
+    """What torch says of tensors comes back."""
     value = [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1), {"t": torch.arange(3)}]
     back = through(value)
     assert back[:3] == value[:3]
@@ -117,13 +119,15 @@ Point = collections.namedtuple("Point", "x y")
         (np.zeros(1, dtype=[("a", "i4")]), "numpy type"),
     ],
 )
-def test_other_types_are_refused_by_the_names_of_field_and_type(value: object, said: str) -> None:
+def test_other_types_are_refused_by_name(value: object, said: str) -> None:
+    """Other types are refused by the names of field and type."""
     with pytest.raises(SettingsError, match=said) as caught:
         encode({"a": [0, value]}, lambda one, path: 0, ("field",))
     assert "field.a.1" in str(caught.value)
 
 
-def test_a_value_that_contains_itself_is_refused() -> None:
+def test_recursive_value_is_refused() -> None:
+    """A value that contains itself is refused."""
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(SettingsError, match="deep"):

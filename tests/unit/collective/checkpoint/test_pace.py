@@ -15,7 +15,8 @@ from edl.errors import SettingsError
 
 
 @given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
-def test_saving_costs_no_more_than_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
+def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
+    """Saving costs no more than the overhead."""
     pace = Pace(overhead=overhead)
     assert pace.wanted(step_s, save_s) == 1  # the first one paid for the pages
     pace.agreed(0, 1)
@@ -24,7 +25,8 @@ def test_saving_costs_no_more_than_the_overhead(overhead: float, step_s: float, 
     assert steps == 1 or save_s / ((steps - 1) * step_s + save_s) > overhead * (1 - 1e-9)
 
 
-def test_it_saves_at_once_then_at_the_agreed_steps_and_anew_after_a_restart() -> None:
+def test_saves_first_and_at_agreed_steps() -> None:
+    """It saves at once then at the agreed steps and anew after a restart."""
     pace = Pace(interval_steps=10)
     assert pace.due(7)
     pace.agreed(7, pace.wanted(1.0, 0.1))
@@ -33,19 +35,22 @@ def test_it_saves_at_once_then_at_the_agreed_steps_and_anew_after_a_restart() ->
     assert pace.due(3)
 
 
-def test_an_interval_in_seconds_is_counted_in_steps() -> None:
+def test_interval_in_seconds_becomes_steps() -> None:
+    """An interval in seconds is counted in steps."""
     pace = Pace(interval_s=5.0)
     assert (pace.wanted(0.5, 9.0), pace.wanted(7.0, 0.0)) == (10, 1)
     assert pace.wanted(0.0, 0.0) > 1
 
 
 @pytest.mark.parametrize("given", [{}, {"overhead": 0.0}, {"interval_s": -1.0}, {"overhead": 0.1, "interval_steps": 3}])
-def test_settings_that_say_nothing_or_too_much_are_refused(given: dict[str, float]) -> None:
+def test_useless_settings_are_refused(given: dict[str, float]) -> None:
+    """Settings that say nothing or too much are refused."""
     with pytest.raises(SettingsError, match="exactly one"):
         Pace(**given)  # type: ignore[arg-type]
 
 
-def test_the_newest_state_of_the_newest_generation_is_chosen() -> None:
+def test_newest_generation_is_chosen() -> None:
+    """The newest state of the newest generation is chosen."""
     offers = [[Label(1, 20, 2, 0)], [Label(2, 15, 2, 1), Label(2, 14, 2, 1)], []]
     choice = choose(offers)
     assert choice is not None
@@ -77,14 +82,16 @@ def test_a_sharded_state_needs_all_its_parts() -> None:
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
 
 
-def test_ranks_that_changed_places_get_their_own_parts() -> None:
+def test_moved_ranks_get_their_own_parts() -> None:
+    """Ranks that changed places get their own parts."""
     offers = [[Label(1, 8, 2, 1, sharded=True)], [Label(1, 8, 2, 0, sharded=True)]]
     choice = choose(offers)
     assert choice is not None
     assert (choice.sources, choice.parts) == ((1, 0), (0, 1))
 
 
-def test_a_sharded_state_in_a_world_of_another_size_is_put_together() -> None:
+def test_sharded_state_in_another_world() -> None:
+    """A sharded state in a world of another size is put together."""
     choice = choose([[Label(1, 8, 2, 0, sharded=True)], [Label(1, 8, 2, 1, sharded=True)], []])
     assert choice is not None
     assert (choice.holders, choice.sources) == ((0, 1), ())

@@ -31,7 +31,8 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "slots"
 
 
-def test_the_last_two_states_are_there_newest_first(prefix: Path) -> None:
+def test_last_two_states_newest_first(prefix: Path) -> None:
+    """The last two states are there newest first."""
     slots = SlotPair(prefix)
     assert find(prefix) == []
     for step in range(5):
@@ -44,9 +45,7 @@ def test_the_last_two_states_are_there_newest_first(prefix: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(saves=st.lists(st.tuples(st.integers(0, 20_000), st.booleans()), max_size=8))
-def test_a_save_cut_short_never_costs_the_one_before(
-    tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, bool]]
-) -> None:
+def test_cut_save_keeps_the_one_before(tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, bool]]) -> None:
     """Any sequence of saves of any size, each finished or given up half way, perhaps by a worker that starts anew."""
     prefix = tmp_path_factory.mktemp("slots") / "s"
     newest, slots = None, SlotPair(prefix)
@@ -68,7 +67,8 @@ def test_a_save_cut_short_never_costs_the_one_before(
 
 @settings(max_examples=200, deadline=None)
 @given(at=st.integers(0, HEADER_NBYTES + 199), bit=st.integers(0, 7))
-def test_a_damaged_header_or_metadata_is_not_used(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+def test_damaged_header_is_not_used(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+    """A damaged header or metadata is not used."""
     prefix = tmp_path_factory.getbasetemp() / "damaged"
     slots = SlotPair(prefix)
     write(slots, 1)
@@ -91,7 +91,8 @@ def test_a_truncated_slot_is_not_used(prefix: Path) -> None:
     assert [one.label.step for one in find(prefix)] == [1]
 
 
-def test_the_worlds_generation_counts_before_the_step(prefix: Path) -> None:
+def test_generation_counts_before_step(prefix: Path) -> None:
+    """The worlds generation counts before the step."""
     slots = SlotPair(prefix)
     write(slots, 20, generation=1)
     write(slots, 15, generation=2)
@@ -110,7 +111,8 @@ def test_the_memory_is_used_again(prefix: Path) -> None:
     assert sorted(maps) == [0, 1]
 
 
-def test_a_state_that_grows_gets_more_room_and_loses_nothing(prefix: Path) -> None:
+def test_growing_state_gets_more_room(prefix: Path) -> None:
+    """A state that grows gets more room and loses nothing."""
     slots = SlotPair(prefix)
     for step in range(6):
         write(slots, step, nbytes=10 ** (step + 1))
@@ -141,7 +143,7 @@ def test_what_a_killed_process_left_is_swept() -> None:
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
 
-def test_what_a_process_of_another_container_uses_is_not_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_containers_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Containers may share /dev/shm, but each counts processes for itself: here its owner's number is nobody's."""
     child = os.fork()
     if child == 0:
@@ -157,7 +159,7 @@ def test_what_a_process_of_another_container_uses_is_not_swept(monkeypatch: pyte
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
 
-def test_a_process_with_a_dead_ones_number_does_not_keep_what_that_one_left() -> None:
+def test_reused_pid_does_not_keep_files() -> None:
     """As when a container is started again beside others, and all its processes get the numbers that they had."""
     own = os.getpid()
     child = os.fork()
@@ -181,7 +183,8 @@ def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.M
     assert [one.label.step for one in find(prefix)] == [3]
 
 
-def test_too_little_shared_memory_says_what_to_do(prefix: Path) -> None:
+def test_too_little_shared_memory(prefix: Path) -> None:
+    """Too little shared memory says what to do."""
     slots = SlotPair(prefix)
     write(slots, 1)
     with pytest.raises(SettingsError, match="enlarge"):
@@ -212,7 +215,7 @@ def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_killed_at_any_instant_a_complete_step_is_there(prefix: Path) -> None:
+def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
     """SIGKILL at random instants, many times: the newest or second newest begun step is there, whole."""
     nbytes, rng = 2_000_000, random.Random(5)
     told = mmap.mmap(-1, 8)  # the last step that the child finished
@@ -240,7 +243,8 @@ def test_killed_at_any_instant_a_complete_step_is_there(prefix: Path) -> None:
         assert copy.data == struct.pack("<q", newest.label.step)[:1] * nbytes
 
 
-def test_where_somebody_waits_the_other_slot_gets_its_memory_in_the_background(prefix: Path) -> None:
+def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:
+    """Where somebody waits the other slot gets its memory in the background."""
     pair = SlotPair(prefix)
     pair.begin(3_000_000, 10, hurry=True)
     pair.commit(Label(0, 1, 1, 0), 3_000_000, b"x" * 10)
@@ -254,7 +258,7 @@ def test_where_somebody_waits_the_other_slot_gets_its_memory_in_the_background(p
     pair.close()
 
 
-def test_a_number_is_not_given_again_to_what_was_retracted(prefix: Path) -> None:
+def test_retracted_number_is_not_reused(prefix: Path) -> None:
     """Whoever read the first would take the second for it."""
     pair = SlotPair(prefix)
     seen = set()
@@ -267,7 +271,8 @@ def test_a_number_is_not_given_again_to_what_was_retracted(prefix: Path) -> None
     pair.close()
 
 
-def test_room_that_was_made_before_is_used_and_holds_nothing(prefix: Path) -> None:
+def test_room_made_before_holds_nothing(prefix: Path) -> None:
+    """Room that was made before is used and holds nothing."""
     assert nbytes_of(prefix) == 0
     make_room(prefix, 5_000_000)
     assert nbytes_of(prefix) == 5_000_000

@@ -134,7 +134,8 @@ def test_copy_sees_no_later_updates(gpu: FakeGpu) -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("nbytes", [64, 1000, 1 << 20])
-def test_copies_through_small_buffers_are_exact(gpu: FakeGpu, nbytes: int, eager: bool) -> None:
+def test_small_buffer_copies_are_exact(gpu: FakeGpu, nbytes: int, eager: bool) -> None:
+    """Copies through small buffers are exact."""
     gpu.eager = eager
     sources = [
         torch.randn(33, 7), torch.randn(12, 5).t(), torch.tensor(2.5, dtype=torch.bfloat16), torch.empty(0, 3),
@@ -154,7 +155,7 @@ def test_copies_through_small_buffers_are_exact(gpu: FakeGpu, nbytes: int, eager
         sources[0] += 1
 
 
-def test_save_does_not_pay_for_queued_training(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_excludes_queued_training(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the GPU has still to compute counts as training: the time of a save sets how often there is one."""
     board = Board.from_env()
     phases: list[Phase] = []

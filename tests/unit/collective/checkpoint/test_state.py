@@ -77,7 +77,8 @@ def all_bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
     ]
 
 
-def test_a_training_job_comes_back_and_goes_on_the_same() -> None:
+def test_training_job_comes_back() -> None:
+    """A training job comes back and goes on the same."""
     net, optimizer, scheduler = trained(0)
     source = State(model=net, optimizer=optimizer, scheduler=scheduler, epoch=3, best=None, seen=[1, (2, 3)])
     other, other_optimizer, other_scheduler = trained(1, steps=0)
@@ -97,7 +98,8 @@ def test_a_training_job_comes_back_and_goes_on_the_same() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (3, 5)], ids=str)
-def test_every_type_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_types_and_shapes_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every type and shape comes back bit for bit."""
     count = int(np.prod(shape)) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
@@ -107,7 +109,8 @@ def test_every_type_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, shape: 
         assert (back.dtype, back.shape, bits(back)) == (dtype, tensor.shape, bits(tensor))
 
 
-def test_views_that_are_not_contiguous_or_share_memory_come_back() -> None:
+def test_views_come_back() -> None:
+    """Views that are not contiguous or share memory come back."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     views = {
         "t": base.t(), "column": base[:, 2], "steps": base[::2, 1::3], "expanded": base[0, 0].expand(3, 2),
@@ -120,7 +123,8 @@ def test_views_that_are_not_contiguous_or_share_memory_come_back() -> None:
         assert torch.equal(target.views[name], view), name
 
 
-def test_a_modules_tensors_are_restored_where_they_are() -> None:
+def test_module_tensors_stay_in_place() -> None:
+    """A modules tensors are restored where they are."""
     net, target = nn.Linear(3, 3), nn.Linear(3, 3)
     weight = target.weight
     before = weight.data_ptr()
@@ -164,7 +168,8 @@ class Copied(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Extra, Copied])
-def test_modules_with_a_state_of_their_own_kind_come_back(kind: type[nn.Linear]) -> None:
+def test_modules_with_own_state_come_back(kind: type[nn.Linear]) -> None:
+    """Modules with a state of their own kind come back."""
     source, target = kind(3, 2), kind(3, 2)
     source.note = "kept"
     through(State(model=source), State(model=target))
@@ -172,7 +177,8 @@ def test_modules_with_a_state_of_their_own_kind_come_back(kind: type[nn.Linear])
     assert kind is not Extra or target.note == "kept"
 
 
-def test_an_optimizers_state_goes_by_names_not_numbers() -> None:
+def test_optimizer_state_goes_by_name() -> None:
+    """An optimizers state goes by names not numbers."""
     net, optimizer, _ = trained(0)
     other = copy.deepcopy(net)
     groups = [{"params": [*other[0].parameters()][::-1]}, {"params": [*other[3].parameters(), *other[1].parameters()]}]
@@ -182,7 +188,9 @@ def test_an_optimizers_state_goes_by_names_not_numbers() -> None:
         assert bits(target.state[two]["exp_avg"]) == bits(optimizer.state[one]["exp_avg"]), name
 
 
-def test_an_optimizers_wider_state_is_not_cast_to_its_parameters_type() -> None:
+def test_wide_optimizer_state_is_not_cast() -> None:
+    """An optimizers wider state is not cast to its parameters type."""
+
     def half() -> tuple[nn.Linear, torch.optim.Optimizer]:
         net = nn.Linear(3, 3).to(torch.bfloat16)
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -195,7 +203,9 @@ def test_an_optimizers_wider_state_is_not_cast_to_its_parameters_type() -> None:
     assert (back.dtype, bits(back)) == (torch.float32, bits(optimizer.state[net.weight]["momentum_buffer"]))
 
 
-def test_the_random_numbers_go_on_where_they_were() -> None:
+def test_random_numbers_go_on() -> None:
+    """The random numbers go on where they were."""
+
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -210,14 +220,17 @@ def test_the_random_numbers_go_on_where_they_were() -> None:
     assert draw() == wanted
 
 
-def test_a_compiled_or_wrapped_module_has_the_names_of_the_one_inside() -> None:
+def test_wrapped_module_has_inner_names() -> None:
+    """A compiled or wrapped module has the names of the one inside."""
     net = nn.Linear(2, 2)
     wrapped = torch.compile(net, backend="eager")
     keys = [entry.key for entry in State(rng=False, model=wrapped).capture().entries]
     assert keys == ["model.weight", "model.bias"]
 
 
-def test_two_modules_with_the_same_names_share_an_optimizer() -> None:
+def test_equal_names_share_an_optimizer() -> None:
+    """Two modules with the same names share an optimizer."""
+
     def both() -> State:
         one, two = nn.Linear(2, 2), nn.Linear(2, 2)
         optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
@@ -232,7 +245,8 @@ def test_two_modules_with_the_same_names_share_an_optimizer() -> None:
     assert bits(target.optimizer.state[target.one.weight]["exp_avg"]) != bits(torch.full((2, 2), 7.0))
 
 
-def test_a_model_that_does_not_fit_is_refused_by_name() -> None:
+def test_unfit_model_is_refused_by_name() -> None:
+    """A model that does not fit is refused by name."""
     with pytest.raises(SettingsError, match="net: the saved state does not fit"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 3)))
     with pytest.raises(SettingsError, match="saved as module"):
@@ -344,12 +358,14 @@ def test_listed_parameters_stay_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", ["capture", "adjust", "rng", "_fields"])
-def test_a_fields_name_may_not_hide_what_a_state_can_do(name: str) -> None:
+def test_field_may_not_hide_a_method(name: str) -> None:
+    """A fields name may not hide what a state can do."""
     with pytest.raises(SettingsError, match=name):
         setattr(State(), name, 1)
 
 
-def test_an_incomplete_state_is_never_loaded_silently() -> None:
+def test_incomplete_state_is_never_loaded() -> None:
+    """An incomplete state is never loaded silently."""
     captured = State(rng=False, a=[torch.ones(3)], b=[torch.ones(2)]).capture()
     meta = parse_meta(captured.meta)
     loading = State(rng=False).begin_load(meta)
@@ -366,7 +382,8 @@ def test_missing_and_new_fields_are_said(caplog: pytest.LogCaptureFixture) -> No
     assert "net" in caplog.text
 
 
-def test_adjust_functions_are_called_in_their_order() -> None:
+def test_adjust_functions_keep_order() -> None:
+    """Adjust functions are called in their order."""
     state, seen = State(), []
     state.register_adjust_function(lambda change: seen.append(("first", change)))
 

@@ -81,7 +81,8 @@ def names(url: str) -> list[str]:
     return sorted(path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
 
 
-def test_what_is_stored_comes_back_bit_for_bit(tmp_path: Path, url: str) -> None:
+def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
+    """What is stored comes back bit for bit."""
     source = job(3)
     put(tmp_path / "s", source, 7)
     outcome = storing(url).persist([tmp_path / "s"])
@@ -116,7 +117,8 @@ def test_nothing_there_is_nothing_restored(url: str) -> None:
     assert storage_read.restore(job(1), url) is None
 
 
-def test_a_state_is_stored_once_and_old_ones_go(tmp_path: Path, url: str) -> None:
+def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
+    """A state is stored once and old ones go."""
     persister = storing(url, keep=2)
     assert persister.persist([tmp_path / "s"]) is None
     for step in range(5):
@@ -147,7 +149,8 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     assert all("rng.torch" in piece["tensors"] for piece in pieces)
 
 
-def test_nodes_that_finish_together_do_not_harm_each_other(tmp_path: Path) -> None:
+def test_nodes_finishing_together(tmp_path: Path) -> None:
+    """Nodes that finish together do not harm each other."""
     url, outcomes = str(tmp_path / "c"), []
 
     def store(rank: int) -> None:
@@ -168,9 +171,8 @@ def test_nodes_that_finish_together_do_not_harm_each_other(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "missing", "manifest", "no manifest"])
-def test_a_damaged_checkpoint_is_said_in_a_line_and_the_one_before_is_used(
-    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged checkpoint is said in a line and the one before is used."""
     url, persister = tmp_path / "c", storing(tmp_path / "c")
     for step in (1, 2):
         put(tmp_path / "s", job(step), step)
@@ -211,7 +213,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harmed", ["large", "many"])
-def test_a_damaged_one_leaves_the_state_alone(tmp_path: Path, harmed: str) -> None:
+def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
     """Also a field that the checkpoint before it does not have."""
     source = State(rng=False, large=torch.rand(20 << 20), many=[torch.rand(10)])
     put(tmp_path / "s", source, 7)
@@ -227,14 +229,16 @@ def test_a_damaged_one_leaves_the_state_alone(tmp_path: Path, harmed: str) -> No
     assert not target.many[0].any()
 
 
-def test_a_world_that_was_given_up_completes_nothing(tmp_path: Path, url: str) -> None:
+def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
+    """A world that was given up completes nothing."""
     put(tmp_path / "s", job(1), 1)
     assert storing(url, fence=lambda: False).persist([tmp_path / "s"]) is None
     assert storage_read.restore(job(2), url) is None
     assert storing(url).persist([tmp_path / "s"]) is not None
 
 
-def test_what_was_left_half_done_is_removed_later(tmp_path: Path) -> None:
+def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
+    """What was left half done is removed later."""
     url = str(tmp_path / "c")
     put(tmp_path / "half", job(1), 1, world=2)
     storing(url).persist([tmp_path / "half"])
@@ -244,7 +248,8 @@ def test_what_was_left_half_done_is_removed_later(tmp_path: Path) -> None:
     assert names(url) == [f"step-2.g-1.r-{FIRST}"]
 
 
-def test_a_step_made_again_by_a_later_world_replaces_nothing_half_way(tmp_path: Path, url: str) -> None:
+def test_remade_step_replaces_no_half(tmp_path: Path, url: str) -> None:
+    """A step made again by a later world replaces nothing half way."""
     for generation in (1, 2):
         put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
         storing(url).persist([tmp_path / f"s{generation}"])
@@ -252,7 +257,7 @@ def test_a_step_made_again_by_a_later_world_replaces_nothing_half_way(tmp_path: 
     assert target.epoch == 2
 
 
-def test_pieces_of_two_runs_make_no_checkpoint(tmp_path: Path, url: str) -> None:
+def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
     """A new job at the same place, whose worlds count their generations as the one before it did."""
     for rank in range(2):
         put(tmp_path / f"dead{rank}", job(1), 5, rank=rank, world=2)
@@ -270,7 +275,7 @@ def test_pieces_of_two_runs_make_no_checkpoint(tmp_path: Path, url: str) -> None
     assert (restored.step, target.epoch) == (5, 2)
 
 
-def test_an_unfinished_checkpoint_is_not_the_newest_step(tmp_path: Path, url: str) -> None:
+def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
     """Or a replica of a newer state than the newest complete one would not be gone on from."""
     put(tmp_path / "s", job(1), 5)
     storing(url).persist([tmp_path / "s"])
@@ -279,7 +284,8 @@ def test_an_unfinished_checkpoint_is_not_the_newest_step(tmp_path: Path, url: st
     assert storage_read.newest(url) == (1, 5)
 
 
-def test_a_piece_that_was_put_into_another_runs_folder_does_not_complete_it(tmp_path: Path) -> None:
+def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
+    """A piece that was put into another runs folder does not complete it."""
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
     storing(tmp_path / "c", FIRST).persist([tmp_path / "s0"])
@@ -289,7 +295,8 @@ def test_a_piece_that_was_put_into_another_runs_folder_does_not_complete_it(tmp_
     assert not outcome.committed
 
 
-def test_nothing_is_stored_before_the_run_has_a_name(tmp_path: Path, url: str) -> None:
+def test_unnamed_run_stores_nothing(tmp_path: Path, url: str) -> None:
+    """Nothing is stored before the run has a name."""
     put(tmp_path / "s", job(1), 1)
     name = ""
     persister = Persister(url, run=lambda: name)
@@ -298,7 +305,8 @@ def test_nothing_is_stored_before_the_run_has_a_name(tmp_path: Path, url: str) -
     assert persister.persist([tmp_path / "s"]) is not None
 
 
-def test_of_two_runs_that_stored_the_same_step_the_later_one_is_restored(tmp_path: Path, url: str) -> None:
+def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
+    """Of two runs that stored the same step the later one is restored."""
     for seed, run in ((2, SECOND), (1, FIRST)):
         put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
         storing(url, run).persist([tmp_path / f"s{seed}"])
@@ -306,7 +314,8 @@ def test_of_two_runs_that_stored_the_same_step_the_later_one_is_restored(tmp_pat
     assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
 
 
-def test_what_was_stored_before_runs_had_names_is_restored(tmp_path: Path) -> None:
+def test_old_layout_is_restored(tmp_path: Path) -> None:
+    """What was stored before runs had names is restored."""
     put(tmp_path / "s", job(3), 4)
     storing(tmp_path / "c").persist([tmp_path / "s"])
     old = tmp_path / "c/step-4.g-1"
@@ -321,7 +330,7 @@ def test_what_was_stored_before_runs_had_names_is_restored(tmp_path: Path) -> No
     assert (restored.step, target.epoch) == (4, 3)
 
 
-def test_an_agent_that_starts_again_writes_nothing_anew(tmp_path: Path, url: str) -> None:
+def test_restarted_agent_writes_nothing(tmp_path: Path, url: str) -> None:
     """Others may be completing the checkpoint with what its predecessor has written."""
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
@@ -343,7 +352,8 @@ def test_an_agent_that_starts_again_writes_nothing_anew(tmp_path: Path, url: str
     assert names(url) == [f"step-5.g-1.r-{FIRST}"]
 
 
-def test_a_node_that_cannot_tell_whether_its_world_goes_on_leaves_the_others_pieces(tmp_path: Path, url: str) -> None:
+def test_unsure_node_leaves_others_pieces(tmp_path: Path, url: str) -> None:
+    """A node that cannot tell whether its world goes on leaves the others pieces."""
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
     other = storing(url)
@@ -354,7 +364,7 @@ def test_a_node_that_cannot_tell_whether_its_world_goes_on_leaves_the_others_pie
     assert again.committed
 
 
-def test_what_a_later_run_is_just_writing_is_left_alone(tmp_path: Path) -> None:
+def test_later_runs_writing_is_left_alone(tmp_path: Path) -> None:
     """The last nodes of a job may still store when another job has begun; not the other way round."""
     for step in (1, 2):
         put(tmp_path / f"half{step}", job(1), step, world=2)
@@ -365,7 +375,7 @@ def test_what_a_later_run_is_just_writing_is_left_alone(tmp_path: Path) -> None:
     assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
 
 
-def test_killed_at_any_instant_a_complete_checkpoint_is_there(tmp_path: Path) -> None:
+def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
     """A job stores the step that one before it had stored, keeps one, and dies before any call that changes a file."""
     put(tmp_path / "s1", job(1), 4)
     put(tmp_path / "s2", job(2), 4)
@@ -409,7 +419,8 @@ def _die_at(instant: int, under: str) -> None:
     sys.addaudithook(hook)
 
 
-def test_storage_that_fails_is_a_temporary_error(tmp_path: Path) -> None:
+def test_failing_storage_is_temporary(tmp_path: Path) -> None:
+    """Storage that fails is a temporary error."""
     (tmp_path / "c").write_text("not a folder")
     put(tmp_path / "s", job(1), 1)
     with pytest.raises(TemporaryError, match="did not take step 1"):
@@ -418,7 +429,8 @@ def test_storage_that_fails_is_a_temporary_error(tmp_path: Path) -> None:
         storing("nowhere://x")
 
 
-def test_a_forced_save_is_stored_whatever_the_interval(tmp_path: Path) -> None:
+def test_forced_save_ignores_the_interval(tmp_path: Path) -> None:
+    """A forced save is stored whatever the interval."""
     place = str(tmp_path / "c")
     with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=3600.0) as checkpointer:
         checkpointer.save(0)
@@ -429,7 +441,8 @@ def test_a_forced_save_is_stored_whatever_the_interval(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-def test_without_an_agent_the_worker_stores_by_itself(tmp_path: Path, url: str) -> None:
+def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
+    """Without an agent the worker stores by itself."""
     source = job(3)
     with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=0.001) as checkpointer:
         for step in range(4):
@@ -463,7 +476,8 @@ def test_given_up_checkpoints_come_last(stored: list[str], order: list[str]) -> 
     assert [str(name) for name in found] == [f"step-{text}.r-{FIRST}" for text in order]
 
 
-def test_generations_of_two_runs_are_not_compared() -> None:
+def test_generations_of_runs_not_compared() -> None:
+    """Generations of two runs are not compared."""
     mixed = parsed(f"step-9.g-1.r-{FIRST}", f"step-7.g-2.r-{SECOND}", "step-8.g-0", "step-6.g-5")
     assert [name.step for name in newest_first(mixed)] == [9, 8, 7, 6]
 
@@ -524,7 +538,7 @@ def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) 
     slots.commit(Label(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
 
 
-def test_workers_go_on_while_ranks_are_stored(tmp_path: Path, slow: str) -> None:
+def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     """Both ranks' states are kept as they were marked, however often their slots are written meanwhile."""
     prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
     slots = [SlotPair(prefix) for prefix in prefixes]
@@ -572,7 +586,8 @@ def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
     assert not (tmp_path / "pinned").exists()
 
 
-def test_private_slots_take_their_marks_along(tmp_path: Path) -> None:
+def test_private_slots_take_marks_along(tmp_path: Path) -> None:
+    """Private slots take their marks along."""
     slots = SlotPair(tmp_path / "s", private=True)
     save(slots, job(1), 1, 0, persist=True)
     assert (tmp_path / "s.marked").exists()

@@ -87,9 +87,8 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
     return some.keys() == others.keys() and all(torch.equal(some[key], others[key]) for key in some)
 
 
-def test_what_was_saved_is_the_state_before_the_next_step_and_everything_else_before(
-    tmp_path: Path, state: State, helper: Held
-) -> None:
+def test_saved_state_is_that_before_the_step(tmp_path: Path, state: State, helper: Held) -> None:
+    """What was saved is the state before the next step and everything else before."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(6):
             train(state)
@@ -107,9 +106,10 @@ def test_what_was_saved_is_the_state_before_the_next_step_and_everything_else_be
             helper.go.set()
 
 
-def test_a_change_by_other_means_drops_the_save_and_ends_overlapping(
+def test_other_change_drops_the_save(
     tmp_path: Path, state: State, helper: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A change by other means drops the save and ends overlapping."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(2):
             checkpointer.save(step)
@@ -126,7 +126,7 @@ def test_a_change_by_other_means_drops_the_save_and_ends_overlapping(
         assert same(saved(tmp_path / "slots", 3), tensors(state))  # at once: nobody helps
 
 
-def test_a_change_right_after_the_copy_spoils_the_save(tmp_path: Path, state: State) -> None:
+def test_change_after_the_copy_spoils_it(tmp_path: Path, state: State) -> None:
     """torch counts a write only when it is done, so this may have been one in the middle of the copy."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(3):
@@ -141,7 +141,8 @@ def test_a_change_right_after_the_copy_spoils_the_save(tmp_path: Path, state: St
         assert find(tmp_path / "slots")[0].label.step == 1
 
 
-def test_without_overlap_a_save_is_complete_when_it_returns(tmp_path: Path, state: State, helper: Held) -> None:
+def test_without_overlap_save_is_complete(tmp_path: Path, state: State, helper: Held) -> None:
+    """Without overlap a save is complete when it returns."""
     helper.go.clear()
     with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(4):
@@ -161,7 +162,8 @@ def test_an_end_without_close_loses_nothing(tmp_path: Path, state: State, helper
     train(state)  # the optimizer waits for nobody any more
 
 
-def test_what_no_optimizer_owns_is_copied_at_once(tmp_path: Path, helper: Held) -> None:
+def test_unowned_tensors_are_copied_at_once(tmp_path: Path, helper: Held) -> None:
+    """What no optimizer owns is copied at once."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     helper.go.clear()
     with Checkpointer(
@@ -173,7 +175,7 @@ def test_what_no_optimizer_owns_is_copied_at_once(tmp_path: Path, helper: Held) 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
-def test_a_compiled_step_is_waited_for_or_not_relied_on(tmp_path: Path, state: State) -> None:
+def test_compiled_step_is_waited_for(tmp_path: Path, state: State) -> None:
     """Whether the compiler runs hooks or leaves them out is its own business."""
     step = torch.compile(state.optimizer.step, backend="eager")
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
@@ -187,7 +189,7 @@ def test_a_compiled_step_is_waited_for_or_not_relied_on(tmp_path: Path, state: S
             checkpointer.save(number)
 
 
-def test_a_change_that_torch_does_not_count_is_seen_by_samples(tmp_path: Path, state: State, helper: Held) -> None:
+def test_uncounted_change_is_seen_by_samples(tmp_path: Path, state: State, helper: Held) -> None:
     """Averaged weights are swapped in for an evaluation, through `.data`."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(2):
@@ -210,7 +212,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_what_goes_to_storage_is_copied_at_once(tmp_path: Path, state: State, helper: Held) -> None:
+def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: Held) -> None:
+    """What goes to storage is copied at once."""
     url = str(tmp_path / "stored")
     settings = {"storage": url, "storage_interval_s": 1e-9}
     slots, at_once = SlotPair(tmp_path / "slots"), 0
@@ -235,7 +238,8 @@ def test_what_goes_to_storage_is_copied_at_once(tmp_path: Path, state: State, he
     assert at_once >= 3
 
 
-def test_the_time_that_a_step_waits_counts_as_saving(tmp_path: Path, state: State, helper: Held) -> None:
+def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Held) -> None:
+    """The time that a step waits counts as saving."""
     board = Board.create(tmp_path / "board")
     board.begin(1)
     slots = SlotPair(tmp_path / "slots")
@@ -255,7 +259,8 @@ def test_the_time_that_a_step_waits_counts_as_saving(tmp_path: Path, state: Stat
     board.close()
 
 
-def test_a_fork_does_not_finish_its_parents_save(tmp_path: Path, state: State, helper: Held) -> None:
+def test_fork_does_not_finish_the_save(tmp_path: Path, state: State, helper: Held) -> None:
+    """A fork does not finish its parents save."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(2):
             train(state)

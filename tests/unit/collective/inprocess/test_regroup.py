@@ -27,19 +27,23 @@ def live(step: int, generation: int = 0, size: int = 3) -> Report:
     return Report(step, generation, size, live=True)
 
 
-def test_the_one_that_got_furthest_gives_its_state_to_the_others() -> None:
+def test_furthest_rank_gives_its_state() -> None:
+    """The one that got furthest gives its state to the others."""
     assert plan([live(7), live(8), Report(), live(8)]) == Plan(8, 3, source=1, behind=frozenset({0, 2}))
 
 
-def test_nobody_is_behind_where_all_have_the_same() -> None:
+def test_equal_ranks_have_nobody_behind() -> None:
+    """Nobody is behind where all have the same."""
     assert plan([live(7), live(7)]) == Plan(7, 3, source=0, behind=frozenset())
 
 
-def test_a_state_that_was_adjusted_to_a_later_world_counts_before_one_of_the_same_step_that_was_not() -> None:
+def test_adjusted_state_counts_first() -> None:
+    """A state that was adjusted to a later world counts before one of the same step that was not."""
     assert plan([live(7, 4, 3), live(7, 5, 2)]) == Plan(7, 2, source=1, behind=frozenset({0}))
 
 
-def test_without_a_live_state_there_is_no_plan() -> None:
+def test_no_live_state_no_plan() -> None:
+    """Without a live state there is no plan."""
     assert plan([Report(), Report(9, 1, 3, live=False)]) is None
 
 
@@ -47,7 +51,8 @@ REPORTS = st.builds(Report, st.integers(-1, 5), st.integers(0, 2), st.integers(1
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=6))
-def test_everybody_ends_with_the_newest_live_state(reports: list[Report]) -> None:
+def test_everybody_ends_with_the_newest(reports: list[Report]) -> None:
+    """Everybody ends with the newest live state."""
     found = plan(reports)
     if found is None:
         assert not any(report.live for report in reports)
@@ -86,7 +91,8 @@ class Job:
         ]
 
 
-def test_a_step_that_failed_before_the_update_is_undone() -> None:
+def test_failure_before_update_is_undone() -> None:
+    """A step that failed before the update is undone."""
     job = Job()
     job.forward_and_backward()
     job.optimizer.step()
@@ -101,7 +107,8 @@ def test_a_step_that_failed_before_the_update_is_undone() -> None:
     assert job.all() == wanted
 
 
-def test_a_step_that_failed_after_the_update_cannot_be_undone() -> None:
+def test_failure_after_update_is_final() -> None:
+    """A step that failed after the update cannot be undone."""
     job = Job()
     boundary = Boundary(job.state)
     boundary.note()
@@ -112,7 +119,8 @@ def test_a_step_that_failed_after_the_update_cannot_be_undone() -> None:
     assert boundary.undo()
 
 
-def test_without_an_optimizer_in_the_state_parameters_are_copied_as_well() -> None:
+def test_bare_parameters_are_copied() -> None:
+    """Without an optimizer in the state parameters are copied as well."""
     job = Job(optimizer=False)
     boundary = Boundary(job.state)
     boundary.note()
@@ -123,7 +131,8 @@ def test_without_an_optimizer_in_the_state_parameters_are_copied_as_well() -> No
     assert torch.equal(job.model.state_dict()["0.weight"], before)
 
 
-def test_there_is_no_way_back_before_a_step_was_noted_or_after_it_was_forgotten() -> None:
+def test_no_way_back_without_a_note() -> None:
+    """There is no way back before a step was noted or after it was forgotten."""
     boundary = Boundary(Job().state)
     assert not boundary.undo()
     boundary.note()
@@ -146,7 +155,8 @@ def test_tensors_are_put_back_where_they_are() -> None:
         assert state.notes["best"].tolist() == [1.0, 1.0]
 
 
-def test_closing_leaves_the_optimizer_as_it_was() -> None:
+def test_closing_leaves_the_optimizer() -> None:
+    """Closing leaves the optimizer as it was."""
     job = Job()
     boundary = Boundary(job.state)
     boundary.note()
@@ -156,9 +166,10 @@ def test_closing_leaves_the_optimizer_as_it_was() -> None:
     assert boundary.undo()  # it no longer knows
 
 
-def test_a_group_that_could_not_be_made_does_not_change_the_name_of_the_next_one(
+def test_failed_group_keeps_the_next_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A group that could not be made does not change the name of the next one."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
@@ -193,7 +204,8 @@ def pipe(tmp_path: Path) -> Path:
     return tmp_path / "control"
 
 
-def test_the_newest_generation_is_taken_and_older_ones_are_not(pipe: Path) -> None:
+def test_only_newest_generation_is_taken(pipe: Path) -> None:
+    """The newest generation is taken and older ones are not."""
     woken: list[bool] = []
     with Control(pipe, 3, lambda: woken.append(control.coming)) as control:
         say(pipe, line(2) + line(3))
@@ -209,7 +221,8 @@ def test_the_newest_generation_is_taken_and_older_ones_are_not(pipe: Path) -> No
         assert control.take(10) == json.loads(line(5))
 
 
-def test_without_an_agent_nothing_is_said_and_nothing_waits() -> None:
+def test_nothing_waits_without_an_agent() -> None:
+    """Without an agent nothing is said and nothing waits."""
     with Control(None, 0, lambda: None) as control:
         assert control.take(0.0) is None
         assert not control.coming

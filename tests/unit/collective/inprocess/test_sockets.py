@@ -29,7 +29,8 @@ class Kernel:
         return GroupSockets(until_done, look=self.look, shut=self.shut_down)
 
 
-def test_what_appears_while_the_group_is_made_is_its_own() -> None:
+def test_new_sockets_belong_to_the_group() -> None:
+    """What appears while the group is made is its own."""
     kernel = Kernel()
     kernel.open = {1: 3}  # somebody's, from before
     group = kernel.group()
@@ -40,7 +41,8 @@ def test_what_appears_while_the_group_is_made_is_its_own() -> None:
     assert kernel.shut == [{2, 3}]
 
 
-def test_a_group_that_is_being_made_is_broken_with_what_it_waits_on() -> None:
+def test_forming_group_is_broken() -> None:
+    """A group that is being made is broken with what it waits on."""
     kernel = Kernel()
     kernel.open = {1: 3, 9: 4}
     group = kernel.group(until_done=[9])
@@ -95,7 +97,8 @@ def test_a_listening_socket_is_never_touched() -> None:
             listening.accept()[0].close()
 
 
-def test_a_descriptor_that_was_used_again_is_left_alone() -> None:
+def test_reused_descriptor_is_left_alone() -> None:
+    """A descriptor that was used again is left alone."""
     listening, one, other = pair()
     with listening, other:
         old, number = inode(one), one.fileno()

@@ -85,7 +85,8 @@ def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
 
 
 @given(spans, spans, spans)
-def test_joining_is_associative_and_loses_nothing(a: list[Span], b: list[Span], c: list[Span]) -> None:
+def test_joining_is_associative(a: list[Span], b: list[Span], c: list[Span]) -> None:
+    """Joining is associative and loses nothing."""
     whole = joined([*a, *b, *c])
     assert joined([*joined([*a, *b]), *c]) == whole == joined([*a, *joined([*b, *c])])
     assert totals(whole) == totals([*a, *b, *c])
@@ -93,13 +94,15 @@ def test_joining_is_associative_and_loses_nothing(a: list[Span], b: list[Span], 
 
 
 @given(spans, st.integers(1, 8))
-def test_rolling_up_keeps_the_amounts_and_the_newest_detail(some: list[Span], limit: int) -> None:
+def test_rolling_up_keeps_amounts(some: list[Span], limit: int) -> None:
+    """Rolling up keeps the amounts and the newest detail."""
     few = fitted(some, limit)
     assert len(few) <= limit
     assert totals(few) == totals(some)
 
 
-def test_goodput_is_the_trained_part_and_unknown_before_any_time_passed() -> None:
+def test_goodput_is_the_trained_part() -> None:
+    """Goodput is the trained part and unknown before any time passed."""
     assert goodput(totals([plain(State.TRAIN, 3 * SECOND), plain(State.DOWN, SECOND)])) == 0.75
     assert goodput(totals([])) is None
 
@@ -107,7 +110,8 @@ def test_goodput_is_the_trained_part_and_unknown_before_any_time_passed() -> Non
 # --- One node. ---
 
 
-def test_a_copy_shorter_than_the_agents_glance_is_charged() -> None:
+def test_short_copy_is_charged() -> None:
+    """A copy shorter than the agents glance is charged."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -119,7 +123,8 @@ def test_a_copy_shorter_than_the_agents_glance_is_charged() -> None:
     assert span.running
 
 
-def test_steps_done_again_are_rollback_until_the_first_new_one() -> None:
+def test_repeated_steps_are_rollback() -> None:
+    """Steps done again are rollback until the first new one."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -139,7 +144,8 @@ def test_steps_done_again_are_rollback_until_the_first_new_one() -> None:
     assert [span.main.name for span in ledger.record().spans][:4] == ["TRAIN", "RENDEZVOUS", "LOAD", "ROLLBACK"]
 
 
-def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_knows_of_them() -> None:
+def test_other_nodes_steps_are_rollback() -> None:
+    """Steps that only other nodes had finished are rollback where the agent knows of them."""
     worker = Worker()
     ledger = started(worker)
     worker.restart(4)
@@ -151,7 +157,7 @@ def test_steps_that_only_other_nodes_had_finished_are_rollback_where_the_agent_k
 
 
 @pytest.mark.parametrize(("restored", "repeated"), [(60, 40), (90, 10), (100, 0)])
-def test_an_agent_that_is_new_knows_steps_of_those_before_it_by_the_first_glance(restored: int, repeated: int) -> None:
+def test_new_agent_knows_earlier_steps(restored: int, repeated: int) -> None:
     """Also where the first glance at its empty boards sees many steps, old ones and new ones."""
     worker = Worker()
     ledger = started(worker)
@@ -164,7 +170,8 @@ def test_an_agent_that_is_new_knows_steps_of_those_before_it_by_the_first_glance
     assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
 
 
-def test_whoever_is_killed_while_it_repeats_steps_leaves_word_of_those_it_did_not_come_to() -> None:
+def test_killed_repeater_leaves_word() -> None:
+    """Whoever is killed while it repeats steps leaves word of those it did not come to."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -186,7 +193,8 @@ def test_whoever_is_killed_while_it_repeats_steps_leaves_word_of_those_it_did_no
     assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
 
 
-def test_what_a_worker_itself_calls_rollback_is_not_counted_twice() -> None:
+def test_workers_rollback_counts_once() -> None:
+    """What a worker itself calls rollback is not counted twice."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -215,7 +223,8 @@ def test_a_pause_loses_nothing() -> None:
     assert seconds(ledger) == {"TRAIN": 2.0, "RENDEZVOUS": 0.25}
 
 
-def test_a_hang_is_idle_but_for_the_step_that_was_lost() -> None:
+def test_hang_is_idle_but_for_its_step() -> None:
+    """A hang is idle but for the step that was lost."""
     worker = Worker()
     ledger = started(worker)
     for step in range(5):
@@ -229,7 +238,8 @@ def test_a_hang_is_idle_but_for_the_step_that_was_lost() -> None:
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
-def test_waiting_in_a_save_for_a_rank_that_is_slow_is_training_and_for_one_that_hangs_is_idle() -> None:
+def test_waits_in_a_save_are_told_apart() -> None:
+    """Waiting in a save for a rank that is slow is training and for one that hangs is idle."""
     worker = Worker()
     ledger = started(worker)
     for step in range(5):
@@ -246,7 +256,8 @@ def test_waiting_in_a_save_for_a_rank_that_is_slow_is_training_and_for_one_that_
     assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
-def test_a_group_formed_again_in_process_loses_the_step_that_broke() -> None:
+def test_reformed_group_loses_one_step() -> None:
+    """A group formed again in process loses the step that broke."""
     worker = Worker()
     ledger = started(worker)
     worker.finish(0)
@@ -269,7 +280,8 @@ def test_the_slowest_worker_of_a_node_counts() -> None:
     assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
 
 
-def test_a_page_read_while_it_changed_is_not_believed() -> None:
+def test_changing_page_is_not_believed() -> None:
+    """A page read while it changed is not believed."""
     worker = Worker()
     ledger = started(worker)
     worker.finish(0)
@@ -280,7 +292,8 @@ def test_a_page_read_while_it_changed_is_not_believed() -> None:
     assert seconds(ledger) == {"TRAIN": 2.0}
 
 
-def test_time_without_workers_is_what_the_agent_does() -> None:
+def test_time_without_workers_is_the_agents() -> None:
+    """Time without workers is what the agent does."""
     ledger = Ledger("a", 2, 100.0, WALL_S)
     ledger.observe(100.5, Doing.RENDEZVOUS, [])
     ledger.observe(103.5, Doing.RUNNING, [])
@@ -292,7 +305,8 @@ def test_time_without_workers_is_what_the_agent_does() -> None:
     assert record.until_us - record.began_us == 6 * SECOND
 
 
-def test_the_rates_are_those_of_the_last_seconds() -> None:
+def test_rates_are_of_the_last_seconds() -> None:
+    """The rates are those of the last seconds."""
     worker = Worker()
     ledger = started(worker)
     for step in range(100):
@@ -330,7 +344,8 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=60), st.integers(0, 2))
-def test_any_life_sums_to_the_time_that_passed(life: list[tuple[str, int, float]], workers: int) -> None:
+def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: int) -> None:
+    """Any life sums to the time that passed."""
     ledger = Ledger("a", max(workers, 1), 0.0, WALL_S)
     boards = [Worker() for _ in range(workers)]
     now_s = latest_s = 0.0
@@ -366,9 +381,8 @@ def running(state: State, length_s: float, workers: int = 1) -> Span:
 
 
 @given(st.lists(st.tuples(st.integers(0, 100 * SECOND), spans), max_size=5), st.randoms(use_true_random=False))
-def test_the_jobs_states_sum_to_its_elapsed_time_in_whatever_order(
-    lives: list[tuple[int, list[Span]]], rng: random.Random
-) -> None:
+def test_job_states_sum_to_elapsed_time(lives: list[tuple[int, list[Span]]], rng: random.Random) -> None:
+    """The jobs states sum to its elapsed time in whatever order."""
     records = [NodeRecord("abc"[index % 3], began_us, 1, tuple(some)) for index, (began_us, some) in enumerate(lives)]
     job = join(records)
     lived = [one for one in records if sum(span.length_us for span in one.spans)]
@@ -382,7 +396,8 @@ def test_the_jobs_states_sum_to_its_elapsed_time_in_whatever_order(
     assert 0 <= (job.goodput or 0.0) <= 1
 
 
-def test_nobody_alive_is_down_and_a_killed_agents_time_ends_at_its_last_sign_of_life() -> None:
+def test_nobody_alive_is_down() -> None:
+    """Nobody alive is down and a killed agents time ends at its last sign of life."""
     killed = record(0, running(State.TRAIN, 10))
     later = record(15, plain(State.RENDEZVOUS, 5 * SECOND, 1), running(State.TRAIN, 10))
     job = join([later, killed])
@@ -397,7 +412,8 @@ def test_nobody_alive_is_down_and_a_killed_agents_time_ends_at_its_last_sign_of_
     assert join([killed], until_us=killed.until_us + 30 * SECOND).goodput == 0.25
 
 
-def test_the_slowest_member_decides_and_a_node_that_waits_outside_does_not() -> None:
+def test_slowest_member_decides() -> None:
+    """The slowest member decides and a node that waits outside does not."""
     fast = record(0, running(State.TRAIN, 10, workers=3), node="fast")
     slow = record(0, running(State.TRAIN, 5), running(State.SAVE, 5), node="slow")
     waiting = record(0, plain(State.RENDEZVOUS, 10 * SECOND, 1), node="waiting")

@@ -34,7 +34,8 @@ def at(seconds: float) -> int:
     return BEGAN_US + round(seconds * SECOND)
 
 
-def test_columns_show_what_most_of_each_part_was() -> None:
+def test_columns_show_the_largest_part() -> None:
+    """Columns show what most of each part was."""
     spans = [plain(State.LOAD, 10 * SECOND), plain(State.TRAIN, 20 * SECOND)]
     shown = columns(spans, at(10), at(0), at(50), 5)
     assert shown == [None, State.LOAD, State.TRAIN, State.TRAIN, None]
@@ -54,7 +55,8 @@ def test_every_state_has_a_colour_of_its_own() -> None:
     assert all(one != two for one, two in itertools.combinations(COLOURS.values(), 2))
 
 
-def test_the_axis_has_a_unit_that_a_person_would_choose() -> None:
+def test_axis_has_a_sensible_unit() -> None:
+    """The axis has a unit that a person would choose."""
     assert [unit_of(round(seconds * 1e6))[0] for seconds in (1, 599, 601, 17_000, 19_000)] == [
         "seconds",
         "seconds",
@@ -64,7 +66,8 @@ def test_the_axis_has_a_unit_that_a_person_would_choose() -> None:
     ]
 
 
-def test_members_come_first_by_rank_then_who_waits_then_who_is_gone() -> None:
+def test_members_are_ordered() -> None:
+    """Members come first by rank then who waits then who is gone."""
     nodes = (
         life("early", 0, State.TRAIN, ended=True),
         life("killed", 0, State.TRAIN, State.TRAIN),
@@ -83,26 +86,30 @@ def test_members_come_first_by_rank_then_who_waits_then_who_is_gone() -> None:
     assert (summary.world_size, summary.samples_per_s, summary.steps_per_s) == (2, 16.0, 1.0)
 
 
-def test_a_running_job_goes_down_when_nobody_gives_a_sign_of_life() -> None:
+def test_silent_running_job_is_down() -> None:
+    """A running job goes down when nobody gives a sign of life."""
     record = JobRecord("j", world("a"), (life("a", 0, State.TRAIN),), ())
     alive, silent = summarize(record, at(10 + SILENT_S)), summarize(record, at(11 + SILENT_S))
     assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
     assert (silent.state, silent.ledger.amounts[State.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))
 
 
-def test_an_ended_job_is_not_down_and_its_nodes_left() -> None:
+def test_ended_job_is_not_down() -> None:
+    """An ended job is not down and its nodes left."""
     record = JobRecord("j", world("a", state=WorldState.FAILED), (life("a", 0, State.TRAIN),), ())
     summary = summarize(record, at(1000))
     assert (summary.state, summary.nodes[0].state, summary.ledger.amounts[State.DOWN]) == ("failed", "left", 0)
 
 
-def test_a_node_that_was_lost_before_the_job_ended_stays_lost() -> None:
+def test_lost_node_stays_lost() -> None:
+    """A node that was lost before the job ended stays lost."""
     nodes = (life("a", 0, State.TRAIN), life("b", 0, *[State.TRAIN] * 3), life("c", 0, *[State.TRAIN] * 3, ended=True))
     summary = summarize(JobRecord("j", world("b", "c", state=WorldState.DONE), nodes, ()), at(1000))
     assert {row.node: row.state for row in summary.nodes} == {"a": "lost", "b": "left", "c": "left"}
 
 
-def test_without_any_step_goodput_is_unknown_and_not_zero() -> None:
+def test_no_step_means_unknown_goodput() -> None:
+    """Without any step goodput is unknown and not zero."""
     nodes = (life("a", 0, State.LOAD, step=-1),)
     told = as_dict(summarize(JobRecord("j", world("a"), nodes, ()), at(10)), 10)
     assert told["goodput"] is None
@@ -116,5 +123,6 @@ def test_json_has_the_last_events_only() -> None:
     assert as_dict(summary, 0)["events"] == []
 
 
-def test_a_span_of_another_clock_before_the_job_is_cut() -> None:
+def test_foreign_clock_span_is_cut() -> None:
+    """A span of another clock before the job is cut."""
     assert columns([Span(plain(State.TRAIN, 4 * SECOND).amounts)], at(-2), at(0), at(4), 2) == [State.TRAIN, None]

@@ -30,7 +30,8 @@ WORLD = World(
 )
 
 
-def test_trainers_find_what_paddles_launcher_sets() -> None:
+def test_trainers_find_launcher_variables() -> None:
+    """Trainers find what paddles launcher sets."""
     environ = paddle_environment(WORLD, WORLD.nodes[1], 0)
     assert environ["PADDLE_TRAINER_ID"] == environ["PADDLE_GLOBAL_RANK"] == "2"
     assert environ["PADDLE_TRAINERS_NUM"] == environ["PADDLE_GLOBAL_SIZE"] == "3"
@@ -41,7 +42,8 @@ def test_trainers_find_what_paddles_launcher_sets() -> None:
     assert environ["PADDLE_DISTRI_BACKEND"] == "gloo"
 
 
-def test_paddle_is_told_the_same_by_the_names_that_it_reads_first() -> None:
+def test_paddle_reads_the_same_first() -> None:
+    """Paddle is told the same by the names that it reads first."""
     environ = paddle_environment(WORLD, WORLD.nodes[0], 1, gpu=True)
     assert f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" == environ["PADDLE_MASTER"]
     assert environ["FLAGS_selected_gpus"] == "1"
@@ -52,7 +54,7 @@ def test_paddle_is_told_the_same_by_the_names_that_it_reads_first() -> None:
     not (Path(paddle.__file__).parent / "distributed/launch/controllers/collective.py").exists(),
     reason="this version of Paddle launches trainers in another way",
 )
-def test_no_variable_of_paddles_launcher_is_forgotten() -> None:
+def test_no_launcher_variable_is_forgotten() -> None:
     """Those that Paddle's own launcher sets for every collective trainer, but for its tuner's and its devices'."""
     source = (Path(paddle.__file__).parent / "distributed/launch/controllers/collective.py").read_text()
     wanted = {word for word in source.split('"') if word.startswith("PADDLE_")}
@@ -60,7 +62,8 @@ def test_no_variable_of_paddles_launcher_is_forgotten() -> None:
     assert wanted <= paddle_environment(WORLD, WORLD.nodes[0], 0).keys()
 
 
-def test_reserved_ports_are_free_for_a_trainer_and_for_nobody_else() -> None:
+def test_reserved_ports_are_the_trainers() -> None:
+    """Reserved ports are free for a trainer and for nobody else."""
     reserved = ReservedPorts(3)
     try:
         for port in range(reserved.port, reserved.port + 3):
@@ -84,7 +87,8 @@ def test_a_taken_port_breaks_the_row() -> None:
             row.close()
 
 
-def test_a_gpu_build_is_known_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_build_is_known_unimported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gpu build is known without importing it."""
     assert not paddle_env.has_gpu_build()
     monkeypatch.setattr(paddle_env.metadata, "distribution", lambda name: name)
     assert paddle_env.has_gpu_build()
@@ -162,7 +166,7 @@ OPTIMIZERS = [
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-def test_training_goes_on_as_if_nothing_had_happened(make: Any, used: bool, slots: Any) -> None:
+def test_training_goes_on(make: Any, used: bool, slots: Any) -> None:
     """Into a new process, and into one that has trained already; dropout included."""
     job = Job(make)
     job.train(3)
@@ -180,7 +184,8 @@ def test_training_goes_on_as_if_nothing_had_happened(make: Any, used: bool, slot
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-def test_what_is_restored_is_not_the_slots_memory(slots: Any) -> None:
+def test_restored_state_is_a_copy(slots: Any) -> None:
+    """What is restored is not the slots memory."""
     job = Job()
     job.train(1)
     with Checkpointer(job.state, slots=slots(), interval_steps=1) as checkpointer:
@@ -196,7 +201,8 @@ def test_what_is_restored_is_not_the_slots_memory(slots: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-def test_state_comes_back_from_storage_when_memory_is_lost(slots: Any, tmp_path: Path) -> None:
+def test_storage_replaces_lost_memory(slots: Any, tmp_path: Path) -> None:
+    """State comes back from storage when memory is lost."""
     job = Job()
     job.train(3)
     with Checkpointer(job.state, slots=slots(), storage=f"{tmp_path}/stored") as checkpointer:
@@ -213,7 +219,9 @@ DTYPES = ["float64", "float32", "float16", "bfloat16", "complex64", "bool", "uin
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)], ids=str)
-def test_tensors_of_every_type_come_back_bit_for_bit(shape: tuple[int, ...], slots: Any) -> None:
+def test_tensors_of_every_type_come_back(shape: tuple[int, ...], slots: Any) -> None:
+    """Tensors of every type come back bit for bit."""
+
     def make(seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
         values = {
@@ -229,7 +237,7 @@ def test_tensors_of_every_type_come_back_bit_for_bit(shape: tuple[int, ...], slo
         assert getattr(state, dtype) is second[dtype]
 
 
-def test_master_weights_come_back_under_their_names(slots: Any) -> None:
+def test_master_weights_keep_their_names(slots: Any) -> None:
     """With weights of fewer bits than the optimizer's: accumulators are named after the master weights."""
 
     def make() -> tuple[Any, Any]:
@@ -263,7 +271,8 @@ def test_another_model_is_refused_in_words(slots: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-def test_an_optimizer_of_other_parameters_is_refused_in_words(slots: Any) -> None:
+def test_other_optimizer_is_refused(slots: Any) -> None:
+    """An optimizer of other parameters is refused in words."""
     job = Job()
     job.train(1)
     with paddle.utils.unique_name.guard():
@@ -273,7 +282,8 @@ def test_an_optimizer_of_other_parameters_is_refused_in_words(slots: Any) -> Non
         restored(PaddleState(optimizer=job.optimizer), PaddleState(optimizer=optimizer), slots)
 
 
-def test_plain_values_and_own_objects_are_fields_as_ever(slots: Any) -> None:
+def test_plain_values_are_fields(slots: Any) -> None:
+    """Plain values and own objects are fields as ever."""
     schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
     for _ in range(3):
         schedule.step()
@@ -284,7 +294,8 @@ def test_plain_values_and_own_objects_are_fields_as_ever(slots: Any) -> None:
     assert into.epoch == 6
 
 
-def test_trainers_that_never_met_do_not_restore_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmet_trainers_do_not_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers that never met do not restore each by itself."""
     from edl.collective.checkpoint.checkpointer import Checkpointer as TorchCheckpointer
 
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")

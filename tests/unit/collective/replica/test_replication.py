@@ -42,9 +42,10 @@ labels = st.builds(
 
 
 @given(st.lists(st.tuples(st.lists(labels, max_size=4), st.lists(labels, max_size=4)), min_size=1, max_size=4))
-def test_the_newest_state_that_is_whole_is_chosen_and_owners_come_first(
+def test_owners_states_come_first(
     offers: list[tuple[list[Label], list[Label]]],
 ) -> None:
+    """The newest state that is whole is chosen and owners come first."""
     own, replicas = [one for one, _ in offers], [one for _, one in offers]
     choice = choose(own, replicas)
     everything = [label for row in (*own, *replicas) for label in row]
@@ -70,7 +71,8 @@ def test_the_newest_state_that_is_whole_is_chosen_and_owners_come_first(
 # --- What is kept. ---
 
 
-def test_workers_keep_a_state_when_it_is_wanted_and_all_that_are_kept_were_sent(tmp_path: Path) -> None:
+def test_workers_keep_wanted_states(tmp_path: Path) -> None:
+    """Workers keep a state when it is wanted and all that are kept were sent."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     keeping = Keeping(tmp_path / "slots-0", folder)
@@ -147,7 +149,8 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [one.label.step for one in slots.find()] == [4, 3]
 
 
-def test_the_newest_state_that_all_workers_of_a_node_kept_is_found(tmp_path: Path) -> None:
+def test_newest_common_state_is_found(tmp_path: Path) -> None:
+    """The newest state that all workers of a node kept is found."""
     one, other = tmp_path / "a", tmp_path / "b"
     assert newest_common([]) == []
     keep(one, 3)
@@ -163,7 +166,8 @@ def test_the_newest_state_that_all_workers_of_a_node_kept_is_found(tmp_path: Pat
 ONE, TWO = (0, 1, 2), (0, 2, 2)
 
 
-def test_a_state_is_sent_once_and_the_next_one_wanted_after_the_interval() -> None:
+def test_state_is_sent_once_an_interval() -> None:
+    """A state is sent once and the next one wanted after the interval."""
     course = Course(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
     course.begin(same_peer=False)
     assert course.next(0, NOTHING, NOTHING) is Act.WANT
@@ -178,7 +182,8 @@ def test_a_state_is_sent_once_and_the_next_one_wanted_after_the_interval() -> No
     assert course.next(10, ONE, ONE) is Act.SEND, "a new peer has none"
 
 
-def test_a_state_that_some_worker_does_not_keep_is_passed_over_in_the_end() -> None:
+def test_unkept_state_is_passed_over() -> None:
+    """A state that some worker does not keep is passed over in the end."""
     course = Course(ReplicaPace(patience_s=30))
     course.sent(ONE, 0, 0)
     assert [course.next(now, ONE, TWO) for now in (20, 49)] == [Act.WAIT, Act.WAIT]
@@ -212,7 +217,7 @@ def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> No
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
-def test_transfers_take_no_more_than_their_share(turns: list[tuple[float, float, bool]]) -> None:
+def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -> None:
     """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
     course = Course(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
     course.begin(same_peer=False)
@@ -239,7 +244,8 @@ def test_a_pace_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
         ReplicaPace(**wrong)
 
 
-def test_the_peer_is_the_next_member_that_takes_replicas() -> None:
+def test_peer_is_the_next_taker() -> None:
+    """The peer is the next member that takes replicas."""
     members = [Member(name, "h", 1, 1, rank, port) for rank, (name, port) in enumerate([("a", 5), ("b", 0), ("c", 7)])]
     world = World(0, State.RUNNING, tuple(members))
     assert [getattr(peer_of(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
@@ -276,9 +282,8 @@ def replica(tmp_path: Path, of: str, at: str) -> list[Stamp]:
     return [stamp_of(one.label) for one in find(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
 
 
-def test_agents_send_what_is_kept_to_the_next_one_and_to_its_successor(
-    tmp_path: Path, agents: dict[str, Replication], said: list[str]
-) -> None:
+def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replication], said: list[str]) -> None:
+    """Agents send what is kept to the next one and to its successor."""
     before = time.time_ns() // 1000
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     for one in agents.values():
@@ -297,9 +302,8 @@ def test_agents_send_what_is_kept_to_the_next_one_and_to_its_successor(
     assert said == []
 
 
-def test_a_peer_that_does_not_answer_costs_a_line(
-    tmp_path: Path, agents: dict[str, Replication], said: list[str]
-) -> None:
+def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replication], said: list[str]) -> None:
+    """A peer that does not answer costs a line."""
     world = world_of(0, agents)
     agents.pop("b").close()
     keep(kept_prefix(tmp_path / "slots-a"), 1)
@@ -309,7 +313,8 @@ def test_a_peer_that_does_not_answer_costs_a_line(
     assert ReplicaFolder(tmp_path / "a").wanted() is None
 
 
-def test_who_leaves_gives_the_newest_state_away(tmp_path: Path, agents: dict[str, Replication]) -> None:
+def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replication]) -> None:
+    """Who leaves gives the newest state away."""
     for one in agents.values():
         one.world_changed(world_of(0, agents))
     keep(kept_prefix(tmp_path / "slots-a"), 1)

@@ -43,7 +43,8 @@ def send(server: ReplicaServer, *states: Found, secret: bytes = SECRET, node: st
     send_states(("127.0.0.1", server.port), secret, node, states, operation_s=10.0)
 
 
-def test_the_last_two_states_of_each_worker_are_there(tmp_path: Path, server: ReplicaServer) -> None:
+def test_last_two_states_of_each_worker(tmp_path: Path, server: ReplicaServer) -> None:
+    """The last two states of each worker are there."""
     for step in (1, 2, 3):
         send(server, *(keep(tmp_path / f"kept-{rank}", step, 3_000_000 * rank, rank=rank) for rank in range(2)))
     folder = ReplicaFolder(tmp_path / "replicas")
@@ -56,7 +57,8 @@ def test_the_last_two_states_of_each_worker_are_there(tmp_path: Path, server: Re
     assert steps(folder.pair("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
 
 
-def test_a_state_that_was_given_up_makes_way_before_an_older_one(tmp_path: Path, server: ReplicaServer) -> None:
+def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> None:
+    """A state that was given up makes way before an older one."""
     kept = tmp_path / "kept"
     for step in (1, 2):
         send(server, keep(kept, step))
@@ -67,7 +69,8 @@ def test_a_state_that_was_given_up_makes_way_before_an_older_one(tmp_path: Path,
     assert [stamp_of(one.label) for one in found] == [(1, 2, 2), (0, 1, 2)]
 
 
-def test_states_of_nodes_that_are_gone_stay_until_they_are_not_needed(tmp_path: Path, server: ReplicaServer) -> None:
+def test_gone_nodes_states_stay_while_needed(tmp_path: Path, server: ReplicaServer) -> None:
+    """States of nodes that are gone stay until they are not needed."""
     send(server, keep(tmp_path / "gone", 1), node="gone")
     folder, here = ReplicaFolder(tmp_path / "replicas"), []
     for step in (2, 3):
@@ -76,7 +79,8 @@ def test_states_of_nodes_that_are_gone_stay_until_they_are_not_needed(tmp_path: 
     assert here == [["gone-0", "there-0"], ["there-0"]]
 
 
-def test_who_does_not_know_the_secret_is_refused(tmp_path: Path, server: ReplicaServer, said: list[str]) -> None:
+def test_unknown_secret_is_refused(tmp_path: Path, server: ReplicaServer, said: list[str]) -> None:
+    """Who does not know the secret is refused."""
     with pytest.raises((ProtocolError, TemporaryError)):
         send(server, keep(tmp_path / "kept", 1), secret=b"x" * 32)
     until(lambda: said, "the server said why")
@@ -85,7 +89,8 @@ def test_who_does_not_know_the_secret_is_refused(tmp_path: Path, server: Replica
     assert ReplicaFolder(tmp_path / "replicas").prefixes() == []
 
 
-def test_a_receiver_that_does_not_know_the_secret_gets_nothing(tmp_path: Path) -> None:
+def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
+    """A receiver that does not know the secret gets nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         got = bytearray()
 
@@ -108,14 +113,15 @@ def test_a_receiver_that_does_not_know_the_secret_gets_nothing(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000])
-def test_whoever_says_something_else_disturbs_nobody(tmp_path: Path, server: ReplicaServer, noise: bytes) -> None:
+def test_nonsense_disturbs_nobody(tmp_path: Path, server: ReplicaServer, noise: bytes) -> None:
+    """Whoever says something else disturbs nobody."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(noise)
     send(server, keep(tmp_path / "kept", 1))
     assert steps(ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0)) == [1]
 
 
-def test_whatever_is_changed_on_the_way_the_state_before_it_stays(tmp_path: Path, server: ReplicaServer) -> None:
+def test_changed_transfer_keeps_old_state(tmp_path: Path, server: ReplicaServer) -> None:
     """A proxy that damages one byte somewhere, or cuts the connection there."""
     rng, prefix = random.Random(3), ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0)
     send(server, keep(tmp_path / "kept", 1, 50_000))
@@ -179,7 +185,8 @@ class Proxy:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_sender_killed_half_way_leaves_the_state_before(tmp_path: Path, said: list[str]) -> None:
+def test_killed_sender_keeps_the_old_state(tmp_path: Path, said: list[str]) -> None:
+    """A sender killed half way leaves the state before."""
     state = keep(tmp_path / "kept", 2, 40_000_000)
     told, tell = os.pipe()
     child = os.fork()
@@ -206,7 +213,8 @@ def test_a_sender_killed_half_way_leaves_the_state_before(tmp_path: Path, said: 
         os.close(tell)
 
 
-def test_a_receiver_killed_half_way_has_the_state_before(tmp_path: Path) -> None:
+def test_killed_receiver_keeps_the_old_state(tmp_path: Path) -> None:
+    """A receiver killed half way has the state before."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     prefix = folder.pair("n", 0)
@@ -233,7 +241,8 @@ def test_a_receiver_killed_half_way_has_the_state_before(tmp_path: Path) -> None
             path.unlink()
 
 
-def test_a_state_that_is_overwritten_while_it_is_sent_does_not_arrive(tmp_path: Path, server: ReplicaServer) -> None:
+def test_overwritten_state_does_not_arrive(tmp_path: Path, server: ReplicaServer) -> None:
+    """A state that is overwritten while it is sent does not arrive."""
     state = keep(tmp_path / "kept", 1, 3_000_000)
 
     def overwrite() -> bool:
@@ -246,7 +255,8 @@ def test_a_state_that_is_overwritten_while_it_is_sent_does_not_arrive(tmp_path: 
     assert ReplicaFolder(tmp_path / "replicas").found() == []
 
 
-def test_more_than_there_is_room_for_is_refused(tmp_path: Path, said: list[str]) -> None:
+def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
+    """More than there is room for is refused."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     server = ReplicaServer(folder, lambda: SECRET, said.append, share_of_free=1e-12)

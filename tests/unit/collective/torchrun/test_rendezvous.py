@@ -94,7 +94,8 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_a_pickle_in_the_store_is_never_loaded(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_in_the_store_is_not_loaded(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pickle in the store is never loaded."""
     monkeypatch.chdir(tmp_path)
     store.put("rendezvous/job/state", pickle.dumps(Bomb()))
     with pytest.raises(RendezvousStateError, match="not a rendezvous state"):
@@ -102,7 +103,9 @@ def test_a_pickle_in_the_store_is_never_loaded(store: Store, tmp_path: Path, mon
     assert not (tmp_path / "exploded").exists()
 
 
-def test_another_state_than_torchs_present_one_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another state than torchs present one is refused with advice."""
+
     class Newer(_RendezvousState):
         def __init__(self) -> None:
             super().__init__()
@@ -138,9 +141,9 @@ def test_jobs_do_not_see_each_other(store: Store) -> None:
     assert StoreBackend(store, "a%2Fb").get_state() is None
 
 
-def test_a_store_that_does_not_answer_is_an_error_that_torch_knows(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_store_is_torchs_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not answer is an error that torch knows."""
+
     def fail(*_: Any) -> None:
         raise DiscoveryError("down")
 
@@ -193,7 +196,8 @@ def test_compare_set_is_torchs(shared: Any) -> None:
     assert shared.get("key") == b"second"
 
 
-def test_adding_from_several_threads_loses_nothing(shared: Any) -> None:
+def test_concurrent_adds_lose_nothing(shared: Any) -> None:
+    """Adding from several threads loses nothing."""
     threads = [threading.Thread(target=lambda: [shared.add("n", 1) for _ in range(10)]) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -233,12 +237,14 @@ def closing(handler: DynamicRendezvousHandler) -> Iterator[None]:
         assert handler.shutdown()
 
 
-def test_an_endpoint_that_is_no_url_is_refused() -> None:
+def test_bad_endpoint_is_refused() -> None:
+    """An endpoint that is no url is refused."""
     with pytest.raises(SettingsError, match=r"localhost:29400.*wants the URL of a store"):
         create_handler(parameters("localhost:29400"))
 
 
-def test_a_nodes_own_address_is_the_one_on_the_way_to_the_store(url: str) -> None:
+def test_own_address_is_towards_the_store(url: str) -> None:
+    """A nodes own address is the one on the way to the store."""
     assert own_address(url) == "127.0.0.1"
     with pytest.raises(SettingsError, match=r"no way to the store's host no-such-host\.invalid"):
         own_address("consul://no-such-host.invalid:8500")
@@ -253,7 +259,8 @@ def test_own_address_of_ipv6() -> None:
     assert own_address("consul://[::1]:8500") == own_address("consul://127.0.0.1:8500")
 
 
-def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_hosts() -> None:
+def test_loopback_store_uses_another_address() -> None:
+    """With a store on each hosts loopback it is the one on the way to other hosts."""
     mine = own_address("consul://127.0.0.1:8500")
     assert own_address("etcd://[::1]:2379,127.0.0.1:2379") == mine, "a member that there is a way to"
     assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
@@ -263,7 +270,8 @@ def test_with_a_store_on_each_hosts_loopback_it_is_the_one_on_the_way_to_other_h
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:29400", "consul://127.0.0.1:1"])
-def test_the_store_can_be_named_by_the_configuration_which_counts_before_the_endpoint(url: str, endpoint: str) -> None:
+def test_configuration_names_the_store(url: str, endpoint: str) -> None:
+    """The store can be named by the configuration which counts before the endpoint."""
     assert handler_creator() is create_handler
     handler = create_handler(parameters(endpoint, store=url))
     try:
@@ -275,7 +283,8 @@ def test_the_store_can_be_named_by_the_configuration_which_counts_before_the_end
         handler.shutdown()
 
 
-def test_a_job_that_ended_is_closed_and_one_that_failed_is_left(url: str) -> None:
+def test_ended_job_is_closed(url: str) -> None:
+    """A job that ended is closed and one that failed is left."""
     handler = create_handler(parameters(url))
     first = handler.next_rendezvous().bootstrap_store_info
     second = handler.next_rendezvous().bootstrap_store_info  # after a restart: another store for the workers

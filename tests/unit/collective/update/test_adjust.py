@@ -26,7 +26,8 @@ def test_a_batch_four_times_the_base(policy: Policy, factor: float) -> None:
 
 
 @pytest.mark.parametrize("policy", [None, Linear(1000), SquareRoot(), AdaScale(), lambda scale: scale])
-def test_at_the_base_batch_no_policy_does_anything(policy: Policy) -> None:
+def test_base_batch_needs_no_policy(policy: Policy) -> None:
+    """At the base batch no policy does anything."""
     scaling = Scaling(policy, base_batch=64, batch=64)
     for _ in range(3):
         assert scaling.factor(HALF) == pytest.approx(1.0)
@@ -34,7 +35,8 @@ def test_at_the_base_batch_no_policy_does_anything(policy: Policy) -> None:
     assert scaling.progress == pytest.approx(scaling.samples) == 192
 
 
-def test_a_larger_rate_is_reached_over_the_warm_up_and_a_smaller_one_at_once() -> None:
+def test_warm_up_only_for_larger_rates() -> None:
+    """A larger rate is reached over the warm up and a smaller one at once."""
     scaling = Scaling(Linear(warmup_samples=1000), base_batch=100, batch=400)
     factors = []
     for _ in range(4):
@@ -49,14 +51,16 @@ def test_a_larger_rate_is_reached_over_the_warm_up_and_a_smaller_one_at_once() -
     assert scaling.factor(UNKNOWN) == pytest.approx(4.0)
 
 
-def test_a_second_change_within_the_warm_up_goes_on_from_where_it_was() -> None:
+def test_second_change_goes_on_in_warm_up() -> None:
+    """A second change within the warm up goes on from where it was."""
     scaling = Scaling(Linear(1000), base_batch=100, batch=300)
     scaling.trained(500, UNKNOWN)
     scaling.resize(600, UNKNOWN)
     assert scaling.factor(UNKNOWN) == pytest.approx(2.0)
 
 
-def test_progress_of_adascale_is_in_scale_invariant_steps() -> None:
+def test_adascale_progress_is_invariant() -> None:
+    """Progress of adascale is in scale invariant steps."""
     scaling = Scaling(AdaScale(), base_batch=64, batch=256)
     scaling.trained(256, HALF)
     assert scaling.progress == pytest.approx(1.6 * 64)
@@ -66,12 +70,15 @@ def test_progress_of_adascale_is_in_scale_invariant_steps() -> None:
 
 
 @pytest.mark.parametrize(("batch", "factor"), [(256, 1.0), (32, 0.5)])
-def test_adascale_is_careful_as_long_as_it_knows_no_noise(batch: int, factor: float) -> None:
+def test_adascale_is_careful_without_noise(batch: int, factor: float) -> None:
+    """Adascale is careful as long as it knows no noise."""
     assert Scaling(AdaScale(), base_batch=64, batch=batch).factor(UNKNOWN) == factor
 
 
 @given(batches=st.lists(st.integers(1, 512), min_size=1, max_size=10), stop=st.integers(0, 9))
-def test_a_saved_run_goes_on_as_the_one_that_was_not_interrupted(batches: list[int], stop: int) -> None:
+def test_saved_run_goes_on_the_same(batches: list[int], stop: int) -> None:
+    """A saved run goes on as the one that was not interrupted."""
+
     def run(scaling: Scaling, sizes: list[int]) -> list[float]:
         factors = []
         for size in sizes:

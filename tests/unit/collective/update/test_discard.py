@@ -48,9 +48,10 @@ class Job:
         return [one.detach() for one in self.model.parameters()]
 
 
-def test_the_samples_of_a_discarded_step_are_left_out_and_everything_else_comes_once(
+def test_discarded_samples_are_left_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The samples of a discarded step are left out and everything else comes once."""
     job, lost = Job(max_micro_batch=2), []
     with caplog.at_level(logging.WARNING, "edl.collective"):
         for number, (batch,) in enumerate(job.loader):
@@ -73,7 +74,8 @@ def test_the_samples_of_a_discarded_step_are_left_out_and_everything_else_comes_
     assert sorted(job.trained[: 2 * BATCH] + lost + resumed.trained) == list(range(LENGTH))
 
 
-def test_a_discarded_step_can_be_tried_again_in_smaller_micro_batches(caplog: pytest.LogCaptureFixture) -> None:
+def test_discarded_step_can_be_retried(caplog: pytest.LogCaptureFixture) -> None:
+    """A discarded step can be tried again in smaller micro batches."""
     clean, job = Job(), Job()
     for (batch,) in clean.loader:
         clean.step(batch)
@@ -91,7 +93,8 @@ def test_a_discarded_step_can_be_tried_again_in_smaller_micro_batches(caplog: py
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_nothing_is_left_out_where_the_samples_come_again_by_themselves() -> None:
+def test_recurring_samples_are_not_left_out() -> None:
+    """Nothing is left out where the samples come again by themselves."""
     anew, restored = Job(), Job()
     (batch,) = next(iter(anew.loader))
     with pytest.raises(MemoryError):
@@ -108,7 +111,8 @@ def test_nothing_is_left_out_where_the_samples_come_again_by_themselves() -> Non
     assert (anew.sampler.consumed, restored.sampler.consumed) == (0, 0)
 
 
-def test_a_loop_that_is_begun_anew_needs_no_word_about_the_step_that_it_repeats() -> None:
+def test_restarted_loop_needs_no_word() -> None:
+    """A loop that is begun anew needs no word about the step that it repeats."""
     clean, job = Job(max_micro_batch=2), Job(max_micro_batch=2)
     for (batch,) in clean.loader:
         clean.step(batch)
@@ -125,7 +129,8 @@ def test_a_loop_that_is_begun_anew_needs_no_word_about_the_step_that_it_repeats(
     assert all(torch.equal(*both) for both in zip(job.parameters(), clean.parameters(), strict=True))
 
 
-def test_a_step_that_was_forgotten_at_the_end_of_an_epoch_is_not_taken_for_repeated() -> None:
+def test_forgotten_step_is_not_a_repeat() -> None:
+    """A step that was forgotten at the end of an epoch is not taken for repeated."""
     job = Job()
     for (batch,) in job.loader:
         job.compute(batch)
@@ -136,7 +141,8 @@ def test_a_step_that_was_forgotten_at_the_end_of_an_epoch_is_not_taken_for_repea
         job.compute(next(iter(job.loader))[0])
 
 
-def test_an_optimizer_that_fails_leaves_a_step_that_can_be_discarded() -> None:
+def test_failed_optimizer_step_is_discarded() -> None:
+    """An optimizer that fails leaves a step that can be discarded."""
     job = Job()
     batches = iter(job.loader)
 
@@ -155,7 +161,8 @@ def test_an_optimizer_that_fails_leaves_a_step_that_can_be_discarded() -> None:
     assert job.sampler.finished
 
 
-def test_a_scaler_goes_on_after_an_error_between_unscaling_and_the_step() -> None:
+def test_scaler_goes_on_after_an_error() -> None:
+    """A scaler goes on after an error between unscaling and the step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     clean, job = Job(), Job(scaler=scaler, clip_norm=1e9)
     for (batch,) in clean.loader:
@@ -170,7 +177,8 @@ def test_a_scaler_goes_on_after_an_error_between_unscaling_and_the_step() -> Non
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_step_whose_synchronization_failed_after_unscaling_can_be_finished() -> None:
+def test_unsynchronized_step_can_be_finished() -> None:
+    """A step whose synchronization failed after unscaling can be finished."""
     clean, job = Job(), Job(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     clean.step(next(iter(clean.loader))[0])
     (batch,) = next(iter(job.loader))
@@ -184,7 +192,8 @@ def test_a_step_whose_synchronization_failed_after_unscaling_can_be_finished() -
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_that_contradict_the_sampler_are_refused_before_the_step_begins() -> None:
+def test_contradicting_rows_are_refused() -> None:
+    """Rows that contradict the sampler are refused before the step begins."""
     job = Job()
     (batch,) = next(iter(job.loader))
     with pytest.raises(SettingsError, match="rows=3, but the sampler says that 4 rows"):

@@ -30,7 +30,8 @@ def measured(model: StepTime, settings: list[tuple[int, int, int]] = SETTINGS, e
 
 
 @pytest.mark.parametrize("gamma", [1.0, 2.0, 10.0])
-def test_the_fit_predicts_settings_that_it_has_not_seen(gamma: float) -> None:
+def test_fit_predicts_unseen_settings(gamma: float) -> None:
+    """The fit predicts settings that it has not seen."""
     truth = StepTime(TRUTH.fixed_s, TRUTH.row_s, TRUTH.sync_s, TRUTH.rank_s, gamma)
     model = fit(measured(truth))
     for setting in [(2, 128, 1), (4, 32, 1), (1, 128, 1), (5, 64, 2)]:
@@ -55,7 +56,8 @@ def test_any_cluster_of_two_is_fitted(fixed: float, row: float, sync: float, gam
         assert model.seconds(one.world, one.rows, one.parts) == pytest.approx(one.seconds, rel=0.1)
 
 
-def test_one_measurement_is_explained_by_its_rows() -> None:
+def test_one_measurement_is_explained() -> None:
+    """One measurement is explained by its rows."""
     model = fit([Measured(1, 32, 1, 0.32)])
     assert model == StepTime(0.0, pytest.approx(0.01), 0.0, 0.0, 1.0)
     with pytest.raises(SettingsError, match="no step"):
@@ -85,9 +87,8 @@ def goodput(model: StepTime, phi: float, world: int, batch: int, most: int | Non
     most=st.none() | st.sampled_from([16, 64]),
     upper=st.sampled_from([64, 500, 2048]),
 )
-def test_repeated_choices_end_near_the_best_batch_and_stay(
-    phi: float, world: int, most: int | None, upper: int
-) -> None:
+def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | None, upper: int) -> None:
+    """Repeated choices end near the best batch and stay."""
     bounds = AutoBatch(least=32, most=upper, margin=0.02)
     batch, seen, settled = 64, measured(TRUTH), 0
     for _ in range(12):
@@ -101,7 +102,8 @@ def test_repeated_choices_end_near_the_best_batch_and_stay(
     assert goodput(TRUTH, phi, world, batch, most) >= 0.9 * best_of_all(TRUTH, phi, world, bounds, most)
 
 
-def test_a_second_size_is_measured_first_and_only_where_it_wastes_little() -> None:
+def test_second_size_is_measured_first() -> None:
+    """A second size is measured first and only where it wastes little."""
     bounds = AutoBatch(least=64, most=1024)
     one = measured(TRUTH, [(2, 32, 1)])
     noisy = choose(bounds, one, 5000.0, batch=64, base_batch=64, world=2)
@@ -141,7 +143,8 @@ def test_bounds_that_cannot_be_are_refused(values: tuple[int, int]) -> None:
 CPU = torch.device("cpu")
 
 
-def test_the_tuner_remembers_through_its_state_and_logs_what_it_decides(caplog: pytest.LogCaptureFixture) -> None:
+def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """The tuner remembers through its state and logs what it decides."""
     bounds, noise = AutoBatch(32, 1024, every_steps=3), Noise(variance=5e5, square=1.0, steps=9.0)
     first, second = Tuner(bounds, 64), Tuner(bounds, 64)
     decided = []
@@ -155,7 +158,8 @@ def test_the_tuner_remembers_through_its_state_and_logs_what_it_decides(caplog: 
     assert first.state_dict()["measured"] == [[1, 32, 2, 0.061, 0.0]]
 
 
-def test_times_of_another_batch_and_of_no_usual_steps_are_left_out() -> None:
+def test_foreign_times_are_left_out() -> None:
+    """Times of another batch and of no usual steps are left out."""
     tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
     for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
         tuner.stepped(Now(1, batch, 16, Noise()), seconds, None, CPU)
@@ -191,7 +195,8 @@ def test_a_loaders_time_is_found(loader: LoaderTime, error: float) -> None:
         assert step_s + found.waited_s(rows * parts, step_s) == pytest.approx(wanted, rel=0.02 + 4 * error)
 
 
-def test_a_loader_seen_once_is_no_reason_to_grow() -> None:
+def test_loader_seen_once_is_no_reason() -> None:
+    """A loader seen once is no reason to grow."""
     (one,) = loaded(SLOW, [64])
     found = fit_loader([one])
     assert found.waited_s(128, 2 * one.seconds) >= 2 * one.waited_s - 1e-9
@@ -232,7 +237,7 @@ def test_the_batch_is_chosen_with_the_loader(loader: LoaderTime) -> None:
     assert run.goodput(run.settle()) >= 0.93 * best
 
 
-def test_without_its_waits_the_choice_is_wrong() -> None:
+def test_waits_matter_to_the_choice() -> None:
     """What Pollux does: it sees steps that become cheaper by the sample, and not that the loader has no more."""
     blind, seeing = SimulatedRun(SLOW, tells_waits=False), SimulatedRun(SLOW, tells_waits=True)
     assert blind.settle() > 3 * seeing.settle()

@@ -27,7 +27,8 @@ def groups_of(sizes: list[int], random: np.random.Generator) -> Groups:
 
 
 @pytest.mark.parametrize("sizes", [[4, 4], [8, 8, 8, 8], [1, 2, 3, 10], [16, 1]])
-def test_estimates_are_unbiased_whatever_the_groups(sizes: list[int]) -> None:
+def test_estimates_are_unbiased(sizes: list[int]) -> None:
+    """Estimates are unbiased whatever the groups."""
     random = np.random.default_rng(1)
     estimates = np.array([groups_of(sizes, random).estimate() for _ in range(20_000)])
     errors = estimates.std(axis=0) / math.sqrt(len(estimates))
@@ -61,18 +62,21 @@ POSITIVE = st.floats(1e-6, 1e6)
 
 
 @given(variance=st.floats(0, 1e6), square=st.floats(-1e3, 1e6), base=st.integers(1, 512), scale=st.integers(1, 64))
-def test_the_gain_is_between_one_and_the_scale(variance: float, square: float, base: int, scale: int) -> None:
+def test_gain_is_between_one_and_scale(variance: float, square: float, base: int, scale: int) -> None:
+    """The gain is between one and the scale."""
     gain = Noise(variance, square, 1.0).gain(base * scale, base)
     assert 1 - 1e-9 <= gain <= scale * (1 + 1e-9)
 
 
 @given(noise=st.builds(Noise, POSITIVE, POSITIVE, st.just(1.0)), batch=st.integers(1, 4096), base=st.integers(1, 4096))
-def test_the_gain_is_one_at_the_base_and_undone_on_the_way_back(noise: Noise, batch: int, base: int) -> None:
+def test_gain_is_one_at_the_base(noise: Noise, batch: int, base: int) -> None:
+    """The gain is one at the base and undone on the way back."""
     assert noise.gain(base, base) == pytest.approx(1.0)
     assert noise.gain(batch, base) * noise.gain(base, batch) == pytest.approx(1.0)
 
 
-def test_without_noise_a_larger_batch_gains_nothing_and_with_only_noise_all() -> None:
+def test_gain_with_no_and_only_noise() -> None:
+    """Without noise a larger batch gains nothing and with only noise all."""
     assert Noise(0.0, 1.0, 1.0).gain(512, 64) == 1.0
     assert Noise(1.0, 0.0, 1.0).gain(512, 64) == pytest.approx(8.0)
     assert (Noise(0.0, 1.0).scale, Noise(1.0, -0.1).scale) == (0.0, math.inf)

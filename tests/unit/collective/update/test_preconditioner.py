@@ -39,7 +39,8 @@ def stepped(kind: type[torch.optim.Optimizer], steps: int, **options: Any) -> tu
         (torch.optim.Adagrad, {"initial_accumulator_value": 2.0}),
     ],
 )
-def test_a_step_is_the_gradient_by_the_divisor(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def test_step_is_gradient_by_divisor(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """A step is the gradient by the divisor."""
     change, grad, state, group = stepped(kind, 12, **options)
     assert is_adaptive(state, group)
     divisor = divisor_of(state, group)
@@ -48,7 +49,8 @@ def test_a_step_is_the_gradient_by_the_divisor(kind: type[torch.optim.Optimizer]
     torch.testing.assert_close(factors, factors[:1].expand(50), rtol=1e-5, atol=0.0)
 
 
-def test_it_is_of_one_size_from_the_first_steps_on() -> None:
+def test_size_is_one_from_the_first_steps() -> None:
+    """It is of one size from the first steps on."""
     for kind in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad):
         few, many = (stepped(kind, steps)[2:] for steps in (40, 160))
         sizes = [divisor_of(*one) for one in (few, many)]
@@ -62,7 +64,8 @@ def test_it_is_warm_after_ten_steps() -> None:
         assert [is_warm(*stepped(kind, steps)[2:]) for steps in (1, 9, 10)] == [False, False, True]
 
 
-def test_an_optimizer_that_counts_for_the_whole_group_is_known() -> None:
+def test_group_counting_optimizer_is_known() -> None:
+    """An optimizer that counts for the whole group is known."""
     state, options = {"exp_avg_sq": torch.full((2,), 0.19)}, {"betas": (0.9, 0.9), "eps": 0.0, "step": 2}
     assert is_adaptive(state, options)
     found = divisor_of(state, options)

@@ -70,7 +70,8 @@ def test_rmsprop_is_scaled_as_by_malladi() -> None:
 
 
 @pytest.mark.parametrize("moments", [None, False, True])
-def test_of_other_optimizers_only_the_rate_is(moments: bool | None) -> None:
+def test_other_optimizers_change_rate_only(moments: bool | None) -> None:
+    """Of other optimizers only the rate is."""
     kind = torch.optim.NAdam if moments is None else torch.optim.Adam
     found, _ = trained(adam(0.01, 0.9, 0.99, 1e-3, kind), SquareRoot(moments=moments))
     plain, _ = trained(adam(0.02, 0.9, 0.99, 1e-3, kind), None)
@@ -83,7 +84,8 @@ def test_a_smaller_batch_has_a_longer_memory() -> None:
     assert decay_for(0.9, 1.0) == 0.9
 
 
-def test_a_batch_too_large_for_the_rule_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch too large for the rule is said."""
     with caplog.at_level(logging.WARNING, "edl.collective"):
         found, _ = trained(adam(0.01, 0.9, 0.99, 1e-3), SquareRoot(), base_batch=2)
     assert torch.isfinite(found).all()
@@ -109,7 +111,8 @@ def test_both_rules_may_warm_up(policy: Policy, wanted: float) -> None:
     ("optimizer", "warned"),
     [(adam(0.01, 0.9, 0.99, 1e-3), True), (lambda parameters: torch.optim.SGD(parameters, lr=0.01), False)],
 )
-def test_adascale_with_adam_is_worth_a_warning(optimizer: Any, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_adascale_with_adam_warns(optimizer: Any, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Adascale with adam is worth a warning."""
     with caplog.at_level(logging.WARNING, "edl.collective"):
         trained(optimizer, AdaScale())
     assert ("AdaScale is derived for SGD" in caplog.text) is warned

@@ -100,9 +100,10 @@ class World:
 
 @settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, tail=TAILS, seed=st.integers(0, 3), events=st.lists(EVENTS, max_size=20))
-def test_resizes_kills_and_resumptions_leave_every_sample_exactly_once(
+def test_every_sample_comes_exactly_once(
     length: int, batch: int, tail: str, seed: int, events: list[tuple[str, int]]
 ) -> None:
+    """Resizes kills and resumptions leave every sample exactly once."""
     if tail == "drop":
         batch = min(batch, length)
     world = World({"length": length, "global_batch": batch, "tail": tail, "seed": seed})
@@ -123,7 +124,8 @@ def test_resizes_kills_and_resumptions_leave_every_sample_exactly_once(
 
 @settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, worlds=st.lists(st.integers(1, 6), min_size=1, max_size=8))
-def test_the_global_batches_are_those_of_one_process(length: int, batch: int, worlds: list[int]) -> None:
+def test_global_batches_are_one_processes(length: int, batch: int, worlds: list[int]) -> None:
+    """The global batches are those of one process."""
     alone, changing = (World({"length": length, "global_batch": batch, "tail": "keep"}) for _ in range(2))
     while alone.train():
         changing.do("world", worlds[len(alone.trained) % len(worlds)])
@@ -131,7 +133,9 @@ def test_the_global_batches_are_those_of_one_process(length: int, batch: int, wo
     assert changing.trained == alone.trained
 
 
-def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+def test_order_depends_on_seed_and_epoch() -> None:
+    """The order is a function of seed and epoch."""
+
     def order(seed: int, epoch: int, **more: Any) -> list[int]:
         sampler = ElasticSampler(50, global_batch=50, seed=seed, rank=0, world=1, **more)
         sampler.set_epoch(epoch)
@@ -157,7 +161,8 @@ def test_epochs_resume_where_the_state_is() -> None:
     assert left == {1: 6, 2: 10}
 
 
-def test_a_finished_epoch_resumes_as_empty_so_that_what_follows_it_is_repeated() -> None:
+def test_finished_epoch_resumes_as_empty() -> None:
+    """A finished epoch resumes as empty so that what follows it is repeated."""
     first = ElasticSampler(10, global_batch=4, rank=0, world=1)
     for _ in first:
         first.advance()
@@ -171,7 +176,8 @@ def test_a_finished_epoch_resumes_as_empty_so_that_what_follows_it_is_repeated()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loaders_workers_read_ahead_without_the_state_noticing(workers: int) -> None:
+def test_workers_read_ahead_unnoticed(workers: int) -> None:
+    """A loaders workers read ahead without the state noticing."""
     sampler = ElasticSampler(40, global_batch=8, rank=1, world=2)
     loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
     trained: list[int] = []
@@ -204,7 +210,8 @@ def test_nobody_reads_ahead_while_it_is_held() -> None:
     assert read == [25]
 
 
-def test_a_batch_that_was_handed_out_is_not_changed() -> None:
+def test_handed_out_batch_is_not_changed() -> None:
+    """A batch that was handed out is not changed."""
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     batches = iter(sampler)
     next(batches), next(batches)
@@ -212,7 +219,8 @@ def test_a_batch_that_was_handed_out_is_not_changed() -> None:
         sampler.resize(5, at=10)
 
 
-def test_an_iteration_ends_when_another_begins() -> None:
+def test_iteration_ends_when_another_begins() -> None:
+    """An iteration ends when another begins."""
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     old = iter(sampler)
     next(old)
@@ -221,7 +229,8 @@ def test_an_iteration_ends_when_another_begins() -> None:
     assert len(next(new)) == 10
 
 
-def test_the_users_new_batch_wins_over_the_state_and_the_changed_one_does_not() -> None:
+def test_users_new_batch_wins() -> None:
+    """The users new batch wins over the state and the changed one does not."""
     first = ElasticSampler(100, global_batch=10, rank=0, world=1)
     first.advance()
     first.resize(20, at=10)
@@ -241,7 +250,8 @@ def test_the_users_new_batch_wins_over_the_state_and_the_changed_one_does_not() 
         ({"version": 9}, ProtocolError, "version 9"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
+def test_unfit_state_is_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
+    """A state that does not fit is refused."""
     sampler = ElasticSampler(10, global_batch=4, rank=0, world=1)
     with pytest.raises(error, match=message):
         sampler.load_state_dict(sampler.state_dict() | change)
@@ -258,7 +268,8 @@ def test_a_state_that_does_not_fit_is_refused(change: dict[str, int], error: typ
         ({"rank": 1}, "rank and world"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_unworkable_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    """Settings that cannot work are refused."""
     with pytest.raises(SettingsError, match=message):
         ElasticSampler(**{"length": 10, "global_batch": 4, **arguments})
 

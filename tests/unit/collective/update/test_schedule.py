@@ -23,7 +23,8 @@ def schedule(samples_per_step: float = 100) -> tuple[SampleSchedule, torch.optim
 
 @settings(deadline=None)
 @given(batches=st.lists(st.integers(1, 250), min_size=1, max_size=12))
-def test_the_rate_depends_on_the_samples_only(batches: list[int]) -> None:
+def test_rate_depends_on_samples_only(batches: list[int]) -> None:
+    """The rate depends on the samples only."""
     moved, optimizer = schedule()
     samples = 0
     for batch in batches:
@@ -33,7 +34,8 @@ def test_the_rate_depends_on_the_samples_only(batches: list[int]) -> None:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted)
 
 
-def test_fractions_that_nearly_make_a_step_make_one() -> None:
+def test_near_fractions_make_a_step() -> None:
+    """Fractions that nearly make a step make one."""
     moved, optimizer = schedule()
     progress = 0.0
     for _ in range(3000):
@@ -43,7 +45,8 @@ def test_fractions_that_nearly_make_a_step_make_one() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_it_goes_on_from_its_state_also_with_other_steps() -> None:
+def test_state_goes_on_with_other_steps() -> None:
+    """It goes on from its state also with other steps."""
     first, _ = schedule(100)
     first.move_to(250)
     state = copy.deepcopy(first.state_dict())
@@ -67,7 +70,8 @@ def test_steps_of_nothing_are_refused() -> None:
         schedule(0)
 
 
-def test_a_schedule_of_evaluations_is_refused() -> None:
+def test_evaluation_schedule_is_refused() -> None:
+    """A schedule of evaluations is refused."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(SettingsError, match=r"on_result=plateau\.step"):

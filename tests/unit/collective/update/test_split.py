@@ -13,7 +13,8 @@ TAILS = st.sampled_from(["keep", "drop", "pad"])
 
 
 @given(samples=st.integers(0, 500), world=st.integers(1, 40))
-def test_shares_cover_the_batch_in_order_and_are_even(samples: int, world: int) -> None:
+def test_shares_cover_the_batch_evenly(samples: int, world: int) -> None:
+    """Shares cover the batch in order and are even."""
     shares = [share(samples, world, rank) for rank in range(world)]
     assert [place for one in shares for place in one] == list(range(samples))
     sizes = [len(one) for one in shares]
@@ -22,7 +23,8 @@ def test_shares_cover_the_batch_in_order_and_are_even(samples: int, world: int) 
 
 
 @given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))
-def test_micro_batches_are_as_few_as_fit_and_even(samples: int, most: int | None, parts: int) -> None:
+def test_micro_batches_are_few_and_even(samples: int, most: int | None, parts: int) -> None:
+    """Micro batches are as few as fit and even."""
     sizes = micro_sizes(samples, most, parts)
     assert sum(sizes) == samples
     assert all(size <= (most or samples) for size in sizes)
@@ -47,7 +49,8 @@ def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None)
 
 
 @given(length=st.integers(1, 300), batch=st.integers(1, 80), tail=TAILS)
-def test_an_epoch_has_as_many_batches_as_it_says(length: int, batch: int, tail: Tail) -> None:
+def test_epoch_has_the_announced_batches(length: int, batch: int, tail: Tail) -> None:
+    """An epoch has as many batches as it says."""
     position, sizes = 0, []
     while size := batch_at(position, length, batch, tail):
         sizes.append(size)
@@ -62,7 +65,8 @@ def test_an_epoch_has_as_many_batches_as_it_says(length: int, batch: int, tail: 
 
 
 @pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
-def test_a_rank_that_is_not_in_the_world_is_refused(world: int, rank: int) -> None:
+def test_rank_outside_the_world_is_refused(world: int, rank: int) -> None:
+    """A rank that is not in the world is refused."""
     with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
         share(10, world, rank)
 

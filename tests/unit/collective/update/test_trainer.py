@@ -61,7 +61,8 @@ class Named(NamedTuple):
     number: int
 
 
-def test_nests_of_tensors_arrays_and_lists_are_cut_by_rows() -> None:
+def test_nests_are_cut_by_rows() -> None:
+    """Nests of tensors arrays and lists are cut by rows."""
     batch = [
         {"ids": torch.arange(5)},
         (np.arange(10).reshape(5, 2), None),
@@ -84,7 +85,8 @@ def test_a_batch_without_rows_is_refused(batch: object) -> None:
 # --- The order of calls. ---
 
 
-def test_micro_batches_are_as_the_memory_asks() -> None:
+def test_micro_batches_fit_memory() -> None:
+    """Micro batches are as the memory asks."""
     trainer, model, _ = setup(max_micro_batch=3)
     sizes = []
     for inputs, targets in trainer.micro_batches(rows(8)):
@@ -95,7 +97,8 @@ def test_micro_batches_are_as_the_memory_asks() -> None:
     assert trainer.samples == 8
 
 
-def test_calls_out_of_order_say_what_is_missing() -> None:
+def test_calls_out_of_order() -> None:
+    """Calls out of order say what is missing."""
     trainer, model, _ = setup(max_micro_batch=4)
     inputs, targets = rows(8)
     with pytest.raises(SettingsError, match="no micro-batches"):
@@ -115,7 +118,8 @@ def test_calls_out_of_order_say_what_is_missing() -> None:
     assert trainer.samples == 8
 
 
-def test_an_error_in_the_users_code_leaves_nothing_behind_once_discarded() -> None:
+def test_users_error_leaves_nothing_behind() -> None:
+    """An error in the users code leaves nothing behind once discarded."""
     clean, broken = setup(max_micro_batch=2), setup(max_micro_batch=2)
     with pytest.raises(ZeroDivisionError):
         fail_in_the_second_micro_batch(broken)
@@ -141,7 +145,8 @@ def fail_in_the_second_micro_batch(setup: Setup) -> None:
         ({"sampler": ElasticSampler(8, global_batch=4), "auto": AutoBatch(1, 9), "policy": AdaScale()}, "epoch has 8"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+def test_unworkable_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    """Settings that cannot work are refused."""
     with pytest.raises(SettingsError, match=message):
         setup(**options)
 
@@ -193,7 +198,8 @@ def test_images_may_come_alone() -> None:
     assert trainer.samples == 1
 
 
-def test_parameters_that_are_not_the_models_are_refused() -> None:
+def test_foreign_parameters_are_refused() -> None:
+    """Parameters that are not the models are refused."""
     model, stranger = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
     with pytest.raises(SettingsError, match=r"2 parameters that the model has not.*nn\.ModuleList"):
@@ -201,7 +207,8 @@ def test_parameters_that_are_not_the_models_are_refused() -> None:
     ElasticTrainer(nn.ModuleList([model, stranger]), optimizer, global_batch=8)
 
 
-def test_a_worker_of_several_without_a_process_group_is_told_to_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of several without a process group is told to make one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer, _, _ = setup()
     with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
@@ -211,7 +218,8 @@ def test_a_worker_of_several_without_a_process_group_is_told_to_make_one(monkeyp
     assert list(ElasticSampler(8, global_batch=4, shuffle=False, rank=1, world=2)) == [[2, 3], [6, 7]]
 
 
-def test_waiting_for_others_is_not_timed_by_the_host_where_the_device_has_a_clock_of_its_own() -> None:
+def test_host_waits_are_not_device_time() -> None:
+    """Waiting for others is not timed by the host where the device has a clock of its own."""
     for device, told in (("cpu", True), ("meta", False)):
         model = nn.Linear(4, 1, device=device)
         trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=8)
@@ -219,7 +227,8 @@ def test_waiting_for_others_is_not_timed_by_the_host_where_the_device_has_a_cloc
         assert (trainer._board.read().waited_s > 0) == told
 
 
-def test_a_batch_that_is_not_the_samplers_is_refused() -> None:
+def test_foreign_batch_is_refused() -> None:
+    """A batch that is not the samplers is refused."""
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
     with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
         next(trainer.micro_batches(rows(7)))
@@ -228,7 +237,8 @@ def test_a_batch_that_is_not_the_samplers_is_refused() -> None:
 # --- Rates. ---
 
 
-def test_a_policy_changes_the_step_and_neither_the_rate_nor_the_moments_that_are_saved() -> None:
+def test_policy_leaves_saved_rates_alone() -> None:
+    """A policy changes the step and neither the rate nor the moments that are saved."""
     plain = setup(torch.optim.Adam, global_batch=32, base_batch=32)
     scaled = setup(torch.optim.Adam, global_batch=32, base_batch=8, policy=SquareRoot(moments=False))
     before = [one.detach().clone() for one in plain[1].parameters()]
@@ -242,7 +252,8 @@ def test_a_policy_changes_the_step_and_neither_the_rate_nor_the_moments_that_are
         assert torch.equal(small["exp_avg_sq"], large["exp_avg_sq"])
 
 
-def test_moments_survive_a_change_of_the_batch() -> None:
+def test_moments_survive_a_batch_change() -> None:
+    """Moments survive a change of the batch."""
     trainer, _, optimizer = one = setup(torch.optim.Adam, policy=AdaScale())
     train(one, 12)
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
@@ -265,7 +276,8 @@ def test_schedules_move_with_the_samples() -> None:
     assert (trainer.samples, trainer.progress) == (48, 48.0)
 
 
-def test_a_step_skipped_by_the_scaler_counts_its_samples_and_moves_no_schedule() -> None:
+def test_skipped_step_counts_samples() -> None:
+    """A step skipped by the scaler counts its samples and moves no schedule."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     trainer, model, optimizer = one = setup(scaler=scaler)
     trainer.schedule = SampleSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), samples_per_step=8)
@@ -279,7 +291,8 @@ def test_a_step_skipped_by_the_scaler_counts_its_samples_and_moves_no_schedule()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-def test_gradients_can_be_looked_at_before_the_step() -> None:
+def test_gradients_can_be_read_before_step() -> None:
+    """Gradients can be looked at before the step."""
     trainer, model, _ = setup(max_micro_batch=2, clip_norm=0.01)
     for inputs, targets in trainer.micro_batches(rows(8)):
         trainer.backward(nn.functional.mse_loss(model(inputs), targets))
@@ -323,14 +336,16 @@ def measure(
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_the_measured_noise_is_that_of_the_problem(scaled: bool) -> None:
+def test_measured_noise_is_the_problems(scaled: bool) -> None:
+    """The measured noise is that of the problem."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6) if scaled else None
     noise = measure(lambda model: torch.optim.SGD(model.parameters(), lr=0.0), scaler).noise
     assert noise.variance == pytest.approx(float(SPREADS.square().sum()), rel=0.15)
     assert noise.square == pytest.approx(float(TRUTH.square().sum()), rel=0.15)
 
 
-def test_adams_noise_is_that_of_gradients_divided_by_its_own_scale() -> None:
+def test_adams_noise_uses_its_own_scale() -> None:
+    """Adams noise is that of gradients divided by its own scale."""
     noise = measure(lambda model: torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.99))).noise
     # Adam divides by the root of E[g²] of a mean over 12 samples.
     second = TRUTH.square() + SPREADS.square() / 12
@@ -341,7 +356,9 @@ def test_adams_noise_is_that_of_gradients_divided_by_its_own_scale() -> None:
 @pytest.mark.parametrize(
     "kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.AdamW]
 )
-def test_the_first_steps_of_an_adaptive_optimizer_do_not_spoil_the_noise(kind: type[torch.optim.Optimizer]) -> None:
+def test_first_adaptive_steps_and_noise(kind: type[torch.optim.Optimizer]) -> None:
+    """The first steps of an adaptive optimizer do not spoil the noise."""
+
     def scale(steps: int) -> float:
         generator = torch.Generator().manual_seed(1)
         model = Quadratic()
@@ -362,7 +379,8 @@ def test_the_first_steps_of_an_adaptive_optimizer_do_not_spoil_the_noise(kind: t
         assert scale(steps) == pytest.approx(wanted, rel=0.5)
 
 
-def test_a_parameter_that_is_new_to_the_optimizer_does_not_spoil_the_noise() -> None:
+def test_new_parameter_spares_the_noise() -> None:
+    """A parameter that is new to the optimizer does not spoil the noise."""
     model, late = Quadratic(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model.register_parameter("late", late)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
@@ -384,7 +402,9 @@ def test_a_parameter_that_is_new_to_the_optimizer_does_not_spoil_the_noise() -> 
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
-def test_parameters_that_the_optimizer_does_not_have_are_neither_clipped_nor_measured(options: dict[str, Any]) -> None:
+def test_foreign_parameters_are_left_alone(options: dict[str, Any]) -> None:
+    """Parameters that the optimizer does not have are neither clipped nor measured."""
+
     class Headed(Quadratic):
         def __init__(self) -> None:
             super().__init__()
@@ -408,7 +428,8 @@ def test_parameters_that_the_optimizer_does_not_have_are_neither_clipped_nor_mea
     assert found[0] == found[1]
 
 
-def test_an_optimizer_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_optimizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """An optimizer that is not known is named."""
     one = setup(torch.optim.Adamax, policy=AdaScale())
     caplog.clear()  # that AdaScale is for SGD
     with caplog.at_level(logging.WARNING, "edl.collective"):
@@ -438,7 +459,9 @@ def test_a_saved_run_goes_on_bit_for_bit() -> None:
     assert second[0].state_dict() == whole[0].state_dict()
 
 
-def test_it_goes_through_a_checkpoint_with_everything_beside_it() -> None:
+def test_trainer_goes_through_a_checkpoint() -> None:
+    """It goes through a checkpoint with everything beside it."""
+
     def fresh() -> tuple[Setup, State]:
         sampler = ElasticSampler(50, global_batch=8)
         one = setup(torch.optim.Adam, sampler=sampler, policy=AdaScale(), scaler=torch.amp.GradScaler("cpu"))
@@ -462,13 +485,15 @@ def test_it_goes_through_a_checkpoint_with_everything_beside_it() -> None:
     assert second[0].sampler.consumed == 48
 
 
-def test_a_state_of_another_version_is_refused() -> None:
+def test_other_versions_state_is_refused() -> None:
+    """A state of another version is refused."""
     trainer, _, _ = setup()
     with pytest.raises(ProtocolError, match="version 0"):
         trainer.load_state_dict(trainer.state_dict() | {"version": 0})
 
 
-def test_a_batch_that_auto_changed_survives_and_the_users_new_one_wins() -> None:
+def test_auto_changed_batch_survives() -> None:
+    """A batch that auto changed survives and the users new one wins."""
     first, _, _ = setup(global_batch=8, policy=SquareRoot())
     first.resize(32)
     same, other = setup(global_batch=8, policy=SquareRoot())[0], setup(global_batch=16, policy=SquareRoot())[0]
@@ -482,9 +507,8 @@ def test_a_batch_that_auto_changed_survives_and_the_users_new_one_wins() -> None
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_auto_grows_the_batch_of_noisy_gradients_in_the_middle_of_an_epoch(
-    workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_grows_a_noisy_batch(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Auto grows the batch of noisy gradients in the middle of an epoch."""
     generator = torch.Generator().manual_seed(4)
     targets = TRUTH * 0.01 + SPREADS * torch.randn(2000, 3, generator=generator, dtype=torch.float64)
     model = Quadratic()

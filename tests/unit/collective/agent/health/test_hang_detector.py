@@ -56,7 +56,8 @@ def test_a_worker_that_works_has_longer() -> None:
     assert found[2].endswith("the limit is 40 s where a step takes 1 s for a process that works")
 
 
-def test_ranks_that_work_do_not_excuse_each_other() -> None:
+def test_working_ranks_excuse_nobody() -> None:
+    """Ranks that work do not excuse each other."""
     found = Simulation(0, 1).until_hung(300.0)
     assert found is not None
     assert found[0] == 40.1
@@ -81,7 +82,8 @@ def test_what_is_declared_has_its_own_limit() -> None:
     )  # fmt: skip
 
 
-def test_the_wait_begins_when_the_other_is_done() -> None:
+def test_wait_begins_when_the_other_is_done() -> None:
+    """The wait begins when the other is done."""
     simulation = Simulation()
     simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
     assert simulation.until_hung(300.0) is None

@@ -43,7 +43,8 @@ def test_every_suspect_meets_one_that_passed() -> None:
 
 
 @given(st.integers(0, 9), st.randoms(use_true_random=False))
-def test_every_node_is_in_exactly_one_group_of_each_round(count: int, rng: object) -> None:
+def test_nodes_are_in_one_group_a_round(count: int, rng: object) -> None:
+    """Every node is in exactly one group of each round."""
     nodes = [f"n{number}" for number in range(count)]
     pick = lambda: {node for node in nodes if rng.random() < 0.3}  # type: ignore[attr-defined] # noqa: E731
     for groups, _ in simulate(nodes, pick(), pick()):
@@ -51,7 +52,8 @@ def test_every_node_is_in_exactly_one_group_of_each_round(count: int, rng: objec
 
 
 @given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
-def test_one_bad_node_among_good_ones_is_named_and_nobody_else(count: int, which: int, silent: bool) -> None:
+def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
+    """One bad node among good ones is named and nobody else."""
     nodes = [f"n{number}" for number in range(count)]
     bad = {nodes[which % count]}
     found = verdict(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
@@ -64,12 +66,14 @@ def test_a_silent_node_among_three_is_named() -> None:
     assert verdict(nodes, simulate(nodes, set(), {"c"}), FACTOR) == Verdict({"c": "no answer"})
 
 
-def test_of_two_that_fail_together_both_are_named() -> None:
+def test_both_of_two_failing_are_named() -> None:
+    """Of two that fail together both are named."""
     nodes = list("ab")
     assert verdict(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(nodes, "could not reduce")
 
 
-def test_a_slow_node_is_named_by_its_own_time_not_its_partners() -> None:
+def test_slow_node_is_named_by_its_own_time() -> None:
+    """A slow node is named by its own time not its partners."""
     first = {"a": GOOD, "b": Result("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
     first["a"] = Result("cpu", 1.0, 0.5)  # it waited for b
     again = second_groups("abcd", first, FACTOR)
@@ -87,11 +91,13 @@ def test_a_slow_node_is_named_by_its_own_time_not_its_partners() -> None:
     }
 
 
-def test_of_two_nodes_the_slower_one_can_be_slow() -> None:
+def test_slower_of_two_can_be_slow() -> None:
+    """Of two nodes the slower one can be slow."""
     results = {"a": GOOD, "b": Result("cpu", 2.5, 0.1)}
     assert set(verdict("ab", [(first_groups("ab"), results)], FACTOR).slow) == {"b"}
 
 
-def test_devices_are_compared_with_their_like() -> None:
+def test_devices_are_compared_with_alike() -> None:
+    """Devices are compared with their like."""
     results = {"a": Result("cuda", 0.01, 0.1), "b": Result("cuda", 0.01, 0.1), "c": Result("cpu", 9.0, 0.1)}
     assert verdict("abc", [(first_groups("abc"), results)], FACTOR) == Verdict()

@@ -108,7 +108,8 @@ def test_cpu_time_counts_beside_calls(after: ProcessUsage, works: bool) -> None:
     assert is_active(usage(0.0, 0.0, 0), after) is works
 
 
-def test_a_thread_id_used_again_is_another_thread() -> None:
+def test_reused_thread_id_is_another_thread() -> None:
+    """A thread id used again is another thread."""
     before = ProcessUsage(0.0, {(7, 1): ThreadUsage(90.0, 1000)})
     assert not is_active(before, ProcessUsage(10.0, {(7, 2): ThreadUsage(0.1, 5)}))
     assert is_active(before, ProcessUsage(10.0, {(7, 2): ThreadUsage(5.0, 5)}))

@@ -14,7 +14,8 @@ from edl.collective.job import Member, Node, State, World
 WORLD = World(3, State.RUNNING)
 
 
-def test_quiet_is_the_time_since_a_node_came_or_went() -> None:
+def test_quiet_since_a_node_came_or_went() -> None:
+    """Quiet is the time since a node came or went."""
     seen = Sightings(0.0)
     seen.note(WORLD, ["a"], 1.0)
     seen.note(WORLD, ["a"], 3.0)
@@ -23,7 +24,8 @@ def test_quiet_is_the_time_since_a_node_came_or_went() -> None:
     assert seen.quiet_s(5.5) == 0.5
 
 
-def test_pausing_is_the_time_since_this_pause_was_wanted() -> None:
+def test_pausing_since_this_pause() -> None:
+    """Pausing is the time since this pause was wanted."""
     seen = Sightings(0.0)
     seen.note(WORLD, [], 1.0)
     assert (seen.pausing, seen.pausing_s(9.0)) == (False, 0.0)
@@ -58,7 +60,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_sign_of_life_is_given_as_long_as_the_records_allow_it() -> None:
+def test_sign_of_life_while_records_allow() -> None:
+    """A sign of life is given as long as the records allow it."""
     beats: list[float] = []
     turns: list[float] = []
     heart = Heart(5.0, lambda: beats.append(time.monotonic()), lambda: turns.append(time.monotonic()), lambda: None)

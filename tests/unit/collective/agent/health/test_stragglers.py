@@ -46,7 +46,8 @@ def windows(slow_rank: int, count: int) -> list[str]:
     return said
 
 
-def test_the_rank_that_never_waits_is_named_once() -> None:
+def test_rank_that_never_waits_is_named() -> None:
+    """The rank that never waits is named once."""
     said = windows(slow_rank=2, count=12)
     assert len(said) == 1
     assert said[0].startswith("rank 2 is slow: 0.099 s of its own a step, the others 0.04 s")
@@ -56,7 +57,8 @@ def test_nobody_is_named_before_it_lasts() -> None:
     assert windows(slow_rank=2, count=4) == []
 
 
-def test_nobody_is_named_where_nobody_measures() -> None:
+def test_unmeasured_ranks_are_not_named() -> None:
+    """Nobody is named where nobody measures."""
     times = StepTimes()
     times.window({0: BEGIN})
     assert times.window({0: after(10, 0.1, 0.0)}) == {}
@@ -68,7 +70,8 @@ def test_a_new_worker_begins_a_new_window() -> None:
     assert times.window({0: replace(after(10, 0.1, 0.01), pid=101)}) == {}
 
 
-def test_other_generations_and_nonsense_do_not_count() -> None:
+def test_other_generations_do_not_count() -> None:
+    """Other generations and nonsense do not count."""
     stragglers = Stragglers()
     for _ in range(20):
         entries = [

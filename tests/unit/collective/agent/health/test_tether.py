@@ -82,9 +82,8 @@ def nothing(gone: queue.SimpleQueue[str]) -> bool:
         return True
 
 
-def test_a_killed_process_is_gone_and_one_that_is_stopped_is_not(
-    tethers: Tethers, gone: queue.SimpleQueue[str]
-) -> None:
+def test_killed_is_gone_stopped_is_not(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    """A killed process is gone and one that is stopped is not."""
     with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
         tethers.follow({"a": to_a, "b": to_b})
         wait_for(connected(tethers, "a", "b"))
@@ -97,9 +96,7 @@ def test_a_killed_process_is_gone_and_one_that_is_stopped_is_not(
         assert nothing(gone), "each is told once"
 
 
-def test_an_address_where_that_agent_never_answered_proves_nothing(
-    tethers: Tethers, gone: queue.SimpleQueue[str]
-) -> None:
+def test_unknown_address_proves_nothing(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
     """A firewall refuses, another node has 127.0.0.1 for its address, a port belongs to somebody else now."""
     with other_agent("somebody else") as (process, to_other), socket.create_server(("127.0.0.1", 0)) as closed:
         refused = closed.getsockname()[:2]
@@ -111,7 +108,7 @@ def test_an_address_where_that_agent_never_answered_proves_nothing(
         assert nothing(gone)
 
 
-def test_a_connection_that_is_cut_is_made_again(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_cut_connection_is_made_again(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
     """By something in between: the agent lives. Later it dies, and that is seen."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"a": to_a})
@@ -125,7 +122,8 @@ def test_a_connection_that_is_cut_is_made_again(tethers: Tethers, gone: queue.Si
         assert gone.get(timeout=DEADLINE_S) == "a"
 
 
-def test_whoever_is_not_followed_any_more_is_nobodys_business(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_unfollowed_peer_is_ignored(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+    """Whoever is not followed any more is nobodys business."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"a": to_a})
         wait_for(connected(tethers, "a"))
@@ -144,7 +142,9 @@ def test_strangers_do_no_harm(tethers: Tethers, gone: queue.SimpleQueue[str]) ->
     assert nothing(gone)
 
 
-def test_everybody_is_tied_to_those_behind_in_a_ring() -> None:
+def test_ring_ties_to_those_behind() -> None:
+    """Everybody is tied to those behind in a ring."""
+
     def world(size: int) -> World:
         members = tuple(Member(str(rank), "h", 1, 1, rank, tether_port=rank % 9 and 100 + rank) for rank in range(size))
         return World(0, State.RUNNING, members)
@@ -154,7 +154,7 @@ def test_everybody_is_tied_to_those_behind_in_a_ring() -> None:
     assert [*neighbours(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
 
 
-def test_a_name_that_is_none_harms_nobody_else(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_bad_name_harms_nobody(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
     """Of a node that was told a wrong --local-addr."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})

@@ -44,7 +44,8 @@ def why_hung(one: Reading, now_s: float, limits: HangLimits, forked_s: float = 0
     return None if found is None else hang(found, now_s, limits)
 
 
-def test_a_step_that_does_not_come_is_a_hang_after_the_floor() -> None:
+def test_missing_step_is_a_hang() -> None:
+    """A step that does not come is a hang after the floor."""
     assert why_hung(reading(), 110.0, LIMITS) is None
     why = why_hung(reading(), 110.1, LIMITS)
     assert why == "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s"
@@ -57,17 +58,20 @@ def test_slow_steps_have_longer() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"step": -1, "step_at": 0.0}, {"durations_s": (0.1, 0.1)}])
-def test_the_first_steps_have_a_limit_of_their_own(fields: dict[str, object]) -> None:
+def test_first_steps_have_their_own_limit(fields: dict[str, object]) -> None:
+    """The first steps have a limit of their own."""
     assert why_hung(reading(**fields), 160.0, LIMITS) is None
     assert "for the first steps" in (why_hung(reading(**fields), 160.1, LIMITS) or "")
 
 
-def test_so_has_the_first_step_of_a_new_worker_on_the_same_page() -> None:
+def test_new_workers_first_step_has_as_well() -> None:
+    """So has the first step of a new worker on the same page."""
     assert why_hung(reading(step_at=50.0), 160.0, LIMITS, forked_s=90.0) is None
     assert why_hung(reading(step_at=50.0), 160.1, LIMITS, forked_s=90.0) is not None
 
 
-def test_a_save_or_a_new_worker_begins_the_time_anew() -> None:
+def test_save_or_new_worker_restarts_time() -> None:
+    """A save or a new worker begins the time anew."""
     assert why_hung(reading(step_at=50.0, phase_since=105.0), 115.0, LIMITS) is None
     assert why_hung(reading(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
 
@@ -83,16 +87,16 @@ def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
 @pytest.mark.parametrize("limits", [HangLimits(floor_s=3600.0), HangLimits(), HangLimits(save_s=4000.0)])
 @pytest.mark.parametrize("durations_s", [(), (1.0, 1.0, 1.0), (200.0, 200.0, 200.0)])
 @pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.ROLLBACK, Phase.SAVE])
-def test_the_rank_that_hangs_is_found_before_those_that_wait_for_it(
-    limits: HangLimits, durations_s: tuple[float, ...], phase: Phase
-) -> None:
+def test_hanging_rank_is_found_first(limits: HangLimits, durations_s: tuple[float, ...], phase: Phase) -> None:
+    """The rank that hangs is found before those that wait for it."""
     waiting, hanging = (reading(each, durations_s=durations_s) for each in (Phase.AGREE, phase))
     found = next(now_s for now_s in range(100, 20000, 30) if why_hung(hanging, now_s, limits))
     assert why_hung(waiting, found, limits) is None
     assert why_hung(waiting, 20000.0, limits) is not None, "but not for ever"
 
 
-def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_alone() -> None:
+def test_silent_and_waiting_scripts_are_left() -> None:
+    """A script that reports nothing and one that waits for others are left alone."""
     assert why_hung(reading(Phase.START, step=-1), 1e9, LIMITS) is None
     assert why_hung(reading(Phase.PAUSE), 1e9, LIMITS) is None
     assert why_hung(reading(Phase.EXIT), 1e9, LIMITS) is None
@@ -103,7 +107,8 @@ def test_a_script_that_reports_nothing_and_one_that_waits_for_others_are_left_al
 RULES = StragglerRules(windows=3)
 
 
-def test_a_rank_that_is_slow_persistently_is_named_once_and_cleared_once() -> None:
+def test_persistent_slowness_is_named_once() -> None:
+    """A rank that is slow persistently is named once and cleared once."""
     watch = Stragglers(RULES)
     slow = {0: 1.0, 1: 1.0, 2: 1.6}
     assert [watch.observe(slow) for _ in range(2)] == [[], []]
@@ -116,7 +121,8 @@ def test_a_rank_that_is_slow_persistently_is_named_once_and_cleared_once() -> No
     assert watch.named == set()
 
 
-def test_of_two_ranks_the_slower_is_named_and_alone_nobody_is() -> None:
+def test_slower_of_two_is_named() -> None:
+    """Of two ranks the slower is named and alone nobody is."""
     watch = Stragglers(RULES)
     assert [str(*watch.observe({0: 0.2, 1: 0.1})) for _ in range(3)][-1] == (
         "rank 0 is slow: 0.2 s of its own a step, the others 0.1 s"
@@ -130,12 +136,14 @@ def test_noise_names_nobody(windows: list[list[float]]) -> None:
     assert not any(watch.observe(dict(enumerate(own_s))) for own_s in windows)
 
 
-def test_differences_of_microseconds_do_not_count() -> None:
+def test_microseconds_do_not_count() -> None:
+    """Differences of microseconds do not count."""
     watch = Stragglers(RULES)
     assert not any(watch.observe({0: 0.001, 1: 0.004}) for _ in range(9))
 
 
-def test_own_time_is_the_step_without_the_wait() -> None:
+def test_own_time_excludes_the_wait() -> None:
+    """Own time is the step without the wait."""
     before = reading()
     totals = {**before.totals_s, Phase.TRAIN: before.totals_s[Phase.TRAIN] + 4.0}
     after = replace(before, step=before.step + 4, totals_s=totals)
@@ -203,7 +211,8 @@ def test_a_worker_that_hangs_shows_where(how: str, tmp_path: Path) -> None:
         os.kill(pid, 0)  # and it lives
 
 
-def test_a_stopped_worker_and_one_that_has_gone_say_so_at_once(tmp_path: Path) -> None:
+def test_stopped_and_gone_workers_answer(tmp_path: Path) -> None:
+    """A stopped worker and one that has gone say so at once."""
     path = tmp_path / "stacks"
     with worker(WORKER.format(body=HANGS["sleep"]), str(path)) as pid:
         os.kill(pid, signal.SIGSTOP)
@@ -215,7 +224,8 @@ def test_a_stopped_worker_and_one_that_has_gone_say_so_at_once(tmp_path: Path) -
     assert dump_stacks([(pid, path)]) == [f"process {pid} has ended: it has no stack"]
 
 
-def test_a_worker_that_armed_nothing_is_not_killed_by_the_question(tmp_path: Path) -> None:
+def test_unarmed_worker_is_not_killed(tmp_path: Path) -> None:
+    """A worker that armed nothing is not killed by the question."""
     with worker("import time\nprint('armed', flush=True)\ntime.sleep(600)") as pid:
         (text,) = dump_stacks([(pid, tmp_path / "stacks")])
         assert "has not armed" in text

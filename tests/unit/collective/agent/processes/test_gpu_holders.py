@@ -26,7 +26,8 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     sleeping.wait()
 
 
-def test_holders_are_found_by_their_open_device(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_holders_are_found_by_open_device(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Holders are found by their open device."""
     devices = (f"{tmp_path}/nvidia[0-9]*",)
     holders = find_holders([process.pid], devices)
     assert list(holders) == [process.pid]

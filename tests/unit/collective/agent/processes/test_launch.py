@@ -37,7 +37,8 @@ def host() -> Iterator[HostFolder]:
     folder.close(keep=False)
 
 
-def test_ranks_count_through_all_nodes_in_their_order() -> None:
+def test_ranks_count_through_all_nodes() -> None:
+    """Ranks count through all nodes in their order."""
     environs = [
         environment(launch(member.local_world_size), WORLD, member, local)
         for member in MEMBERS
@@ -50,7 +51,8 @@ def test_ranks_count_through_all_nodes_in_their_order() -> None:
     assert {(one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in environs} == {("6", "3")}
 
 
-def test_all_meet_at_the_first_node_of_this_generation() -> None:
+def test_all_meet_at_the_first_node() -> None:
+    """All meet at the first node of this generation."""
     one = environment(launch(2), WORLD, MEMBERS[2], 1)
     assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
     assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
@@ -76,7 +78,8 @@ def test_the_users_own_variables_come_last() -> None:
     assert (one["MASTER_ADDR"], one["NEW"]) == ("proxy", "1")
 
 
-def test_each_worker_has_files_of_its_own_and_storage_only_if_there_is_one(host: HostFolder, tmp_path: Path) -> None:
+def test_workers_have_files_of_their_own(host: HostFolder, tmp_path: Path) -> None:
+    """Each worker has files of its own and storage only if there is one."""
     logs = DefaultLogsSpecs(str(tmp_path), Std.NONE, Std.from_str("1:1"))
     jobs, dest = forks(launch(3, logs=logs), WORLD, MEMBERS[1], host)
     assert sorted(jobs) == [0, 1, 2]

@@ -103,7 +103,8 @@ def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
         "[y := 1]",
     ],
 )
-def test_statements_with_effects_are_obstacles(tmp_path: Path, effect: str) -> None:
+def test_effects_are_obstacles(tmp_path: Path, effect: str) -> None:
+    """Statements with effects are obstacles."""
     found = scan(tmp_path, f"import os, sys\nimport numpy\n{effect}\nimport torch\n")
     assert (found.obstacle, found.framework) == ("train.py, line 3", False)
     assert found.modules == (("numpy", ""),), "what stands before the statement is found all the same"

@@ -96,7 +96,8 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
     assert "zygote.py" not in text, "only frames of the script are shown"
 
 
-def test_replacing_kills_the_children_as_well_and_keeps_whom_it_should(tmp_path: Path) -> None:
+def test_replacing_kills_the_children(tmp_path: Path) -> None:
+    """Replacing kills the children as well and keeps whom it should."""
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
         workers.start(0, {rank: Fork({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
         first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
@@ -143,7 +144,7 @@ HOLDER = """
 """
 
 
-def test_new_worker_waits_for_the_gpus_memory(tmp_path: Path) -> None:
+def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:
     """A file in the place of a GPU's device: whoever has it open has ended before a new worker's first line."""
     device = tmp_path / "nvidia0"
     device.touch()
@@ -156,7 +157,8 @@ def test_new_worker_waits_for_the_gpus_memory(tmp_path: Path) -> None:
         assert (tmp_path / "out-1").read_text() == "False False"
 
 
-def test_a_killed_zygote_takes_everybody_along_and_is_told(tmp_path: Path) -> None:
+def test_killed_zygote_takes_all_along(tmp_path: Path) -> None:
+    """A killed zygote takes everybody along and is told."""
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
         workers.start(0, {0: Fork({"OUT": str(tmp_path / "out")})})
         pids = pids_in(tmp_path / "out")
@@ -168,7 +170,8 @@ def test_a_killed_zygote_takes_everybody_along_and_is_told(tmp_path: Path) -> No
             workers.start(1, {0: Fork({"OUT": str(tmp_path / "out-2")})})
 
 
-def test_a_zygote_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
+    """A zygote that does not answer is given up."""
     with workers_of(tmp_path, SLEEPER) as (workers, _):
         workers.start(0, {0: Fork({"OUT": str(tmp_path / "out")})})
         pids = pids_in(tmp_path / "out")
@@ -190,7 +193,8 @@ AGENT = """
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_an_agent_that_is_killed_takes_everybody_along(tmp_path: Path, stopped: bool) -> None:
+def test_killed_agent_takes_all_along(tmp_path: Path, stopped: bool) -> None:
+    """An agent that is killed takes everybody along."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SLEEPER))
     (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT))
     agent = subprocess.Popen(
@@ -207,7 +211,8 @@ def test_an_agent_that_is_killed_takes_everybody_along(tmp_path: Path, stopped: 
     wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
 
 
-def test_a_script_that_cannot_be_read_fails_in_the_worker(tmp_path: Path) -> None:
+def test_unreadable_script_fails_in_worker(tmp_path: Path) -> None:
+    """A script that cannot be read fails in the worker."""
     with workers_of(tmp_path, "def") as (workers, heard):
         workers.start(0, {0: Fork({"EDL_STDERR": str(tmp_path / "err")})})
         event = heard.next()
@@ -216,7 +221,8 @@ def test_a_script_that_cannot_be_read_fails_in_the_worker(tmp_path: Path) -> Non
     assert "SyntaxError" in (tmp_path / "err").read_text()
 
 
-def test_forks_have_random_numbers_of_their_own(tmp_path: Path) -> None:
+def test_forks_have_own_random_numbers(tmp_path: Path) -> None:
+    """Forks have random numbers of their own."""
     script = "import random, os; open(os.environ['OUT'], 'w').write(str(random.random()))"
     with workers_of(tmp_path, script) as (workers, heard):
         workers.start(0, {rank: Fork({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
@@ -224,7 +230,8 @@ def test_forks_have_random_numbers_of_their_own(tmp_path: Path) -> None:
     assert (tmp_path / "out-0").read_text() != (tmp_path / "out-1").read_text()
 
 
-def test_nothing_of_the_agents_is_open_in_a_worker(tmp_path: Path) -> None:
+def test_worker_has_no_files_of_the_agent(tmp_path: Path) -> None:
+    """Nothing of the agents is open in a worker."""
     script = """
         import os
         files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]

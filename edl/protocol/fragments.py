@@ -24,7 +24,7 @@ __all__ = ["Defragmenter", "fragment_request", "is_fragment"]
 _HEADER = kserve.ModelInferRequest(
     parameters={names.FRAGMENT: kserve.InferParameter(bool_param=True)}
 ).SerializeToString()
-_SIZE_NBYTES = 8
+_SIZE_NBYTES = 8  # of the request's size as a number without sign; fewer would limit it to 4 GiB
 
 
 def fragment_request(header: bytes, raw: Sequence[Buffer], request_id: str, nbytes: int) -> Iterator[bytes]:
@@ -85,7 +85,9 @@ class Defragmenter:
             raise ProtocolError(f"{names.FRAGMENT} of {total:,} bytes, at most {self._limit_nbytes:,}")
         if request_id != self._request_id or total != len(self._whole):
             # Not a bytearray, which would be filled with zeros first. Memory is used as far as pieces have come.
-            self._request_id, self._whole, self._at = request_id, np.empty(total, np.uint8).data, 0
+            self._request_id = request_id
+            self._whole = np.empty(total, np.uint8).data
+            self._at = 0
         end = self._at + len(piece)
         if end > total or not piece:
             self.drop(request_id)
@@ -101,7 +103,9 @@ class Defragmenter:
     def drop(self, request_id: str) -> None:
         """Forget what came of a request that nobody waits for any more."""
         if request_id == self._request_id:
-            self._request_id, self._whole, self._at = "", memoryview(b""), 0
+            self._request_id = ""
+            self._whole = memoryview(b"")
+            self._at = 0
 
 
 def _between(parts: Sequence[memoryview], begin: int, end: int) -> Iterator[memoryview]:

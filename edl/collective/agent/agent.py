@@ -93,8 +93,9 @@ class Agent:
             return None
         asked_at = time.monotonic()
         try:
-            while self._gone:
-                part.membership.bury(self._gone.pop())
+            for node in list(self._gone):
+                part.membership.bury(node)  # an error leaves it for the next turn: it may have served the store
+                self._gone.discard(node)
             records = part.membership.read()
             self._read_at = time.monotonic()
             code = conduct.act(records)

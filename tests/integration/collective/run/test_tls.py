@@ -14,6 +14,7 @@ from tests.certificates import Authority
 from tests.integration.collective.checkpoint.test_run_sharded import SCRIPT, wait_for_replicas
 from tests.integration.collective.checkpoint.world import ROOT
 from tests.integration.collective.job import Job
+from tests.plugins_consul import free_ports
 
 LEASE_S = 60
 
@@ -21,7 +22,7 @@ LEASE_S = 60
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_run_with_tls(tmp_path: Path) -> None:
-    """Replicas arrive, and the death of an agent is seen long before its lease ends."""
+    """The store is served, replicas arrive, and the death of an agent is seen long before its lease ends."""
     ca = Authority()
     saved = ca.issue("agents.example").save(tmp_path)
     options = (
@@ -29,7 +30,8 @@ def test_run_with_tls(tmp_path: Path) -> None:
         *("--tls-ca", ca.save(tmp_path), "--tls-server-name", "agents.example"),
         *("--tls-cert", saved["cert"], "--tls-key", saved["key"]),
     )
-    with Job(tmp_path, options, [str(SCRIPT), str(tmp_path)], environ={"PYTHONPATH": str(ROOT)}) as job:
+    url = f"edl://127.0.0.1:{free_ports(1)[0]}"
+    with Job(tmp_path, options, [str(SCRIPT), str(tmp_path)], url, environ={"PYTHONPATH": str(ROOT)}) as job:
         nodes = [job.start() for _ in range(2)]
         first = job.wait_for_world(2)[0].generation
         wait_for_replicas(job, first, nodes)

@@ -130,6 +130,8 @@ class CredentialFiles:
                 return self._material
             self._fingerprint = fingerprint
             self._complaint = ""
+            if material == replace(self._material, version=material.version):
+                return self._material  # written anew with what they held: no connection needs to be made anew
             self._material = material
             until = f", valid until {material.identity.not_after}" if material.identity is not None else ""
             logger.info("credentials were replaced, and are in use from now on%s", until)

@@ -111,7 +111,7 @@ def test_large_requests_go_in_fragments(in_fragments: bool) -> None:
     with_stream(test, in_fragments=in_fragments)
 
 
-def test_cancelled_request_is_read_no_further() -> None:
+def test_cancelled_request_is_read_no_more() -> None:
     async def test(stream: InferStream, recorder: Recorder) -> None:
         large = memoryview(bytearray(8 << 20))  # more than the connection takes while the server does not read
         number, future = start(stream, large)  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def test_cancelled_request_is_read_no_further() -> None:
     with_stream(test)
 
 
-def test_stream_that_ends_midway_loses_request() -> None:
+def test_stream_that_ends_midway() -> None:
     async def test(stream: InferStream, recorder: Recorder) -> None:
         _, future = start(stream, bytes(8 << 20))
         async with recorder.arrived:

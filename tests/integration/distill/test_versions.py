@@ -31,7 +31,7 @@ FOLLOWED = "from this epoch on"
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     # Who asks the teachers for their version gives up after a second, and stays with the one that it knows.
-    monkeypatch.setattr("edl.distill.engine.engine._LOOK_AGAIN_S", 20.0)
+    monkeypatch.setattr("edl.distill.engine.engine._REFRESH_TIMEOUT_S", 20.0)
 
 
 def source(pause_at: int = ROWS, go_on: threading.Event | None = None) -> Callable[[], Iterator[Any]]:

@@ -384,7 +384,7 @@ def test_misused_fragment_is_refused(inside: StartInside, connect: Connect, data
     stream.end()
 
 
-def test_fragments_need_a_stream_without_order(inside: StartInside, connect: Connect) -> None:
+def test_fragments_in_an_ordered_stream(inside: StartInside, connect: Connect) -> None:
     server = inside(Pair())
     client = connect(server.target)
     stream = Open(client.channel, unordered=False)

@@ -294,6 +294,13 @@ def test_replaced_files_are_read_again(tmp_path: Path) -> None:
     assert files.current(now=True).version == 1
 
 
+def test_files_written_anew_are_no_change(tmp_path: Path) -> None:
+    files = files_of(tmp_path)
+    before = files.current()
+    put(tmp_path / "token", (tmp_path / "token").read_bytes())
+    assert files.current(now=True) is before, "who renews every file at once would have all connections made anew"
+
+
 def test_bad_files_do_not_replace_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = files_of(tmp_path)
     before = files.current()

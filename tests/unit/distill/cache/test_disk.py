@@ -337,7 +337,7 @@ def test_a_dead_writer_makes_nobody_wait(
     def broken(self: Any) -> float:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("edl.distill.cache.writer.Writer._until_due", broken)
+    monkeypatch.setattr("edl.distill.cache.writer.SegmentWriter._until_due", broken)
     with SoftLabelCache(128 << 20, tmp_path) as cache:
         started = time.monotonic()
         for start in range(0, 8000, 500):  # several files' worth, for which `put` would wait a minute

@@ -14,6 +14,9 @@ import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it sw
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and so would every program that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # `nohup` has it ignored: torchrun's workers are told otherwise, those of `edl run` are not.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # An example's time says how busy the machine is.
 hypothesis.settings.register_profile("edl", deadline=None)

@@ -51,6 +51,7 @@ class BoundaryCheckpointer:
         self._checkpointer: Checkpointer | None = None
         self._rng: dict[str, Any] | None = None
         self._stepped = False
+        self._ended = False
 
     @property
     def is_open(self) -> bool:
@@ -86,9 +87,12 @@ class BoundaryCheckpointer:
         if self._checkpointer is not None:
             self._stepped = False
             self._checkpointer.save(last, force=True)
+            self._ended = True
 
     def close(self) -> None:
         """Let go of the memory, without another save."""
+        if self._checkpointer is not None and not self._ended:
+            self._checkpointer.close()  # or its end would save objects that a broken step has half changed
         self._checkpointer = None
         self._stack.close()
 

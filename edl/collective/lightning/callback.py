@@ -107,7 +107,8 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         """The first epoch's iterator is about to be made: keep the random numbers that its order may be drawn from."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
         assert self._progress is not None
-        self._progress.note_draws()
+        if not self._resuming:  # a loader that is loaded anew in the epoch that is gone on with: they were restored
+            self._progress.note_draws()
 
     def _begin_run(self) -> None:
         """Restore the newest state there is, before the hooks that tell that training begins."""

@@ -143,6 +143,18 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, manual: bool) -> 
     assert again.checkpoint_callback.best_model_score == trainer.checkpoint_callback.best_model_score
 
 
+@pytest.mark.parametrize("settings", [{"reload_dataloaders_every_n_epochs": 1}])
+def test_later_epoch_keeps_its_order(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The order is drawn, and the second epoch is broken off."""
+    _, model = fit(tmp_path / "whole", Lines(), **settings)
+    with pytest.raises(LookupError):
+        fit(tmp_path / "broken", Lines(), 13, **settings)
+    again, other = fit(tmp_path / "broken", Lines(), **settings)
+    assert again.callbacks[0].began > 0, "it began anew, which is no recovery"
+    assert other.seen == model.seen, "the same batches in the same order, and each once"
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
 def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
     first, model = fit(tmp_path, Lines())
     again, other = fit(tmp_path, Lines(), 1)

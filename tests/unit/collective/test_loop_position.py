@@ -1,0 +1,38 @@
+"""What the integrations of trainers share: saves where a step begins, and none of a broken step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from edl.collective.checkpoint.state import State  # noqa: E402
+from edl.collective.loop_position import BoundaryCheckpointer  # noqa: E402
+
+
+def boundary_of(folder: Path) -> BoundaryCheckpointer:
+    return BoundaryCheckpointer({"storage": str(folder), "interval_steps": 1, "storage_interval_s": 1e-6})
+
+
+@pytest.mark.parametrize(("ended", "stored"), [(False, 1.0), (True, 777.0)])
+def test_broken_step_is_not_stored(tmp_path: Path, ended: bool, stored: float) -> None:
+    """Closed in the middle of a step, and after the end."""
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.constant_(model.weight, 1.0)
+    boundary = boundary_of(tmp_path)
+    boundary.open(State(model=model))
+    for step in range(3):
+        boundary.count_step()
+        boundary.begin_step(step)
+    torch.nn.init.constant_(model.weight, 777.0)
+    if ended:
+        boundary.save_end(3)
+    boundary.close()
+
+    again = torch.nn.Linear(2, 2)
+    boundary = boundary_of(tmp_path)
+    assert boundary.open(State(model=again))
+    boundary.close()
+    assert again.weight.flatten().tolist() == [stored] * 4

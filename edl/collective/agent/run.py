@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         runs: TaskRuns | None = None
         if step is not None and options.rdzv_id == step.name:
-            runs = stack.enter_context(TaskRuns(step))
+            runs = stack.enter_context(TaskRuns(step, _command(options)))
             step = replace(step, run=runs.ended)
             options = parse_options(argv, step)
         conf = _conf(options)
@@ -85,8 +85,8 @@ def main(argv: Sequence[str]) -> int:
             _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}, store {url}")
         _tell_of_unused(options, endpoint, url)
         code = Agent(told, store, _say).run()
-        if runs is not None and code == Exit.DONE:
-            runs.count()
+        if runs is not None and code in (Exit.DONE, Exit.NOT_STORED):
+            runs.count(stored=code == Exit.DONE)
         if url.startswith(_SERVED):
             from edl.collective.agent.served_store import keep_for_later
 
@@ -209,9 +209,22 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """A digest of what the workers run: the script, wherever it is named from, and its arguments."""
-    target = options.training_script if options.module else str(Path(options.training_script).resolve())
-    words = [target, *options.training_script_args]
+    """A digest of what the workers run: the script, wherever it is named from, and its arguments.
+
+    A module is another one in each working folder. A program is found on the PATH as it is when it starts; its first
+    argument is taken for a script that it runs (`bash train.sh`), a file in the working folder.
+    """
+    target, arguments = options.training_script, list(options.training_script_args)
+    if options.no_python:
+        found = str(Path.cwd() / (shutil.which(target) or target))  # no links resolved: a busybox is many programs
+        scripts = [at for at, argument in enumerate(arguments) if not argument.startswith("-")]
+        for at in scripts[:1]:
+            arguments[at] = os.path.realpath(arguments[at])
+        words = [found, *arguments]
+    elif options.module:
+        words = [str(Path.cwd()), target, *arguments]
+    else:
+        words = [str(Path(target).resolve()), *arguments]
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from edl.collective.agent import run, task_runs
+from edl.collective.agent.exits import Exit
+from edl.collective.agent.launch import Launch
 from edl.collective.agent.slurm import SlurmStep
 from edl.collective.agent.task_runs import TaskRuns
 from edl.errors import SettingsError
@@ -29,18 +32,18 @@ import sys
 from pathlib import Path
 from edl.collective.agent.task_runs import TaskRuns
 from tests.unit.collective.agent.test_task_runs import STEP
-with TaskRuns(STEP, Path(sys.argv[1])):
+with TaskRuns(STEP, "a", Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP) -> str:
+def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP, command: str = "a", stored: bool = True) -> str:
     """The name of the next job, which comes to its end or not."""
     assert step is not None
-    with TaskRuns(step, folder) as runs:
+    with TaskRuns(step, command, folder) as runs:
         if ends:
-            runs.count()
+            runs.count(stored=stored)
         return replace(step, run=runs.ended).name
 
 
@@ -83,3 +86,64 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     name_of(tmp_path, ends=True, step=replace(STEP, job=18))
     assert not path.exists()
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_end_before_the_lock_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = task_runs._lock
+
+    def lock_after_the_other_run(file: int) -> bool:
+        os.pwrite(file, b"1", 0)
+        return lock(file)
+
+    monkeypatch.setattr(task_runs, "_lock", lock_after_the_other_run)
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link", "writable"])
+def test_folder_of_others_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "edl-slurm-1000"
+    if kind == "file":
+        folder.touch()
+    elif kind == "writable":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.symlink_to(tmp_path if kind == "link" else tmp_path / "missing", target_is_directory=True)
+    with pytest.raises(SettingsError, match=r"edl-slurm-1000 .*remove .*--rdzv-id NAME"):
+        name_of(folder, ends=False)
+
+
+def test_unstored_job_is_tried_again(tmp_path: Path) -> None:
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0", "the same command"
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0", "it is stored now"
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+
+
+def test_other_command_is_another_job(tmp_path: Path) -> None:
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=False, command="b") == "slurm-test-17.0-2", "the first one's end is not this one's"
+    assert name_of(tmp_path, ends=True, command="b", stored=False) == "slurm-test-17.0-2", "it failed before"
+    assert name_of(tmp_path, ends=True, command="c") == "slurm-test-17.0-3"
+
+
+def test_call_after_unstored_end_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`edl run` itself: of two calls in a task, the first's exit code 74 does not swallow the second."""
+    names: list[str] = []
+
+    class UnstoredAgent:
+        def __init__(self, launch: Launch, *_: object) -> None:
+            names.append(launch.job)
+
+        def run(self) -> int:
+            return Exit.NOT_STORED
+
+    for name, value in (("JOB_ID", "17"), ("STEP_ID", "0"), ("PROCID", "0"), ("TASK_PID", "99")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(task_runs, "_default_folder", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run, "Agent", UnstoredAgent)
+    for script in ("a.py", "a.py", "b.py"):
+        (tmp_path / script).touch()
+        run.main(["--store", f"sqlite:///{tmp_path}/store.sqlite", str(tmp_path / script)])
+    assert names == ["slurm-17.0", "slurm-17.0", "slurm-17.0-2"]

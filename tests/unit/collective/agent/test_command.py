@@ -1,0 +1,46 @@
+"""The digest of a command, by which an unnamed job knows whether a state in memory is its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edl.collective.agent.options import parse_options
+from edl.collective.agent.run import _command
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Return two projects, which have a script of the same name."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.sh").touch()
+    return tmp_path / "first", tmp_path / "second"
+
+
+def digests(folders: tuple[Path, Path], *argv: str) -> set[str]:
+    """Return the digests of a command that is given in several folders."""
+    found = set()
+    for folder in folders:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            found.add(_command(parse_options(list(argv), None)))
+    return found
+
+
+def test_program_is_found_on_the_path(folders: tuple[Path, Path]) -> None:
+    assert len(digests(folders, "--no-python", "bash", str(folders[0] / "train.sh"))) == 1
+    assert len(digests(folders, "--no-python", "bash")) == 1
+
+
+def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
+    assert len(digests(folders, "-m", "train")) == 2
+    assert len(digests(folders, "--no-python", "bash", "train.sh")) == 2
+    assert len(digests(folders, "train.sh")) == 2
+
+
+def test_script_is_named_from_anywhere(folders: tuple[Path, Path]) -> None:
+    argv = ("--no-python", "bash", "-e")
+    absolute = digests(folders, *argv, str(folders[0] / "train.sh"), "out.log")
+    assert absolute == digests((folders[0], folders[0]), *argv, "train.sh", "out.log")

@@ -11,7 +11,7 @@ a server with `names.EXTENSION_FRAGMENT`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -57,13 +57,25 @@ class Defragmenter:
 
     Args:
         limit_nbytes: of a whole request.
+        hold_bytes: called with the size of a request when its first fragment comes, before there is memory for it; what
+            it raises leaves `add`, and the request's other fragments are ignored.
+        release_bytes: called with that size when the request is whole, or dropped.
     """
 
-    def __init__(self, limit_nbytes: int) -> None:
+    def __init__(
+        self,
+        limit_nbytes: int,
+        hold_bytes: Callable[[int], None] = lambda _: None,
+        release_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._limit_nbytes = limit_nbytes
+        self._hold_bytes = hold_bytes
+        self._release_bytes = release_bytes
         self._request_id = ""
-        self._whole = memoryview(b"")
+        self._total = 0
         self._at = 0
+        self._held = 0
+        self._whole: memoryview | None = None  # None for a request that `hold_bytes` refused
 
     def add(self, raw: Sequence[memoryview], request_id: str) -> memoryview | None:
         """Take a fragment in.
@@ -83,29 +95,45 @@ class Defragmenter:
         total, piece = int.from_bytes(raw[0], "little"), raw[1]
         if total > self._limit_nbytes:
             raise ProtocolError(f"{names.FRAGMENT} of {total:,} bytes, at most {self._limit_nbytes:,}")
-        if request_id != self._request_id or total != len(self._whole):
-            # Not a bytearray, which would be filled with zeros first. Memory is used as far as pieces have come.
+        is_first = request_id != self._request_id or total != self._total
+        if is_first:
+            self.drop()
             self._request_id = request_id
-            self._whole = np.empty(total, np.uint8).data
-            self._at = 0
-        end = self._at + len(piece)
+            self._total = total
+        begin = self._at
+        end = begin + len(piece)
         if end > total or not piece:
-            self.drop(request_id)
+            self.drop()
             raise ProtocolError(f"malformed message: {names.FRAGMENT} ends at byte {end:,} of {total:,}")
-        self._whole[self._at : end] = piece
         self._at = end
+        if is_first:
+            self._hold_bytes(total)
+            self._held = total
+            # Not a bytearray, which would be filled with zeros first. Memory is used as far as pieces have come.
+            self._whole = np.empty(total, np.uint8).data
+        whole = self._whole
+        if whole is not None:
+            whole[begin:end] = piece
         if end < total:
             return None
-        whole = self._whole.toreadonly()
-        self.drop(request_id)
-        return whole
+        self.drop()
+        return whole.toreadonly() if whole is not None else None
 
-    def drop(self, request_id: str) -> None:
-        """Forget what came of a request that nobody waits for any more."""
-        if request_id == self._request_id:
-            self._request_id = ""
-            self._whole = memoryview(b"")
-            self._at = 0
+    def drop(self, request_id: str | None = None) -> None:
+        """Forget what came of a request that nobody waits for any more.
+
+        Args:
+            request_id: of the request; another one's fragments stay. None for the present one, whichever it is.
+        """
+        if request_id is not None and request_id != self._request_id:
+            return
+        if self._held:
+            self._release_bytes(self._held)
+        self._request_id = ""
+        self._total = 0
+        self._at = 0
+        self._held = 0
+        self._whole = None
 
 
 def _between(parts: Sequence[memoryview], begin: int, end: int) -> Iterator[memoryview]:

@@ -624,7 +624,8 @@ class TeacherClient:
         load another version while it serves, or have several. Our own say the same here as in their metadata.
         """
         expected = self.spec.version
-        if self._server_streams and named != expected:
+        unnamed = not named and not self.spec.versions and bool(self.output_spec.version)  # `version=` stands for it
+        if self._server_streams and named != expected and not unnamed:
             what = f"{self.endpoint} has version {named!r} of its model now, and had {expected!r}"
             raise RequestFailed(FailureKind.LOST, what)
         if self.output_spec.version:

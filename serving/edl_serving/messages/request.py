@@ -1,7 +1,8 @@
 """Decoding of a `ModelInferRequest`, from bytes to arrays.
 
 Everything that a client can get wrong is refused here or in `request_plan`, before the request waits in a queue, with
-the offending name and value. No memory is allocated from a claim: arrays are views of bytes that did arrive.
+the offending name and value. No memory is allocated from a claim: arrays are views of bytes that did arrive. What a
+request in fragments claims is counted among its client's bytes before memory is reserved for it (`rpc.stream`).
 """
 
 from __future__ import annotations

@@ -185,6 +185,26 @@ class StreamSlot:
             self._clients.waiting -= 1
         return self.client
 
+    def hold_bytes(self, nbytes: int) -> None:
+        """Count a request's bytes, until `release_bytes`. Takes a slot unless the stream has it.
+
+        Args:
+            nbytes: of the request, or of one that comes in fragments.
+
+        Raises:
+            RequestError: no slot is free, or the client has too many bytes under way.
+        """
+        (self.client or self.acquire()).hold_bytes(nbytes)
+
+    def release_bytes(self, nbytes: int) -> None:
+        """Stop counting bytes.
+
+        Args:
+            nbytes: that `hold_bytes` counted.
+        """
+        if self.client is not None:
+            self.client.nbytes -= nbytes
+
     def close(self) -> None:
         """Release the slot at the end of the stream."""
         if self.client is None:

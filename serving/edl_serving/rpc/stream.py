@@ -62,7 +62,7 @@ class InferStreamHandler:
         self._context = context
         self._ordered = names.UNORDERED not in metadata
         self._bundles = names.BUNDLES in metadata and not self._ordered
-        self._defragmenter = fragments.Defragmenter(limit_nbytes)
+        self._defragmenter = fragments.Defragmenter(limit_nbytes, slot.hold_bytes, slot.release_bytes)
         self._window = asyncio.Semaphore(_WINDOW)
         self._answers: deque[asyncio.Task[bytes] | None] = deque()
         self._wake = asyncio.Event()
@@ -93,6 +93,7 @@ class InferStreamHandler:
             await asyncio.gather(self._receiver, *self._entered, return_exceptions=True)
             for task in list(self._entered):
                 self._release(task)
+            self._defragmenter.drop()
 
     def end(self) -> None:
         """Take no more requests, and end the stream behind the last response."""
@@ -133,6 +134,8 @@ class InferStreamHandler:
                 for parts in self._messages(data):
                     await self._window.acquire()
                     self._accept(*parts)
+                    del parts
+                del data  # the next one may be long in coming: a request that was answered would stay for as long
         finally:
             self._last = True
             if self._ordered or not self._entered:
@@ -146,6 +149,9 @@ class InferStreamHandler:
                 whole = self._defragmenter.add(raw, request_id)
             except ProtocolError as exc:
                 yield header, [], request_id, invalid_argument(str(exc))
+                return
+            except RequestError as exc:
+                yield header, [], request_id, exc
                 return
             if whole is not None:
                 yield _split(whole)
@@ -185,10 +191,10 @@ class InferStreamHandler:
             try:
                 self._lifecycle.begin_request()
                 entered = True
-                (self._slot.client or self._slot.acquire()).hold_bytes(nbytes)
+                self._slot.hold_bytes(nbytes)
                 held = nbytes
             except RequestError as exc:
-                error = exc
+                error = exc.with_traceback(None)  # with this frame in it, a circle that keeps the request
         task = asyncio.ensure_future(self._compute(header, raw, nbytes, request_id, error))
         self._entered[task] = entered, held
         if self._ordered:
@@ -221,8 +227,8 @@ class InferStreamHandler:
             return
         entered, held = taken
         self._window.release()
-        if held is not None and self._slot.client is not None:
-            self._slot.client.nbytes -= held
+        if held is not None:
+            self._slot.release_bytes(held)
         if task.cancelled():  # here, since one that is cancelled in the message that it came with never runs
             self._cancelled()
         if entered:

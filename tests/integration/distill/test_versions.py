@@ -179,6 +179,15 @@ def test_own_teachers_of_two_versions(start: Start, caplog: pytest.LogCaptureFix
     assert said(caplog, "mixed_versions='refuse'"), "why a teacher is not used"
 
 
+def test_version_of_an_unknown_own_model(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    teacher = start("echo", version="", scale=3.0)
+    reader = DistillReader(["x", None], ["y"], teachers=teacher.endpoint, version="3", teacher_batch_size=4)
+    with reader.set_sample_generator(source()):
+        for _ in range(2):
+            assert labelled_by(list(reader())) == {3.0}
+    assert said(caplog, "as version= names it")
+
+
 def test_a_pinned_version_of_own_teachers(start: Start) -> None:
     first, second = start("echo", version="1"), start("echo", version="2", scale=3.0)
     teachers = [first.endpoint, second.endpoint]

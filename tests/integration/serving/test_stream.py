@@ -361,6 +361,48 @@ def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect
     until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
+def claim_of(request_id: str, nbytes: int) -> list[bytes]:
+    return list(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
+
+
+def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connect) -> None:
+    mib = 1 << 20
+    server = inside(Pair(), max_message_bytes=mib, max_client_bytes=mib)
+    client = connect(server.target)
+    streams = [Open(client.channel) for _ in range(2)]
+
+    def held() -> float:
+        return server.metric("edl_teacher_client_bytes")
+
+    streams[0].send_bytes(claim_of("parked", mib * 3 // 4)[0])
+    until(lambda: held() >= mib * 3 // 4)
+    refused = claim_of("refused", mib // 2)
+    streams[1].send_bytes(refused[0])
+    answer = streams[1].read()
+    assert status_of(answer) == ("refused", "RESOURCE_EXHAUSTED")
+    assert "max-client-bytes" in answer.error_message
+    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
+    streams[0].cancel("parked")
+    until(lambda: held() == 0)
+    for data in refused[1:]:
+        streams[1].send_bytes(data)  # what of it was on the way: there is room by now, but its begin is missing
+    for data in fragments_of("fine", 3):
+        streams[1].send_bytes(data)
+    answer = streams[1].read()
+    assert answer.infer_response.id == "fine", "the refused request is answered once"
+    assert is_answer_to(answer, row(3))
+    until(lambda: held() == 0)
+    for stream in streams:
+        stream.send_bytes(claim_of("left", mib // 3)[0])
+    until(lambda: held() >= 2 * (mib // 3))
+    for stream in streams:
+        stream.send_bytes(claim_of("in its place", mib // 6)[0])
+    until(lambda: 2 * (mib // 6) <= held() < mib // 2)
+    streams[0].end()
+    streams[1].call.cancel()
+    until(lambda: held() == 0)
+
+
 MISUSED_FRAGMENTS = {
     "without an id": fragments_of("", 3)[0],
     "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),

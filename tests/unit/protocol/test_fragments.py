@@ -63,6 +63,47 @@ def test_dropped_fragments_begin_anew() -> None:
     assert found[-1] == codec.join_request(b"", [b"a" * 100]), "the piece that came before is not part of it"
 
 
+def test_bytes_are_held_while_fragments_wait() -> None:
+    held: list[int] = []
+    defragmenter = Defragmenter(LIMIT_NBYTES, held.append, held.remove)
+    first, *others = cut(b"", [b"a" * 100], "1", 40)
+    defragmenter.add(*buffers_of(first))
+    assert held == [len(codec.join_request(b"", [b"a" * 100]))]
+    for message in others:
+        assert sum(held)
+        whole = defragmenter.add(*buffers_of(message))
+    assert whole is not None
+    assert not held, "who takes the request counts it"
+    defragmenter.add(*buffers_of(first))
+    defragmenter.add(*buffers_of(cut(b"", [b"b" * 50], "2", 40)[0]))
+    assert held == [len(codec.join_request(b"", [b"b" * 50]))], "the other takes its place"
+    with pytest.raises(ProtocolError):
+        defragmenter.add([size(held[0]), memoryview(bytes(held[0]))], "2")
+    assert not held
+    defragmenter.add(*buffers_of(first))
+    defragmenter.drop()
+    defragmenter.drop()
+    assert not held
+
+
+def test_refused_request_is_ignored() -> None:
+    def refuse(nbytes: int) -> None:
+        if nbytes > 90:
+            raise BufferError(nbytes)
+
+    released: list[int] = []
+    defragmenter = Defragmenter(LIMIT_NBYTES, refuse, released.append)
+    first, *others = cut(b"", [b"a" * 100], "1", 40)
+    with pytest.raises(BufferError):
+        defragmenter.add(*buffers_of(first))
+    assert [defragmenter.add(*buffers_of(message)) for message in others] == [None] * len(others)
+    assert not released, "nothing was held"
+    with pytest.raises(BufferError):
+        defragmenter.add(*buffers_of(first))  # the same request once more, from its begin
+    found = [defragmenter.add(*buffers_of(message)) for message in cut(b"", [b"b" * 50], "2", 40)]
+    assert found[-1] == codec.join_request(b"", [b"b" * 50])
+
+
 def size(nbytes: int) -> memoryview:
     return memoryview(nbytes.to_bytes(8, "little"))
 

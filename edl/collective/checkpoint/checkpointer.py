@@ -181,7 +181,9 @@ class Checkpointer:
         What is saved is the state as it is now; with `overlap`, see there for what may change afterwards.
 
         Args:
-            force: save now and wait for all of the copy; and have it stored, however short ago the last was.
+            force: save now and wait for all of the copy; and have it stored, however short ago the last was. Of forced
+                saves that come while a state is being stored, only the newest is stored. A step that is stored is not
+                stored again in the same generation, so a state that changed since then needs a later `step`.
             samples: processed by this rank in this step, for the record only.
 
         Returns:

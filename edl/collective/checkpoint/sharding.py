@@ -26,8 +26,9 @@ Shape = tuple[int, ...]
 
 def is_sharded(tensor: object) -> bool:
     """Whether this is a `DTensor`."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # Another thread, such as the one that stores, may be just importing it: then there is no such tensor yet.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def box_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:

@@ -27,8 +27,9 @@ __all__ = ["is_stateful_loader", "place_of", "prepare", "resume"]
 
 def is_stateful_loader(value: Any) -> bool:
     """Whether this is a `StatefulDataLoader` of torchdata."""
-    module = sys.modules.get("torchdata.stateful_dataloader")
-    return module is not None and isinstance(value, module.StatefulDataLoader)
+    # Another thread may be just importing it: then there is no such loader yet.
+    kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def prepare(loader: Any) -> None:

@@ -108,6 +108,7 @@ def start_call(name: str, function: Callable[[], R]) -> Future[R]:
         thread whose errors nobody asks for is a `BackgroundLoop`. In an event loop await `asyncio.wrap_future` of it.
     """
     future: Future[R] = Future()
+    future.set_running_or_notify_cancel()  # no more to be cancelled, which would leave no place for the result
 
     def run() -> None:
         try:

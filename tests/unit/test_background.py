@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -141,6 +142,23 @@ def test_call_returns_its_result() -> None:
     assert future.result(WAIT_S) == 42
     assert threads[0].name == "edl-test-call"
     assert threads[0].daemon, "it would keep a process from ending"
+
+
+def test_cancelled_await_leaves_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    go_on = threading.Event()
+    future = start_call("edl-test-cancelled", lambda: go_on.wait(WAIT_S))
+
+    async def run() -> None:
+        asyncio.wrap_future(future).cancel()
+        await asyncio.sleep(0)  # the cancellation is handed on by a callback
+
+    asyncio.run(run())
+    go_on.set()
+    assert is_soon(lambda: not any(thread.name == "edl-test-cancelled" for thread in threading.enumerate()))
+    assert not errors, "the thread found no place for its result"
+    assert future.result(0) is True
 
 
 def test_call_raises_what_it_met() -> None:

@@ -86,6 +86,8 @@ class TeacherCompatibility:
                     f"its model {spec.name!r} gives output {name!r} with rows of shape {list(have.shape)}, "
                     f"the teachers before it {list(want.shape)}"
                 )
+        if self._refuses and not spec.version:
+            return self._version_refusal("")
         if known is not None and known.version != spec.version and not self.selecting_version:
             if self.refuses_version(spec.version):
                 return self._version_refusal(spec.version)
@@ -103,7 +105,7 @@ class TeacherCompatibility:
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:
         """Return why an answer of this version is not used, None if it is. Warns once of each mixture."""
         known = self.spec
-        if known is None or version == known.version:
+        if known is None or (version == known.version and not self.refuses_version(version)):
             return None
         if self.refuses_version(version):
             return RequestFailure(FailureKind.BAD_OUTPUT, f"{teacher}: {self._version_refusal(version)}")
@@ -121,9 +123,14 @@ class TeacherCompatibility:
 
     def refuses_version(self, version: str) -> bool:
         """Return whether labels of this version must not be mixed with the epoch's."""
-        return self._refuses and self.spec is not None and version != self.spec.version
+        return self._refuses and self.spec is not None and (not version or version != self.spec.version)
 
     def _version_refusal(self, version: str) -> str:
+        if not version:  # equal to no other one that is unknown: two models that nobody told apart
+            return (
+                "the version of its model is unknown, and mixed_versions='refuse': give it one (edl serve "
+                "--model-version), or name the one that it has with version="
+            )
         known = self.spec.version if self.spec is not None else ""
         return (
             f"it has version {version!r} of its model, this epoch's labels are of {known!r}, and "

@@ -205,6 +205,26 @@ def test_a_mixture_is_refused_where_told_to() -> None:
     assert compatibility.refuses_version("1")
 
 
+@pytest.mark.parametrize("selecting_version", [False, True])
+def test_unknown_versions_are_not_equal(selecting_version: bool) -> None:
+    instance = Instance("b", "s", "10.0.0.1", 1)
+    (unknown,) = specs("")
+    for known in (None, unknown, *specs("1")):
+        compatibility = TeacherCompatibility("s", OutputSpec(("y",)), "refuse")
+        compatibility.spec = known
+        compatibility.selecting_version = selecting_version
+        assert "--model-version" in compatibility.incompatibility(instance, unknown)
+        if known is not None:
+            failure = compatibility.check_version("t", "")
+            assert failure is not None
+            assert "--model-version" in failure.message
+    lenient = TeacherCompatibility("s", OutputSpec(("y",)))
+    assert lenient.incompatibility(instance, unknown) == ""
+    lenient.spec = unknown
+    assert lenient.incompatibility(instance, unknown) == ""
+    assert lenient.check_version("t", "") is None
+
+
 @pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
 def test_another_models_name_is_refused(mixed_versions: Any) -> None:
     compatibility = TeacherCompatibility("s", OutputSpec(("y",)), mixed_versions)

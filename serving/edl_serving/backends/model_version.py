@@ -4,6 +4,7 @@ Hashed are
 
 - the weights: parameters, buffers and attributes of a PyTorch module, or what a function's closure and defaults hold;
 - the source of the user's modules: the module that is named, and those that it imports;
+- which functions of that source are used, with the closures and defaults of methods as of functions;
 - the arrays, numbers and text in the globals of those modules.
 
 A version that stays the same although the model has changed would let students reuse labels of the old model. So where
@@ -15,18 +16,22 @@ function reads when it is called, and the versions of installed libraries.
 from __future__ import annotations
 
 import ast
+import collections
+import dataclasses
 import enum
+import functools
 import hashlib
 import importlib.util
 import logging
 import os
 import re
+import reprlib
 import sys
 import types
 import weakref
 from collections.abc import Iterable
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,16 +42,35 @@ __all__ = ["compute_version"]
 
 _log = logging.getLogger(__name__)
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), range)
-_NAMED = (re.Pattern, np.dtype, np.ufunc, types.GenericAlias, types.UnionType)
+_SCALARS = (
+    *(bool, int, float, complex, str, bytes, range),
+    *(type(None), types.EllipsisType, types.NotImplementedType),
+)
+_NAMED = (np.dtype, types.GenericAlias, types.UnionType)
 """Types whose values are told apart by their text."""
-_STATELESS = (logging.Logger, PurePath, weakref.ReferenceType, type(os.environ))
+_STATELESS = (logging.Logger, PurePath, type(os.environ))
 """Types of which no value is part of a model: paths and environments differ between hosts that serve the same model."""
+_OF_BUILTIN_CLASSES = (
+    *(types.MethodDescriptorType, types.ClassMethodDescriptorType),
+    *(types.WrapperDescriptorType, types.GetSetDescriptorType),
+)
 _SET_BY_PYTHON = {
     *vars(types.ModuleType("")),
     *("__annotations__", "__builtins__", "__cached__", "__file__", "__path__", "__warningregistry__"),
 }
+_SET_ON_CLASSES = {
+    *("__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "__annotations__", "__abstractmethods__"),
+    *("__parameters__", "__orig_bases__", "__firstlineno__", "__static_attributes__", "_abc_impl"),
+    *("__dataclass_fields__", "__dataclass_params__", "__match_args__"),
+}
+_SET_ON_ENUMS = {"__new__", *(name for name in vars(enum.Flag("_Sample", "A")) if not name.startswith("__"))}
+_SET_ON_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE of CPython: a type made at run time, as by a class statement
 _OWN_PACKAGES = ("edl", "edl_serving")
+
+
+class _WithoutSlots:
+    """Measures an object whose state is all in `vars`: others have a larger `__basicsize__`, or no `__dict__`."""
 
 
 class _UnknownStateError(Exception):
@@ -105,10 +129,21 @@ class _Content:
             self._hash.update(part)
 
     def queue_module(self, module: types.ModuleType | None) -> None:
-        """Have `add_modules` hash a module of the user's, with the packages around it; leave out installed ones."""
-        if module is not None and self._is_users(module):
-            self._modules.setdefault(module.__name__, module)
+        """Have `add_modules` hash a module of the user's, with the packages around it; leave out installed ones.
+
+        Raises:
+            _UnknownStateError: another module has the same name.
+        """
+        if module is None or self._modules.get(module.__name__) is module:
+            return
+        if self._is_users(module):
+            if self._modules.setdefault(module.__name__, module) is not module:
+                raise _UnknownStateError(f"two modules have the name {module.__name__}")
             self.queue_module(sys.modules.get(module.__name__.rpartition(".")[0]))
+        elif self._is_namespace(module):
+            for name, value in vars(module).items():
+                if isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{name}":
+                    self.queue_module(value)
 
     def add_modules(self) -> None:
         """Hash source and globals of the queued modules, and of those that they lead to."""
@@ -118,8 +153,9 @@ class _Content:
                 done.add(name)
                 self._add_source(self._modules[name])
                 for variable, value in vars(self._modules[name]).items():
-                    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}"
-                    if variable not in _SET_BY_PYTHON and not submodule:  # that counts if an import names it
+                    if isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}":
+                        self.queue_module(value)
+                    elif variable not in _SET_BY_PYTHON:
                         self.update(variable.encode())
                         self._add_variable(f"the global {name}.{variable}", value)
 
@@ -140,7 +176,9 @@ class _Content:
         """
         torch = sys.modules.get("torch")
         kind = type(value)
-        if kind in _SCALARS or isinstance(value, np.generic):
+        if isinstance(value, np.generic) and not value.dtype.hasobject:
+            self.update(kind.__name__.encode(), repr(value.dtype).encode(), value.tobytes())
+        elif kind in _SCALARS:
             if not (kind is str and _is_path(value)):
                 self.update(kind.__name__.encode(), repr(value).encode())
         elif isinstance(value, _STATELESS) or kind.__module__ in ("typing", "__future__"):
@@ -150,37 +188,50 @@ class _Content:
         elif id(value) in self._seen:
             self.update(f"object {self._seen[id(value)][0]}".encode())
         elif isinstance(value, types.ModuleType):
-            self.queue_module(value)
+            self._add_module(where, value)
         elif isinstance(value, _NAMED):
             self.update(kind.__name__.encode(), str(value).encode())
+        elif isinstance(value, re.Pattern):
+            self.update(b"pattern", repr((value.pattern, value.flags)).encode())
+        elif isinstance(value, weakref.ReferenceType):
+            self.update(b"reference")
+            self.add(where, value())
         elif isinstance(value, enum.Enum):
-            self.update(kind.__name__.encode(), value.name.encode())
+            self.update(str(value.name).encode())
+            if isinstance(value, enum.Flag):
+                self.add(where, value._value_)  # a combination has no name of its own
+            self.add(where, kind)
         elif torch is not None and isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             self.update(str(value).encode())
         else:
             self._seen[id(value)] = len(self._seen), value
             self._add_object(where, value, torch)
 
+    def _add_module(self, where: str, module: types.ModuleType) -> None:
+        self.update(b"module", module.__name__.encode())
+        self.queue_module(module)
+        if getattr(module, "__file__", None) is None and not self._is_namespace(module):
+            top = sys.modules.get(top_name(module.__name__))
+            if sys.modules.get(module.__name__) is not module or top is None or self._is_users(top):
+                raise _UnknownStateError(f"{where} is the module {module.__name__}, which has no file")
+
     def _add_object(self, where: str, value: Any, torch: Any) -> None:
         self.update(type(value).__name__.encode())
-        if isinstance(value, (list, tuple, dict)):
-            entries = list(dict.items(value)) if isinstance(value, dict) else value
-            self.update(str(len(entries)).encode())
-            for entry in entries:
-                for part in entry if isinstance(value, dict) else (entry,):
-                    self.add(where, part)
-        elif isinstance(value, (set, frozenset)) and all(type(entry) in _SCALARS for entry in value):
-            self.update(*sorted(repr(entry).encode() for entry in value))
+        if isinstance(value, (list, tuple, dict, set, frozenset)):
+            self._add_container(where, value)
+        elif isinstance(value, np.ufunc):
+            self.update(_ufunc_name(where, value).encode())
         elif type(value) is np.ndarray and not value.dtype.hasobject:
             self.update(repr(value.dtype).encode(), str(value.shape).encode(), _bytes_of(value))
         elif isinstance(value, type):
-            self._add_class(value)
-        elif self._is_library_object(value):
-            self.update(f"{value.__module__}.{value.__qualname__}".encode())
-        elif isinstance(value, types.BuiltinFunctionType) and isinstance(
-            value.__self__, types.ModuleType | type | None
+            self._add_class(where, value)
+        elif self._is_library_object(value) or (
+            isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type | None)
         ):
-            self.update(value.__qualname__.encode())
+            self.update(f"{value.__module__}.{value.__qualname__}".encode())
+        elif isinstance(value, _OF_BUILTIN_CLASSES):
+            self.update(value.__name__.encode())
+            self.add(where, value.__objclass__)
         elif isinstance(value, types.FunctionType):
             self._add_function(where, value)
         elif torch is not None and isinstance(value, torch.Tensor):
@@ -190,54 +241,132 @@ class _Content:
         else:
             raise _UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
 
-    def _add_function(self, where: str, function: types.FunctionType) -> None:
-        if self._is_library(function.__code__.co_filename):
-            if hasattr(function, "__wrapped__"):  # by a decorator of a library, such as torch.no_grad()
-                self.add(where, function.__wrapped__)
-                return
+    def _add_container(self, where: str, value: Any) -> None:
+        """Hash entries, and what a subclass adds to them."""
+        kind = type(value)
+        entries: list[Any]
+        if isinstance(value, dict):
+            entries = [part for entry in dict.items(value) for part in entry]
+        elif isinstance(value, (set, frozenset)):
+            if not all(type(entry) in _SCALARS for entry in value):
+                raise _UnknownStateError(f"{where} is or holds a {kind.__qualname__} of objects, which has no order")
+            entries = sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
         else:
-            module = self._module(function.__module__ or "")
+            entries = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
+        self.update(str(len(entries)).encode())
+        for entry in entries:
+            self.add(where, entry)
+        if kind in (list, tuple, dict, set, frozenset):
+            return
+        self.add(where, kind)
+        if kind.__flags__ & _HEAP_TYPE and any(vars(base).get("__slots__") for base in kind.__mro__):
+            raise _UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
+        if isinstance(value, collections.defaultdict):
+            self.add(where, value.default_factory)
+        if attributes := getattr(value, "__dict__", None):
+            self.add(where, attributes)
+
+    def _add_function(self, where: str, function: types.FunctionType) -> None:
+        by_library = self._is_library(function.__code__.co_filename)
+        if by_library:
+            self.update(f"{function.__globals__.get('__name__')}".encode())
+        else:
+            module = self._module(str(function.__globals__.get("__name__")))
             if module is None or vars(module) is not function.__globals__:
                 raise _UnknownStateError(f"{where} is a function of no module ({function.__code__.co_filename})")
+            if os.path.realpath(function.__code__.co_filename) != os.path.realpath(module.__file__ or ""):
+                raise _UnknownStateError(f"{where} is code that is not in the file of {module.__name__}")
             self.queue_module(module)
-        self.update(function.__qualname__.encode())
+            self.update(_code_text(function.__code__).encode())
+        self.update(function.__qualname__.encode(), function.__code__.co_name.encode())
         self.add(where, function.__dict__)
+        self.add(where, list(function.__kwdefaults__ or ()))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add_variable(f"a default of {function.__qualname__}", value)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             held = f"{name!r}, in the closure of {function.__qualname__},"
             try:
-                self._add_variable(held, cell.cell_contents)
+                content = cell.cell_contents
             except ValueError:
                 raise _UnknownStateError(f"{held} is not set yet") from None
+            if by_library and isinstance(content, types.MethodType):
+                self.add(held, content.__func__)
+                content = content.__self__
+            if by_library and self._has_library_state(content):
+                self.add(held, type(content))
+                self.add(held, vars(content))
+            else:
+                self._add_variable(held, content)
 
-    def _add_class(self, kind: type) -> None:
+    def _has_library_state(self, value: Any) -> bool:
+        """Whether a value is an object of an installed class with all of its state in `vars`, such as `no_grad()`."""
+        kind = type(value)
+        return (
+            bool(kind.__flags__ & _HEAP_TYPE)
+            and kind.__basicsize__ == _WithoutSlots.__basicsize__
+            and hasattr(value, "__dict__")
+            and not isinstance(value, types.ModuleType | type)
+            and self._is_library_object(kind)
+        )
+
+    def _add_class(self, where: str, kind: type) -> None:
         self.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-        module = self._module(kind.__module__)
-        if module is None or not self._is_users(module) or issubclass(kind, enum.Enum):
+        if self._is_library_object(kind) or not kind.__flags__ & _HEAP_TYPE:
             return
-        self.queue_module(module)
+        self.queue_module(self._module(kind.__module__))
+        self.add(where, type(kind))
         for base in kind.__bases__:
             self.add(kind.__qualname__, base)
-        for name, value in vars(kind).items():
-            if isinstance(value, types.FunctionType):
-                self.queue_module(sys.modules.get(value.__module__ or ""))
-            elif not name.startswith(("__", "_abc_")) and not hasattr(type(value), "__get__"):  # a property or the like
+        generated = _SET_ON_CLASSES
+        if issubclass(kind, enum.Enum):
+            generated = _SET_ON_CLASSES | _SET_ON_ENUMS | set(kind.__members__)
+            for name, member in kind.__members__.items():
                 self.update(name.encode())
-                self.add(f"{kind.__qualname__}.{name}", value)
+                own = {key: value for key, value in vars(member).items() if key not in _SET_ON_MEMBERS}
+                self.add(f"{kind.__qualname__}.{name}", (member._value_, own))
+        if "__dataclass_fields__" in vars(kind):
+            for field in dataclasses.fields(kind):
+                self.update(field.name.encode(), repr((field.init, field.compare, field.kw_only)).encode())
+                for default in (field.default, field.default_factory):
+                    if default is not dataclasses.MISSING:
+                        self.add(f"the default of {kind.__qualname__}.{field.name}", default)
+        for name, value in vars(kind).items():
+            if name not in generated:
+                self.update(name.encode())
+                self._add_attribute(f"{kind.__qualname__}.{name}", kind, value)
+
+    def _add_attribute(self, where: str, kind: type, value: Any) -> None:
+        if (code := _generated_code(kind, value)) is not None:
+            self.update(_code_text(code).encode())
+        elif type(value) is property:
+            for part in (value.fget, value.fset, value.fdel):
+                self.add(where, part)
+        elif type(value) in (staticmethod, classmethod):
+            self.add(where, type(value))
+            self.add(where, value.__func__)
+        elif type(value) is functools.cached_property:
+            self.add(where, value.func)
+        elif isinstance(value, types.MemberDescriptorType) or (
+            issubclass(kind, tuple) and type(value) is type(_SamplePair.left)
+        ):
+            self.update(b"field")  # a slot, or a field of a named tuple
+        else:
+            self.add(where, value)
 
     def _add_torch_module(self, where: str, torch: Any, model: Any) -> None:
         plain = vars(torch.nn.Module())
-        for path, part in model.named_modules():
-            self.add(where, type(part))
-            self.update(path.encode())
-            for name, value in vars(part).items():
-                held = f"{name!r} of {path or type(part).__name__}"
-                if name.endswith("_hooks") and value:
-                    raise _UnknownStateError(f"{held} are code that EDL does not know")
-                if name in ("_parameters", "_buffers") or name not in plain:
-                    self.update(name.encode())
-                    self.add(held, value)
+        self.add(where, type(model))
+        for name, value in vars(model).items():
+            held = f"{name!r} of {where}"
+            if name.endswith("_hooks") and value:
+                raise _UnknownStateError(f"{held} are code that EDL does not know")
+            if name == "_modules":
+                for child, part in value.items():
+                    self.update(child.encode())
+                    self.add(f"{where}.{child}", part)
+            elif name in ("_parameters", "_buffers") or name not in plain:
+                self.update(name.encode())
+                self.add(held, value)
 
     def _add_source(self, module: types.ModuleType) -> None:
         try:
@@ -275,6 +404,13 @@ class _Content:
         file = getattr(module, "__file__", None)
         return module is self._named or (file is not None and not self._is_library(file))
 
+    def _is_namespace(self, module: types.ModuleType) -> bool:
+        """Whether a module is a package of the user's without `__init__.py`."""
+        folders = list(getattr(module, "__path__", ()))
+        if getattr(module, "__file__", None) is not None:
+            return False
+        return any(not self._is_library(f"{folder}{os.sep}") for folder in folders)
+
     def _is_library(self, file: str) -> bool:
         if file.startswith("<"):
             return file.startswith("<frozen ")  # other such names are those of `exec`
@@ -304,6 +440,46 @@ def _imported_names(node: ast.AST, package: str | None) -> list[str]:
     except ImportError:
         return []
     return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+class _SamplePair(NamedTuple):
+    left: int
+
+
+def _generated_code(kind: type, value: Any) -> types.CodeType | None:
+    """The code of a method that a dataclass or a named tuple makes of its fields, which are hashed themselves."""
+    value = value.__func__ if isinstance(value, staticmethod) else value  # as Python keeps `__new__`
+    if not isinstance(value, types.FunctionType) or not value.__name__.startswith("__"):
+        return None
+    if value.__code__.co_filename in (dataclasses.__file__, reprlib.__file__):
+        value = getattr(value, "__wrapped__", value)  # the `__repr__` of a dataclass
+    made = "__dataclass_fields__" in vars(kind) or (issubclass(kind, tuple) and "_fields" in vars(kind))
+    return value.__code__ if made and value.__code__.co_filename == "<string>" else None
+
+
+def _code_text(code: types.CodeType) -> str:
+    """Tell functions of the same name in the same source apart: by line and by what the compiler made of them."""
+    constants = [_constant_text(constant) for constant in code.co_consts]
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return repr((code.co_name, code.co_firstlineno, code.co_flags, code.co_code, names, constants))
+
+
+def _constant_text(constant: Any) -> str:
+    if isinstance(constant, types.CodeType):
+        return _code_text(constant)
+    if isinstance(constant, (tuple, frozenset)):
+        texts = map(_constant_text, constant)
+        return repr(sorted(texts) if isinstance(constant, frozenset) else list(texts))  # whose order is random
+    return repr(constant)
+
+
+def _ufunc_name(where: str, function: np.ufunc) -> str:
+    for name, module in {"numpy": np, **sys.modules}.items():  # numpy's first, whatever else is imported
+        if is_library(getattr(module, "__file__", None) or "") and vars(module).get(function.__name__) is function:
+            return f"{name}.{function.__name__}"
+    raise _UnknownStateError(
+        f"{where} is a numpy.ufunc that no installed module has under the name {function.__name__!r}"
+    )
 
 
 def _bytes_of(array: Any) -> memoryview:

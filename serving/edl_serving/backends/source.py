@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edl.errors import SettingsError
 
 __all__ = ["ModelSource", "digest", "existing_file", "top_name"]
@@ -59,10 +61,12 @@ class ModelSource:
     def settings(self) -> bytes:
         """Return what changes a model's answers without being in its weights; part of its version.
 
-        An option that names a file or folder counts with the content, wherever that lies.
+        An option that names a file or folder counts with the content, wherever that lies. Inputs and outputs count in
+        their order, by which a model may take and return them.
         """
         options = [(key, _content(value)) for key, value in sorted(self.options.items())]
-        return repr((options, self.autocast, self.normalize)).encode()
+        names = self.inputs or (_sample_names(self.sample) if self.sample else ())
+        return repr((options, self.autocast, self.normalize, names, self.outputs)).encode()
 
 
 def top_name(module: str) -> str:
@@ -80,6 +84,11 @@ def existing_file(path: str, flag: str) -> Path:
     if not found.is_file():
         raise SettingsError(f"{flag}: there is no file {str(found)!r} (in {Path.cwd()})")
     return found
+
+
+def _sample_names(path: str) -> tuple[str, ...]:
+    with np.load(existing_file(path, "--sample"), allow_pickle=False) as sample:
+        return tuple(sample.files)
 
 
 def digest(parts: Iterable[bytes | memoryview | Path]) -> str:

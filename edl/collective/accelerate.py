@@ -15,7 +15,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from edl.collective.checkpoint import rng
 from edl.collective.checkpoint.state import State
-from edl.collective.loop_position import BoundaryCheckpointer, check_order, check_samples, order_of, skipping
+from edl.collective.loop_position import (
+    BoundaryCheckpointer,
+    check_order,
+    check_samples,
+    has_workers,
+    make_workers_without_a_draw,
+    order_of,
+    skipping,
+)
 from edl.errors import SettingsError
 
 __all__ = ["ElasticLoop"]
@@ -169,6 +177,7 @@ class _Place:
         self._order: dict[str, Any] = {}
         self._samples = 0
         self._accumulated = 1
+        self._loader: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what the order and size of batches depend on."""
@@ -183,6 +192,9 @@ class _Place:
             "draws": self._draws,
             "order": self._order,
             "samples": self._samples,
+            "workers": [
+                has_workers(loader) and loader is not self._loader for loader in self._accelerator._dataloaders
+            ],
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -192,14 +204,18 @@ class _Place:
         self._accelerator.step = saved["accumulation"]
         self._accumulated = saved["accumulated"]
         self._draws, self._order, self._samples = saved["draws"], saved["order"], saved["samples"]
+        for loader, made in zip(self._accelerator._dataloaders, saved["workers"], strict=False):
+            if made and not has_workers(loader):
+                make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
         """An epoch begins: keep what its order is drawn from."""
         self._order, self._samples, self._accumulated = self._describe(loader)
         self.iteration = getattr(loader, "iteration", 0)
+        self._loader = loader
         generator = _generator_of(loader)
         own = generator.get_state() if generator is not None else None
-        self._draws = {"numbers": rng.take(), "generator": own}
+        self._draws = {"numbers": rng.take(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
         """Have the loader begin the epoch as it did.
@@ -219,6 +235,9 @@ class _Place:
         if accumulated != self._accumulated:
             self.batches = self.batches // self._accumulated * accumulated
         self._accumulated = accumulated
+        self._loader = loader
+        if self._draws["workers"]:
+            make_workers_without_a_draw(loader)
         if hasattr(loader, "iteration"):
             loader.iteration = self.iteration
         rng.restore(self._draws["numbers"])

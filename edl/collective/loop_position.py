@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -31,6 +32,7 @@ __all__ = [
     "BoundaryCheckpointer",
     "check_order",
     "check_samples",
+    "has_workers",
     "make_workers_without_a_draw",
     "order_of",
     "skipping",
@@ -127,20 +129,33 @@ def make_workers_without_a_draw(loader: Any) -> None:
     """Have a loader whose workers persist leave random numbers as they are when it makes them again after a restart.
 
     A loader draws a seed for its workers when it makes them: before each of its iterations, or where they persist only
-    before the first one, which was before the restart.
+    before the first one, which was before the restart. What its sampler draws is drawn.
     """
     base = getattr(loader, "base_dataloader", loader)  # of the wrapper that Accelerate puts around it
-    if not (base.num_workers and base.persistent_workers):
+    if not _keeps_workers(base):
         return
 
     def make_iterator() -> Any:
         del base._get_iterator  # the class's own again
-        drawn = rng.take()
-        iterator = base._get_iterator()
-        rng.restore(drawn)
-        return iterator
+        own = base.generator
+        base.generator = torch.Generator()  # the seed comes from here, and the sampler has its generator already
+        base.generator.set_state((torch.default_generator if own is None else own).get_state())
+        try:
+            return base._get_iterator()
+        finally:
+            base.generator = own
 
     base._get_iterator = make_iterator
+
+
+def has_workers(loader: Any) -> bool:
+    """Whether a loader has made workers that persist, here or before a restart."""
+    base = getattr(loader, "base_dataloader", loader)
+    return _keeps_workers(base) and (base._iterator is not None or "_get_iterator" in vars(base))
+
+
+def _keeps_workers(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
 def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
@@ -203,16 +218,13 @@ class _Skipping:
         return getattr(self._inner, name)  # such as `set_epoch`, and samplers within
 
     def __iter__(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._inner)
-        if self._iterator is None:
-            self._iterator = iterator
-            return self
-        return iterator
+        # A loader with workers asks for two iterators, and reads the second.
+        self._iterator = iter(self._inner)
+        return self._pass_on(self._iterator)
 
-    def __next__(self) -> Any:
+    def _pass_on(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self.skip()
-        assert self._iterator is not None
-        return next(self._iterator)
+        yield from iterator
 
     def skip(self) -> None:
         """Leave out what is to be left out, if that was not done yet."""

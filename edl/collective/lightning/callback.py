@@ -118,6 +118,9 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         if self._boundary.open(state):
             progress.apply()
             self._resuming = not progress.finished
+            self._inner["fit_loop", "on_run_start"]()
+            progress.keep_validation_workers()
+            return
         self._inner["fit_loop", "on_run_start"]()
 
     def _fields(self) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from edl.collective.checkpoint import rng
 from edl.collective.checkpoint.stateful_loader import is_stateful_loader
-from edl.collective.loop_position import check_order, check_samples, order_of, skipping
+from edl.collective.loop_position import (
+    check_order,
+    check_samples,
+    has_workers,
+    make_workers_without_a_draw,
+    order_of,
+    skipping,
+)
 
 __all__ = ["Draws", "LoopProgress", "keeps_place"]
 
@@ -25,14 +32,17 @@ class Draws:
     def __init__(self) -> None:
         self.numbers: dict[str, Any] = {}
         self.own: list[torch.Tensor | None] = []
+        self.workers: list[bool] = []
+        """Of each loader, whether workers that persist had been made before: their seed was drawn before `numbers`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the global generators and of the loaders' own."""
-        return {"numbers": self.numbers, "own": self.own}
+        """Return the states of the global generators and of the loaders' own, and which loaders had workers."""
+        return {"numbers": self.numbers, "own": self.own, "workers": self.workers}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take them."""
         self.numbers, self.own = saved["numbers"], saved["own"]
+        self.workers = saved["workers"]
 
 
 class LoopProgress:
@@ -79,6 +89,7 @@ class LoopProgress:
             "accumulate": trainer.accumulate_grad_batches,
             "samples": self._samples(),
             "should_stop": trainer.should_stop,
+            "validation_workers": self._validation_workers(),
             "callback_metrics": dict(connector._callback_metrics),
             "logged_metrics": dict(connector._logged_metrics),
             "progress_bar_metrics": dict(connector._progress_bar_metrics),
@@ -124,6 +135,29 @@ class LoopProgress:
         if not self.finished:
             fit_loop._restart_stage = "restarted_mid_epoch"  # hooks of the epoch's begin have been called
 
+    def keep_validation_workers(self) -> None:
+        """Have validation's loaders whose workers persist, and were made before the restart, draw no other seed."""
+        workers, trainer = self._saved["validation_workers"], self.trainer
+        if not any(workers):
+            return
+        trainer.validating = True  # whose loaders are meant, as in Lightning's own loop
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+        for loader, made in zip(self._validation_loaders(), workers, strict=False):
+            if made and not has_workers(loader):
+                make_workers_without_a_draw(loader)
+
+    def _validation_loaders(self) -> list[Any]:
+        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return [] if combined is None else list(combined.flattened)
+
+    def _validation_workers(self) -> list[bool]:
+        """Of each loader of validation, whether it has workers that serve the next one, too."""
+        trainer = self.trainer
+        loaded_in = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
+        serve = not trainer.reload_dataloaders_every_n_epochs or loaded_in == trainer.current_epoch
+        return [serve and has_workers(loader) for loader in self._validation_loaders()]
+
     def _scale(self, before: int, now: int) -> None:
         """Count batches as this world does, which makes a step of another number of them."""
         if before == now:
@@ -143,6 +177,7 @@ class LoopProgress:
         """Keep the random numbers that the order of the epoch that begins may be drawn from."""
         self.draws.numbers = rng.take()
         self.draws.own = [None if one is None else one.get_state() for one in self._generators()]
+        self.draws.workers = [has_workers(loader) for loader in self.loaders]
 
     def read_on(self, fetcher: Any, begin: Any) -> None:
         """Make the iterator of an epoch that was broken off, behind the batches that were trained."""
@@ -153,6 +188,9 @@ class LoopProgress:
             for generator, numbers in zip(self._generators(), self.draws.own, strict=False):
                 if generator is not None and numbers is not None:
                     generator.set_state(numbers)
+        for loader, made in zip(self.loaders, self.draws.workers, strict=False):
+            if made and not keeps_place(loader):
+                make_workers_without_a_draw(loader)
         loader = loaders[0]
         if all(map(keeps_place, loaders)):
             iter(fetcher)

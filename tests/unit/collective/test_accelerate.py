@@ -30,7 +30,15 @@ class Seen:
         self.sums = list(saved["sums"])
 
 
-def train(folder: Path, until: int = -1, size: int = 2, steps: int = 2, stream: bool = False, **seedable: Any) -> Any:
+def train(
+    folder: Path,
+    until: int = -1,
+    size: int = 2,
+    steps: int = 2,
+    stream: bool = False,
+    workers: str = "",
+    **seedable: Any,
+) -> Any:
     """Train three epochs, or until it breaks off. Returns the model, what it has seen, and from which epoch on."""
     folder.mkdir(exist_ok=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -42,8 +50,11 @@ def train(folder: Path, until: int = -1, size: int = 2, steps: int = 2, stream: 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     data = Stream() if stream else torch.utils.data.TensorDataset(ROWS)
-    loader = torch.utils.data.DataLoader(data, batch_size=size, shuffle=None if stream else True)
-    model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+    generator = torch.Generator().manual_seed(1) if workers == "own" else None
+    settings = {"num_workers": 1, "persistent_workers": True, "generator": generator} if workers else {}
+    loader = torch.utils.data.DataLoader(data, batch_size=size, shuffle=None if stream else True, **settings)
+    checks = torch.utils.data.DataLoader(data, batch_size=13, **settings)
+    model, optimizer, schedule, loader, checks = accelerator.prepare(model, optimizer, schedule, loader, checks)
     seen, epochs = Seen(), []
     accelerator.register_for_checkpointing(seen)
     loop = ElasticLoop(accelerator, interval_steps=1, slots=SlotPair(folder / "slots"))
@@ -59,6 +70,7 @@ def train(folder: Path, until: int = -1, size: int = 2, steps: int = 2, stream: 
             if len(seen.sums) == until:
                 raise LookupError("broken off")
         seen.sums.append(torch.rand(1).item())  # an evaluation that draws
+        seen.sums[-1] += sum(rows.sum().item() for (rows,) in checks) if workers else 0
     return model, seen.sums, epochs
 
 
@@ -82,6 +94,18 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, strea
     assert not epochs, "a finished loop is not repeated"
     assert last[:-1] == seen[:-1]
     assert torch.equal(finished[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("workers", ["global", "own"])
+def test_persistent_workers_draw_once(tmp_path: Path, workers: str) -> None:
+    """The order is drawn from the global generator, and from the loader's own."""
+    model, seen, _ = train(tmp_path / "whole", workers=workers)
+    with pytest.raises(LookupError):
+        train(tmp_path / "broken", 20, workers=workers)
+    again, other, epochs = train(tmp_path / "broken", workers=workers)
+    assert epochs[0] == 1
+    assert other == seen, "the same batches in the same order, and each once"
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:

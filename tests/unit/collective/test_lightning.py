@@ -119,8 +119,10 @@ def fit(folder: Path, lines: Any, until: int = -1, manual: bool = False, **setti
     loader = settings.pop("loader", None)
     torch.manual_seed(0)
     model = Model(manual)
-    loader = loader or torch.utils.data.DataLoader(Rows(), batch_size=3, shuffle=True)
-    checked = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ROWS, ROWS.sum(1)), batch_size=9)
+    workers, checked = settings.pop("workers", {}), settings.pop("checked", {})
+    data = torch.utils.data.TensorDataset(ROWS, ROWS.sum(1))
+    loader = loader or torch.utils.data.DataLoader(data if workers else Rows(), 3, shuffle=True, **workers)
+    checked = torch.utils.data.DataLoader(data, batch_size=9, **checked)
     trainer = trainer_of(folder, lines, until, **settings)
     trainer.fit(model, loader, checked)
     return trainer, model
@@ -143,7 +145,18 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, manual: bool) -> 
     assert again.checkpoint_callback.best_model_score == trainer.checkpoint_callback.best_model_score
 
 
-@pytest.mark.parametrize("settings", [{"reload_dataloaders_every_n_epochs": 1}])
+WORKERS = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"workers": WORKERS},
+        {"checked": WORKERS, "num_sanity_val_steps": 0},
+        {"checked": WORKERS, "reload_dataloaders_every_n_epochs": 1, "val_check_interval": 3},
+    ],
+)
 def test_later_epoch_keeps_its_order(tmp_path: Path, settings: dict[str, Any]) -> None:
     """The order is drawn, and the second epoch is broken off."""
     _, model = fit(tmp_path / "whole", Lines(), **settings)

@@ -141,6 +141,8 @@ class ElasticLoop:
             return iterator
         base = getattr(loader, "base_dataloader", loader)
         skips = isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
+        # Rank 0 alone reads for all then, several batches at a time: what was trained is read again.
+        skips = skips and not isinstance(loader, accelerate.data_loader.DataLoaderDispatcher)
         # A prepared loader iterates over another one when it is asked for its first batch.
         with skipping(base, place.batches) if skips else nullcontext():
             first = [batch for _, batch in zip(range(1 if skips else place.batches + 1), iterator, strict=False)]
@@ -233,7 +235,14 @@ class _Place:
         )
         check_order(self._order, order)
         if accumulated != self._accumulated:
-            self.batches = self.batches // self._accumulated * accumulated
+            if self.batches % self._accumulated and not self._accelerator.gradient_state.sync_with_dataloader:
+                raise SettingsError(
+                    "sync_with_dataloader=False: a step goes on across epochs, and cannot with another "
+                    f"gradient_accumulation_steps than {self._accumulated}: leave one of the two as it was"
+                )
+            # An epoch's last step may be a short one, after which there are no batches in either way of counting.
+            self.batches = -(-self.batches // self._accumulated) * accumulated
+            self._accelerator.step = 0  # it counts batches, and the next one begins a step
         self._accumulated = accumulated
         self._loader = loader
         if self._draws["workers"]:

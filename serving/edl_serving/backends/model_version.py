@@ -118,6 +118,7 @@ class _Content:
         self._package = top_name(module.__name__)
         self._hash = hashlib.sha256()
         self._modules: dict[str, types.ModuleType] = {}
+        self._whole: set[str] = set()  # names of those whose submodules are queued
         self._seen: dict[int, tuple[int, Any]] = {}  # by address, which no other object gets while this one is held
 
     def digest(self) -> str:
@@ -128,21 +129,30 @@ class _Content:
             self._hash.update(len(part).to_bytes(8, "little"))  # so that no two lists of parts have the same bytes
             self._hash.update(part)
 
-    def queue_module(self, module: types.ModuleType | None) -> None:
+    def queue_module(self, module: types.ModuleType | None, *, submodules: bool = True) -> None:
         """Have `add_modules` hash a module of the user's, with the packages around it; leave out installed ones.
+
+        Args:
+            module: None for one that is not loaded.
+            submodules: hash those of a package as well, which whoever holds the package may use by name. What is only
+                around a module leads to nothing but its own variables.
 
         Raises:
             _UnknownStateError: another module has the same name.
         """
-        if module is None or self._modules.get(module.__name__) is module:
+        if module is None or module.__name__ in (self._whole if submodules else self._modules):
+            if module is not None and self._modules.get(module.__name__, module) is not module:
+                raise _UnknownStateError(f"two modules have the name {module.__name__}")
             return
-        if self._is_users(module):
+        users = self._is_users(module)
+        if users:
             if self._modules.setdefault(module.__name__, module) is not module:
                 raise _UnknownStateError(f"two modules have the name {module.__name__}")
-            self.queue_module(sys.modules.get(module.__name__.rpartition(".")[0]))
-        elif self._is_namespace(module):
-            for name, value in vars(module).items():
-                if isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{name}":
+            self.queue_module(sys.modules.get(module.__name__.rpartition(".")[0]), submodules=False)
+        if submodules and (users or self._is_namespace(module)):
+            self._whole.add(module.__name__)
+            for variable, value in list(vars(module).items()):
+                if isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{variable}":
                     self.queue_module(value)
 
     def add_modules(self) -> None:
@@ -153,9 +163,8 @@ class _Content:
                 done.add(name)
                 self._add_source(self._modules[name])
                 for variable, value in vars(self._modules[name]).items():
-                    if isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}":
-                        self.queue_module(value)
-                    elif variable not in _SET_BY_PYTHON:
+                    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}"
+                    if not submodule and variable not in _SET_BY_PYTHON:
                         self.update(variable.encode())
                         self._add_variable(f"the global {name}.{variable}", value)
 

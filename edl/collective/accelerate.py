@@ -77,7 +77,7 @@ class ElasticLoop:
             The number of the epoch, from 0 on.
 
         Raises:
-            SettingsError: this was called before, or what was saved does not fit.
+            SettingsError: this was called before, what was saved does not fit, or the job has ended with fewer epochs.
         """
         if self._used:
             raise SettingsError("an ElasticLoop serves one loop over epochs: make another Accelerator and script")
@@ -85,6 +85,11 @@ class ElasticLoop:
         place = self._place
         try:
             self._resuming = self._boundary.open(State(**self._fields()))
+            if place.finished and place.epoch < count:
+                raise SettingsError(
+                    f"this job has ended after {place.epoch} epochs, and epochs({count}) asks for more: what their "
+                    "order is drawn from was not kept. Begin another job from the model that it left"
+                )
             while place.epoch < count and not place.finished:
                 self._read = False
                 yield place.epoch

@@ -37,9 +37,10 @@ def train(
     steps: int = 2,
     stream: bool = False,
     workers: str = "",
+    count: int = 3,
     **seedable: Any,
 ) -> Any:
-    """Train three epochs, or until it breaks off. Returns the model, what it has seen, and from which epoch on."""
+    """Train `count` epochs, or until it breaks off. Returns the model, what it has seen, and from which epoch on."""
     folder.mkdir(exist_ok=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
@@ -58,7 +59,7 @@ def train(
     seen, epochs = Seen(), []
     accelerator.register_for_checkpointing(seen)
     loop = ElasticLoop(accelerator, interval_steps=1, slots=SlotPair(folder / "slots"))
-    for epoch in loop.epochs(3):
+    for epoch in loop.epochs(count):
         epochs.append(epoch)
         for (rows,) in loop.batches(loader):
             seen.sums.append(rows.sum().item())
@@ -155,6 +156,13 @@ def test_next_step_is_a_whole_one(tmp_path: Path) -> None:
     model, seen, _ = train(tmp_path, size=1, steps=4, **seedable)
     assert len(seen) == 2 + (26 - 4) + 1 + (26 + 1) * 2
     assert model.steps == 7 * 3
+
+
+def test_a_job_that_has_ended_is_not_longer(tmp_path: Path) -> None:
+    train(tmp_path)
+    train(tmp_path)
+    with pytest.raises(SettingsError, match=r"ended after 3 epochs, and epochs\(4\) asks for more"):
+        train(tmp_path, count=4)
 
 
 def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:

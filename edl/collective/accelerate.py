@@ -275,4 +275,4 @@ def _generator_of(loader: Any) -> Any:
     """Return the generator of a loader, or of its sampler, which ranks have in common."""
     sampler = getattr(loader, "sampler", None)
     found = [getattr(loader, "synchronized_generator", None), getattr(loader, "generator", None)]
-    return next((one for one in [*found, getattr(sampler, "generator", None)] if one is not None), None)
+    return next((value for value in [*found, getattr(sampler, "generator", None)] if value is not None), None)

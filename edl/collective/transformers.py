@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from typing import Any, Final
 
 import torch
@@ -179,6 +180,7 @@ class _Progress:
             "epoch": self.epoch,
             "updates": self.updates,
             "finished": self.finished,
+            "asked": self._asked,
             "order": self.order,
             "samples": self._samples,
             "trainer_state": {name: trainer_state[name] for name in _RESTORED},
@@ -201,6 +203,13 @@ class _Progress:
             "gradient_accumulation_steps * WORLD_SIZE stays the same",
         )
         check_order(saved["order"], self.order)
+        before = saved.get("asked", self._asked)
+        if saved["finished"] and any(map(operator.gt, self._asked, before)):
+            raise SettingsError(
+                f"this job has ended with num_train_epochs={before[0]:g} and max_steps={before[1]}, and "
+                f"{self._asked[0]:g} and {self._asked[1]} are asked for: it cannot go on exactly. Begin another job "
+                "from the model that it left"
+            )
         self.epoch, self.updates, self.finished = saved["epoch"], saved["updates"], saved["finished"]
         self.used_loaders = set(saved.get("loaders", ()))
         for name, value in saved["trainer_state"].items():
@@ -211,6 +220,11 @@ class _Progress:
             attributes = saved["callbacks"].get(type(callback).__name__)
             for name, value in attributes.pop(0).items() if attributes else ():
                 setattr(callback, name, value)
+
+    @property
+    def _asked(self) -> tuple[float, int]:
+        """Epochs and steps that the script wants; steps count where they are not -1."""
+        return self._trainer.args.num_train_epochs, self._trainer.args.max_steps
 
     @property
     def _samples(self) -> int:

@@ -1,4 +1,4 @@
-"""What a Lightning script puts into checkpoints by hooks of its own."""
+"""State that a Lightning script puts into checkpoints by hooks of its own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["CheckpointHooks"]
 
 
 class CheckpointHooks:
-    """What other callbacks, the module and the data module put into a checkpoint: a field of the `State`."""
+    """State that other callbacks, the module and the data module add to a checkpoint: a field of the `State`."""
 
     def __init__(self, trainer: Any, version: str) -> None:
         self._trainer = trainer
         self._version = version
         # Folders of loggers' versions: a restarted process has another, and what was the best is in the first one.
-        self._derived = [one for one in trainer.callbacks if getattr(one, "dirpath", "") is None]
+        self._derived = [callback for callback in trainer.callbacks if getattr(callback, "dirpath", "") is None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of callbacks and data module, and what hooks add to a checkpoint or put in its place."""
@@ -42,7 +42,7 @@ class CheckpointHooks:
         for callback in trainer.callbacks:
             state = saved["callbacks"].get(callback.state_key)
             if state:
-                if any(callback is one for one in self._derived):
+                if any(callback is derived for derived in self._derived):
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
 

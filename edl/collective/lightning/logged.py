@@ -1,4 +1,4 @@
-"""What `self.log` and torchmetrics have gathered in an epoch, which Lightning's checkpoints leave out."""
+"""Values that `self.log` and torchmetrics have gathered in an epoch: Lightning's checkpoints leave them out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LoggedValues"]
 
 
 class LoggedValues:
-    """What this rank has logged in the epoch so far: a local field of the `State`."""
+    """Values that this rank has logged in the epoch so far: a local field of the `State`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -27,7 +27,7 @@ class LoggedValues:
         return {
             "first": connector._first_loop_iter,
             "hook": connector._current_fx,
-            "results": {key: _pack_result(one) for key, one in trainer.fit_loop.epoch_loop._results.items()},
+            "results": {key: _pack_result(result) for key, result in trainer.fit_loop.epoch_loop._results.items()},
             "metrics": {name: _pack_metric(metric) for name, metric in self._metrics()},
         }
 
@@ -55,7 +55,9 @@ class LoggedValues:
     def _metrics(self) -> list[tuple[str, Any]]:
         module: nn.Module = self._trainer.lightning_module
         return [
-            (name, one) for name, one in module.named_modules() if hasattr(one, "_defaults") and hasattr(one, "compute")
+            (name, child)
+            for name, child in module.named_modules()
+            if hasattr(child, "_defaults") and hasattr(child, "compute")
         ]
 
 
@@ -110,7 +112,7 @@ def _pack_metric(metric: Any) -> dict[str, Any]:
 def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
     for name, value in packed["state"].items():
         setattr(
-            metric, name, [_moved(one, metric) for one in value] if isinstance(value, list) else _moved(value, metric)
+            metric, name, [_moved(item, metric) for item in value] if isinstance(value, list) else _moved(value, metric)
         )
     metric._update_count, metric._computed = packed["updates"], None
 

@@ -176,7 +176,7 @@ class LoopProgress:
     def note_draws(self) -> None:
         """Keep the random numbers that the order of the epoch that begins may be drawn from."""
         self.draws.numbers = rng.take()
-        self.draws.own = [None if one is None else one.get_state() for one in self._generators()]
+        self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
         self.draws.workers = [has_workers(loader) for loader in self.loaders]
 
     def read_on(self, fetcher: Any, begin: Any) -> None:
@@ -218,7 +218,7 @@ class LoopProgress:
         for loader in self.loaders:
             sampler = getattr(loader, "sampler", None)
             found += [getattr(loader, "generator", None), getattr(sampler, "generator", None)]
-        return [one if isinstance(one, torch.Generator) else None for one in found]
+        return [value if isinstance(value, torch.Generator) else None for value in found]
 
     def _order(self) -> list[dict[str, Any]]:
         redrawn = self.trainer.world_size == 1  # where each rank draws by itself, what a lost one drew is lost

@@ -87,6 +87,12 @@ def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
         again.train()
 
 
+def test_a_job_that_has_ended_is_not_longer(tmp_path: Path) -> None:
+    trainer_of(tmp_path).train()
+    with pytest.raises(SettingsError, match="ended with num_train_epochs=3 and max_steps=-1, and 4 and -1 are asked"):
+        trainer_of(tmp_path, num_train_epochs=4).train()
+
+
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """Return what it has logged, but for how long that took."""
     timed = ("_runtime", "_per_second")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import sys
 
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +23,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     training = Training(task)
     state = State(model=training.model, optimizer=training.optimizer)
-    checkpointer = Checkpointer(state, interval_s=task.save_s if task.save_s else None)
+    if task.save_s == math.inf:
+        checkpointer = Checkpointer(state, interval_steps=sys.maxsize)  # none after the first step's
+    else:
+        checkpointer = Checkpointer(state, interval_s=task.save_s or None)
     diary = Diary(task, int(os.environ["LOCAL_RANK"]))
 
     def train(place: Place) -> None:

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks._elastic_task import Diary, Task, Training
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state import State
-from edl.collective.inprocess.staying import Place, stay
+from edl.collective.checkpoint.state.state import State
+from edl.collective.inprocess.run_in_process import Place, stay
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state.state import State
 
 GOALS = [Goal("vs_torch_save", 10), Goal("vs_dcp_async", 2), Goal("slow_storage", 1.5, "at most")]
 _FEATURES = {False: 2048, True: 256}

@@ -8,8 +8,8 @@ import time
 
 from rich.console import Console
 
-from edl.collective.ledger.records import read_job
-from edl.collective.ledger.summary import Summary, summarize
+from edl.collective.goodput.records import read_job
+from edl.collective.goodput.summary import Summary, summarize
 from edl.discovery import Store
 
 __all__ = ["console", "look", "parser"]

@@ -10,9 +10,9 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
-from edl.collective.ledger.report import COLOURS, columns, draw, unit_of
-from edl.collective.ledger.spans import State
-from edl.collective.ledger.summary import Summary
+from edl.collective.goodput.report import COLOURS, columns, draw, unit_of
+from edl.collective.goodput.spans import State
+from edl.collective.goodput.summary import Summary
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings

@@ -9,6 +9,6 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str]) -> int:
     """Run `edl run` with the arguments `argv`. Returns the exit code."""
-    from edl.collective.agent.run import main as run  # torch takes a second to import
+    from edl.collective.agent.command_line.cli import main as run  # torch takes a second to import
 
     return run(argv)

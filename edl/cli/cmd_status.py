@@ -15,10 +15,10 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
-from edl.collective.job import Exclusion
-from edl.collective.ledger.codec import Event
-from edl.collective.ledger.spans import State
-from edl.collective.ledger.summary import NodeRow, Summary, as_dict
+from edl.collective.goodput.codec import Event
+from edl.collective.goodput.spans import State
+from edl.collective.goodput.summary import NodeRow, Summary, as_dict
+from edl.collective.job_records import Exclusion
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings

@@ -5,10 +5,10 @@ In a training script: `State` and `Checkpointer` keep what must survive, `Evalua
 `edl run`. With `stay` a script goes on in the same process when others are lost. Inside:
 
 - `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
-- `board`: what a worker and its agent tell each other; `job`: what agents tell each other, and others, in the Store;
+- `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
-- `update`: what a step trains, and the update that it makes;
-- `inprocess`: `stay`; `ledger`: where the time went; `paddle`: the same for PaddlePaddle;
+- `training`: what a step trains, and the update that it makes;
+- `inprocess`: `stay`; `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
 - `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `accelerate`: for loops
   with Accelerate; `loop_position`: what these share.
 
@@ -24,20 +24,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edl.collective.checkpoint.checkpointer import Checkpointer
     from edl.collective.checkpoint.evaluator import Evaluator
-    from edl.collective.checkpoint.state import State
-    from edl.collective.inprocess.staying import stay
-    from edl.collective.update.sampler import ElasticSampler
-    from edl.collective.update.trainer import ElasticTrainer
+    from edl.collective.checkpoint.state.state import State
+    from edl.collective.inprocess.run_in_process import stay
+    from edl.collective.training.sampler import ElasticSampler
+    from edl.collective.training.trainer import ElasticTrainer
 
 __all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"]
 
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
-    "ElasticSampler": "update.sampler",
-    "ElasticTrainer": "update.trainer",
+    "ElasticSampler": "training.sampler",
+    "ElasticTrainer": "training.trainer",
     "Evaluator": "checkpoint.evaluator",
-    "State": "checkpoint.state",
-    "stay": "inprocess.staying",
+    "State": "checkpoint.state.state",
+    "stay": "inprocess.run_in_process",
 }
 
 

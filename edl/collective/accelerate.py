@@ -13,8 +13,8 @@ from typing import Any
 import accelerate
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint import rng
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import (
     BoundaryCheckpointer,
     check_order,

@@ -23,9 +23,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from edl.collective.checkpoint import rng
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
 
 __all__ = [

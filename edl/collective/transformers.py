@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import transformers
 
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import (
     BoundaryCheckpointer,
     check_order,

@@ -159,7 +159,7 @@ REPEATED = {
     "Verdict",
 }
 """Class names that have more than one meaning still. Names leave this list, and none is added to it."""
-CROWDED = {"edl/collective/agent", "edl/collective/checkpoint", "edl/collective/update", "tests/integration/distill"}
+CROWDED = {"tests/integration/distill"}
 """Folders with more modules than a reader finds his way in. They leave this list, and none is added to it."""
 
 

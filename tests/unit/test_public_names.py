@@ -15,7 +15,7 @@ PUBLIC = {
     "edl.cli": ["main"],
     "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
-    "edl.collective.update": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
+    "edl.collective.training": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Teachers"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],

@@ -1,9 +1,9 @@
 """One node's part of a job: `edl run`.
 
-`run` is the command line, torchrun's; `agent` follows the job's record (`membership`, `world`) and runs a `crew` of
-`workers`, which a `zygote` forks; `failures` and `watch` say what it means that one ended, or does nothing; `nodecheck`
-tests nodes before they join. Decisions, without I/O, are in `world`, `failures`, `restarts`, `pausing`, `watch` and
-`nodecheck`.
+`command_line` turns options into a `launch_spec`. `agent` joins the job (`join`), follows its records in the Store
+(`membership`, `reconciler`) and runs a `worker_group`, whose `processes` are forked by a zygote. `health` finds who has
+failed and what follows from it. Decisions without I/O are in `membership.rendezvous`, `membership.pause`,
+`health.failures`, `health.failure_policy`, `health.worker_watch` and `health.node_check.pairing`.
 
 What does not belong here: what a worker does.
 """

@@ -1,7 +1,7 @@
 """One node's part of a job: it keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
 A single thread acts; the others only put what they learn (a record changed, a worker ended, a signal came) into its
-queue. `part` is what an agent holds, `arrival` what it does before it joins, `conduct` what it does from then on.
+queue. `context` is what an agent holds, `join` what it does before it joins, `reconciler` what it does from then on.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import queue
 import time
 from collections.abc import Callable
 
-from edl.collective.agent.arrival import arrive
-from edl.collective.agent.conduct import Conduct
-from edl.collective.agent.launch import Launch
-from edl.collective.agent.part import Events, Gone, Part, take_part
+from edl.collective.agent.context import Events, Gone, Part, take_part
+from edl.collective.agent.health.stragglers import StepTimes
+from edl.collective.agent.join import arrive
+from edl.collective.agent.launch_spec import Launch
+from edl.collective.agent.reconciler import Conduct
 from edl.collective.agent.signals import AskedToLeaveError, Signals
-from edl.collective.agent.stragglers import StepTimes
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError
 

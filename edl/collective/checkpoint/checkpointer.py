@@ -9,19 +9,20 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Final
 
-from edl.collective.board import Board, Phase
-from edl.collective.checkpoint import memory as checkpoint_memory
-from edl.collective.checkpoint import storage_read, transfer
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
-from edl.collective.checkpoint.keeping import Keeping
+from edl.collective.checkpoint.memory import restore as checkpoint_memory
+from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.replica_slots import Keeping
+from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.staging import finish_queued_work
+from edl.collective.checkpoint.memory.writer import Writer
 from edl.collective.checkpoint.pace import Pace
-from edl.collective.checkpoint.slots import Label, SlotPair
-from edl.collective.checkpoint.staging import finish_queued_work
-from edl.collective.checkpoint.state import State, WorldChange
-from edl.collective.checkpoint.storage_background import Background
-from edl.collective.checkpoint.storage_run import new_run
-from edl.collective.checkpoint.writing import Writer
+from edl.collective.checkpoint.state.state import State, WorldChange
+from edl.collective.checkpoint.storage import reader as storage_read
+from edl.collective.checkpoint.storage.run_id import new_run
+from edl.collective.checkpoint.storage.worker_persister import Background
 from edl.collective.ranks import rank_of, world_of
+from edl.collective.worker_status import Board, Phase
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.settings import positive_float, positive_int, read
 

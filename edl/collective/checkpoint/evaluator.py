@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from edl.collective.checkpoint import transfer
 from edl.collective.checkpoint.encoding import Path, decode, dotted, encode, from_json
+from edl.collective.checkpoint.memory import transfer
 from edl.collective.ranks import world_of
 from edl.errors import ProtocolError, SettingsError
 

@@ -1,5 +1,5 @@
 """Going on in the same process when workers come and go: `stay`, the fastest way to recover.
 
-`staying` is the loop; `process_group` can be broken from outside (`sockets`); `control` hears of the next generation;
-`boundary` undoes a step that failed; `regroup` decides whose state wins.
+`run_in_process` is the loop; `process_group` can be aborted from another thread (`sockets`); `control_pipe` carries the
+next generation; `step_snapshot` undoes a step that failed; `recovery_plan` decides whose state is used.
 """

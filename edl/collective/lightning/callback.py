@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import Any, Final
 
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state.state import State
 from edl.collective.lightning.hooks import CheckpointHooks
 from edl.collective.lightning.logged import LoggedValues
 from edl.collective.lightning.progress import LoopProgress, keeps_place

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint import rng
-from edl.collective.checkpoint.stateful_loader import is_stateful_loader
+from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
 from edl.collective.loop_position import (
     check_order,
     check_samples,

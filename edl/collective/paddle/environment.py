@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from importlib import metadata
 
-from edl.collective.job import Member, World
+from edl.collective.job_records import Member, World
 from edl.errors import EDLError
 
 __all__ = ["ReservedPorts", "has_gpu_build", "paddle_environment"]

@@ -25,8 +25,8 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.checkpoint import checkpointer as checkpoint
-from edl.collective.checkpoint.snapshot import Meta
-from edl.collective.checkpoint.state import Captured, Loading, State
+from edl.collective.checkpoint.state.snapshot import Meta
+from edl.collective.checkpoint.state.state import Captured, Loading, State
 from edl.collective.paddle.fields import PaddleRng, unwrapped, wrapped
 from edl.errors import SettingsError, TemporaryError
 from edl.settings import read

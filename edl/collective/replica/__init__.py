@@ -2,5 +2,5 @@
 
 `course` says when one is sent; `protocol`, `client` and `server` send it from agent to agent; `replication` is an
 agent's part. Which states are kept and where they lie is for workers to know as well, and so it stands in
-`edl.collective.checkpoint.keeping`. States that every rank holds whole need no replica.
+`edl.collective.checkpoint.memory.replica_slots`. States that every rank holds whole need no replica.
 """

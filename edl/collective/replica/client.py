@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.checkpoint.keeping import NOTHING, stamp_of
-from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, find
+from edl.collective.checkpoint.memory.replica_slots import NOTHING, stamp_of
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Found, find
 from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link, translated
 from edl.errors import PermanentError, TemporaryError
 

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.checkpoint.keeping import ReplicaFolder, stamp_of
-from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, stamp_of
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair, find
 from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link
 from edl.discovery.served.listening import open_listener
 from edl.errors import EDLError

@@ -2,7 +2,7 @@
 
 The URL is a store's: `sqlite:///...`, `consul://...` or `etcd://...`. torch's own `DynamicRendezvousHandler` decides;
 its state lies in that store, outside all agents, so that any node may die, the first one included. `edl run` does not
-use this (`edl.collective.agent.world` is what it has instead), and shares no keys with it.
+use this (`edl.collective.agent.membership.rendezvous` is what it has instead), and shares no keys with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousExitOp,
 )
 
-from edl.collective.agent.address import own_address
+from edl.collective.agent.command_line.address import own_address
 from edl.collective.torchrun import state as rendezvous_state
 from edl.collective.torchrun.store import SharedStore
 from edl.discovery import Store, open_store

@@ -12,8 +12,9 @@ import functools
 import re
 import sys
 
-from edl.collective.agent import restarts, run
-from edl.collective.agent.world import Rules
+from edl.collective.agent.command_line import cli as run
+from edl.collective.agent.health import failure_policy as restarts
+from edl.collective.agent.membership.rendezvous import Rules
 
 if __name__ == "__main__":
     limits: dict[str, float] = {}

@@ -73,7 +73,8 @@ class Node:
 
     @property
     def zygote(self) -> int:
-        return next(pid for pid in _children(self.pid) if b"edl.collective.agent.zygote" in _read(pid, "cmdline"))
+        module = b"edl.collective.agent.processes.zygote"
+        return next(pid for pid in _children(self.pid) if module in _read(pid, "cmdline"))
 
     @property
     def workers(self) -> list[int]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from edl.collective.accelerate import ElasticLoop  # noqa: E402
-from edl.collective.checkpoint.slots import SlotPair  # noqa: E402
+from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 ROWS = torch.linspace(-1, 1, 4 * 26).reshape(26, 4)

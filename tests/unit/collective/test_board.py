@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.board import Board, Phase
+from edl.collective.worker_status import Board, Phase
 from edl.errors import ProtocolError
 
 

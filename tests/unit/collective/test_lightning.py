@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 
-from edl.collective.checkpoint.slots import SlotPair  # noqa: E402
+from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402
 from edl.collective.lightning import ElasticLightningCallback  # noqa: E402
-from edl.collective.update.sampler import ElasticSampler  # noqa: E402
+from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice: more workers, another logger

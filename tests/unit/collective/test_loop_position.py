@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.checkpoint.state import State  # noqa: E402
+from edl.collective.checkpoint.state.state import State  # noqa: E402
 from edl.collective.loop_position import BoundaryCheckpointer  # noqa: E402
 
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
 
-from edl.collective.checkpoint.slots import SlotPair  # noqa: E402
+from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402
 from edl.collective.transformers import ElasticCallback  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 

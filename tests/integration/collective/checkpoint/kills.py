@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.state.state import State
 
 DEADLINE_S = 60.0
 

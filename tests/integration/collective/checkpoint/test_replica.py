@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from edl.collective.checkpoint.keeping import ReplicaFolder, kept_prefix, stamp_of
-from edl.collective.checkpoint.slots import find
-from edl.collective.job import Member, State, World
-from edl.collective.replica.course import ReplicaPace
-from edl.collective.replica.replication import Replication
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, kept_prefix, stamp_of
+from edl.collective.checkpoint.memory.slots import find
+from edl.collective.job_records import Member, State, World
+from edl.collective.replica.replicator import Replication
+from edl.collective.replica.schedule import ReplicaPace
 from tests.integration.collective.checkpoint.test_checkpoint import same
 from tests.integration.collective.checkpoint.world import run
 from tests.integration.collective.job import wait_until

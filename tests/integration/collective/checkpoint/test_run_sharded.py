@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.checkpoint.keeping import ReplicaFolder
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from tests.integration.collective.checkpoint.world import ROOT
 from tests.integration.collective.job import Job, Node, wait_until
 

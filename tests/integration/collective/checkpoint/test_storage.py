@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from edl.collective.checkpoint.storage import Persister
+from edl.collective.checkpoint.storage.writer import Persister
 from tests.integration.collective.checkpoint.world import run
 from tests.unit.collective.checkpoint.counted import reads
 

@@ -191,7 +191,7 @@ def job(kind: str, seed: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from edl.collective.checkpoint.state import State
+    from edl.collective.checkpoint.state.state import State
 
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
@@ -326,9 +326,9 @@ def waits(late: int, slow: int, seconds: float) -> list[dict[str, float]]:
     """
     import torch.distributed as dist
 
-    from edl.collective.board import Board, Phase
     from edl.collective.checkpoint.checkpointer import Checkpointer
-    from edl.collective.checkpoint.state import State
+    from edl.collective.checkpoint.state.state import State
+    from edl.collective.worker_status import Board, Phase
 
     board, field, rank, taken = Board.from_env(), Slow(), dist.get_rank(), []
     with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
@@ -352,7 +352,7 @@ def broadcast(kind: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from edl.collective.checkpoint.transfer import broadcast_state
+    from edl.collective.checkpoint.memory.transfer import broadcast_state
 
     state = job(kind, 7 + dist.get_rank())
     if dist.get_rank() == 1:
@@ -366,7 +366,7 @@ def broadcast(kind: str) -> dict[str, Any]:
 
 def broadcast_refused(kind: str) -> str:
     """Nobody has all of it. What is raised, which must be the same on all ranks."""
-    from edl.collective.checkpoint.transfer import broadcast_state
+    from edl.collective.checkpoint.memory.transfer import broadcast_state
     from edl.errors import SettingsError
 
     try:
@@ -409,7 +409,7 @@ def averages(step: int, lost_mesh: bool = False) -> dict[str, Any]:
     import torch
 
     from edl.collective.checkpoint.checkpointer import Checkpointer
-    from edl.collective.checkpoint.state import State
+    from edl.collective.checkpoint.state.state import State
     from edl.errors import SettingsError
 
     whole = job("fsdp", 1)

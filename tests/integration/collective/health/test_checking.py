@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent import checking
-from edl.collective.agent.nodecheck import Verdict
-from edl.collective.agent.nodecheck_run import CheckSettings
+from edl.collective.agent.health.node_check import gate as checking
+from edl.collective.agent.health.node_check.pairing import Verdict
+from edl.collective.agent.health.node_check.runner import CheckSettings
 from edl.discovery import open_store
 
 

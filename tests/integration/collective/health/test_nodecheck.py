@@ -20,7 +20,7 @@ NODE = """\
 import json, sys
 from dataclasses import asdict
 import torch
-from edl.collective.agent.nodecheck_run import CheckSettings, check_nodes
+from edl.collective.agent.health.node_check.runner import CheckSettings, check_nodes
 from edl.discovery import open_store
 
 url, node, nodes = sys.argv[1:]

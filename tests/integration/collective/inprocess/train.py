@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.evaluator import Evaluator
-from edl.collective.checkpoint.state import State
-from edl.collective.inprocess.staying import Place, stay
+from edl.collective.checkpoint.state.state import State
+from edl.collective.inprocess.run_in_process import Place, stay
 
 GLOBAL_BATCH = 24
 

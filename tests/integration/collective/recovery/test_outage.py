@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.board import Board
+from edl.collective.worker_status import Board
 from tests.integration.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job, wait_until
 from tests.plugins_consul import ConsulAgent
 

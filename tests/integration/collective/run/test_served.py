@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.exits import Exit
+from edl.collective.agent.exit_codes import Exit
 from tests.integration.collective.job import Job, wait_until
 from tests.plugins_consul import free_ports
 

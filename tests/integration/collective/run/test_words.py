@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.exits import Exit
-from edl.collective.job import Node, prefix
+from edl.collective.agent.exit_codes import Exit
+from edl.collective.job_records import Node, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.job import Node, State, World, prefix
+from edl.collective.job_records import Node, State, World, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
 

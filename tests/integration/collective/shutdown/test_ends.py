@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.host import HostFolder
-from edl.collective.ledger.records import read_job
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.goodput.records import read_job
 from edl.discovery import open_store
 from tests.integration.collective.job import IMPATIENT, ROOT, TRAIN, TRAIN_STATE, Job, stop, wait_until
 from tests.plugins_consul import ConsulAgent

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
-from edl.collective.board import Board, Phase
-from edl.collective.job import Member, State, World
-from edl.collective.ledger.node import Doing, Ledger, NodeRecord
-from edl.collective.ledger.records import LedgerWriter
-from edl.collective.ledger.spans import State as Ledgered
-from edl.collective.ledger.spans import plain
+from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.records import LedgerWriter
+from edl.collective.goodput.spans import State as Ledgered
+from edl.collective.goodput.spans import plain
+from edl.collective.job_records import Member, State, World
+from edl.collective.worker_status import Board, Phase
 from edl.discovery import Store, open_store
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.job import World
-from edl.collective.ledger.codec import encode_record
-from edl.collective.ledger.job import join
-from edl.collective.ledger.node import Doing, Ledger, Mark, NodeRecord
-from edl.collective.ledger.records import MAX_EVENTS, LedgerWriter, finished_before, forget, jobs, read_job
-from edl.collective.ledger.spans import MAX_SPANS, State, plain
+from edl.collective.goodput.codec import encode_record
+from edl.collective.goodput.job import join
+from edl.collective.goodput.node import Doing, Ledger, Mark, NodeRecord
+from edl.collective.goodput.records import MAX_EVENTS, LedgerWriter, finished_before, forget, jobs, read_job
+from edl.collective.goodput.spans import MAX_SPANS, State, plain
+from edl.collective.job_records import World
 from edl.discovery import Store, open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.errors import ProtocolError, SettingsError
@@ -27,8 +27,8 @@ from edl.errors import ProtocolError, SettingsError
 # Beats every 20 ms until it is killed.
 AGENT = """\
 import sys, time
-from edl.collective.ledger.node import Doing, Ledger
-from edl.collective.ledger.records import LedgerWriter
+from edl.collective.goodput.node import Doing, Ledger
+from edl.collective.goodput.records import LedgerWriter
 from edl.discovery import open_store
 
 with open_store(sys.argv[1]) as store:

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from edl.collective.agent.workers import Exited, Workers, ZygoteLost
-from edl.collective.agent.zygote import Fork, Warm
+from edl.collective.agent.processes.pool import Exited, Workers, ZygoteLost
+from edl.collective.agent.processes.zygote import Fork, Warm
 
 SCRIPTS = Path(__file__).with_name("scripts")
 DEADLINE_S = 100.0

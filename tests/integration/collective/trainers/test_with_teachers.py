@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edl.collective.job import World
+from edl.collective.job_records import World
 from edl.discovery import open_store
 from edl.testing import LocalTeacher
 from edl.testing.models import fingerprint_of

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.update.adjust import AdaScale
-from edl.collective.update.sampler import ElasticSampler
-from edl.collective.update.trainer import ElasticTrainer
+from edl.collective.training.learning_rate import AdaScale
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.trainer import ElasticTrainer
 from tests.integration.collective.training.runs import data, endless
 
 LENGTH, BATCH, STEPS = 37, 12, 4

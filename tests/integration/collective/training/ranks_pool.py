@@ -19,7 +19,7 @@ class RanksPool:
 
     def __init__(self, size: int, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "edl.collective.update.trainer"])
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "edl.collective.training.trainer"])
         pipes = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in pipes]
         self._processes = [

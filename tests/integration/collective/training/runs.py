@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.update.adjust import AdaScale, Policy, SquareRoot
-from edl.collective.update.goodput import AutoBatch
-from edl.collective.update.sampler import ElasticSampler
-from edl.collective.update.split import share
-from edl.collective.update.trainer import ElasticTrainer
+from edl.collective.training.batch_size.objective import AutoBatch
+from edl.collective.training.learning_rate import AdaScale, Policy, SquareRoot
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.split import share
+from edl.collective.training.trainer import ElasticTrainer
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from edl.collective.agent.world import Moment, Rules, arrange, failed, next_world
-from edl.collective.job import Node, State, World
+from edl.collective.agent.membership.rendezvous import Moment, Rules, arrange, failed, next_world
+from edl.collective.job_records import Node, State, World
 
 TTL_S = 1.5
 TICK_S = 0.25

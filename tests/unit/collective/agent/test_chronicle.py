@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from edl.collective.agent.chronicle import Chronicle
-from edl.collective.agent.crew import Crew
-from edl.collective.board import Reading
-from edl.collective.ledger.node import Doing, Ledger, NodeRecord
-from edl.collective.ledger.records import LedgerWriter, read_job
+from edl.collective.agent.status_publisher import Chronicle
+from edl.collective.agent.worker_group import Crew
+from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.records import LedgerWriter, read_job
+from edl.collective.worker_status import Reading
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry
 from edl.errors import DiscoveryError

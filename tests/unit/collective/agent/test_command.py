@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.options import parse_options
-from edl.collective.agent.run import _command
+from edl.collective.agent.command_line.cli import _command
+from edl.collective.agent.command_line.options import parse_options
 
 
 @pytest.fixture

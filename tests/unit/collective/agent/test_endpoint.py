@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.endpoint import RendezvousEndpoint
-from edl.collective.agent.options import parser
-from edl.collective.agent.served_store import keep_for_later, served_store
+from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
+from edl.collective.agent.command_line.options import parser
+from edl.collective.agent.command_line.served_store import keep_for_later, served_store
 from edl.discovery.served.host import KEPT
 from edl.discovery.served.listening import ListenAddress
 from edl.errors import DiscoveryError, SettingsError

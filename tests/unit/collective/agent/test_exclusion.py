@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from edl.collective.agent import arrival
-from edl.collective.agent.exclusion import Exclusions, host_key
-from edl.collective.agent.part import Part
-from edl.collective.job import Exclusion
-from edl.collective.ledger.records import read_job
+from edl.collective.agent import join as arrival
+from edl.collective.agent.context import Part
+from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
+from edl.collective.goodput.records import read_job
+from edl.collective.job_records import Exclusion
 from edl.discovery import Store, open_store
 from edl.errors import ProtocolError
 

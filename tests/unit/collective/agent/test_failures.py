@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.failures import Failure, Kind, judge, kind_of, read_error
+from edl.collective.agent.health.failures import Failure, Kind, judge, kind_of, read_error
 
 PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 

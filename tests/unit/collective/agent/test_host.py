@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent import host
-from edl.collective.agent.host import HostFolder
-from edl.collective.checkpoint.slots import Label, SlotPair, find, make_room
+from edl.collective.agent import host_folder as host
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.checkpoint.memory.slots import Label, SlotPair, find, make_room
 from edl.errors import EDLError
 
 
@@ -61,8 +61,8 @@ def save(folder: HostFolder, generation: int = 0, step: int = 0) -> None:
 LEAVE = """
 import os, sys, time
 from pathlib import Path
-from edl.collective.agent.host import HostFolder
-from edl.collective.checkpoint.slots import Label, SlotPair
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.checkpoint.memory.slots import Label, SlotPair
 folders = []
 for part in sys.argv[2:]:
     name, *state = part.split()
@@ -114,7 +114,7 @@ def test_stateless_folder_is_not_taken_over(job: str) -> None:
 
 CHURN = """
 import sys, time
-from edl.collective.agent.host import HostFolder
+from edl.collective.agent.host_folder import HostFolder
 until = time.monotonic() + float(sys.argv[2])
 rounds = 0
 while time.monotonic() < until:
@@ -180,7 +180,7 @@ def test_incomplete_folder_is_not_kept(job: str) -> None:
 
 def test_killed_agents_folder_is_taken_over(job: str) -> None:
     """The folder of a killed agent is taken over."""
-    script = "import sys, time; from edl.collective.agent.host import HostFolder; f = HostFolder(*sys.argv[1:]);"
+    script = "import sys, time; from edl.collective.agent.host_folder import HostFolder; f = HostFolder(*sys.argv[1:]);"
     script += "print(f.path, flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", script, job, "dead"], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -218,7 +218,9 @@ def test_the_control_pipe_is_made_once(job: str) -> None:
 
 def test_job_end_removes_dead_agents_files(job: str) -> None:
     """The end of a job removes what dead agents left and not what live ones have."""
-    leave = "import sys; from edl.collective.agent.host import HostFolder; print(HostFolder(sys.argv[1], 'dead').path)"
+    leave = (
+        "import sys; from edl.collective.agent import host_folder as h; print(h.HostFolder(sys.argv[1], 'dead').path)"
+    )
     live = HostFolder(job, "live")
     last = HostFolder(job, "last")
     done = subprocess.run([sys.executable, "-c", leave, job], capture_output=True, text=True, check=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.membership import Membership
-from edl.collective.job import Member, Node, State, World
+from edl.collective.agent.membership.node_records import Membership
+from edl.collective.job_records import Member, Node, State, World
 from edl.discovery import open_store
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edl.collective.agent.regrouping import Regrouping
+from edl.collective.agent.processes.regroup_timer import Regrouping
 
 
 def looked(regrouping: Regrouping, start: float, end: float) -> list[int]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from edl.collective.agent.failures import Verdict
-from edl.collective.agent.pausing import pause_needs_s, pause_step
-from edl.collective.agent.restarts import Restarts
-from edl.collective.board import Board, Reading
+from edl.collective.agent.health.failure_policy import Restarts
+from edl.collective.agent.health.failures import Verdict
+from edl.collective.agent.membership.pause import pause_needs_s, pause_step
+from edl.collective.worker_status import Board, Reading
 
 KILLED, ERROR = Verdict(restart="worker 0 was killed"), Verdict(fatal="rank 0: worker 0 failed\nTraceback")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edl.collective.agent.shortage import Shortage
+from edl.collective.agent.membership.quorum_wait import Shortage
 
 
 def test_shortage_is_reported_on_change() -> None:

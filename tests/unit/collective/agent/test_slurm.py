@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from edl.collective.agent.options import parse_options
+from edl.collective.agent.command_line.options import parse_options
+from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.signals import Signals
-from edl.collective.agent.slurm import SlurmStep
 from edl.errors import SettingsError
 
 # Of task 3 of `srun --nodes=3 --ntasks=5` on hosts with two tasks, two tasks and one.

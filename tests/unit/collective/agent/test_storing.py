@@ -17,13 +17,13 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from edl.collective.agent.storing import JobRun, Storing
-from edl.collective.checkpoint import storage_background
+from edl.collective.agent.checkpoint_persister import JobRun, Storing
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.slots import SlotPair
-from edl.collective.checkpoint.state import State
-from edl.collective.checkpoint.storage import Persister
-from edl.collective.checkpoint.storage_background import Background
+from edl.collective.checkpoint.memory.slots import SlotPair
+from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.storage import worker_persister as storage_background
+from edl.collective.checkpoint.storage.worker_persister import Background
+from edl.collective.checkpoint.storage.writer import Persister
 from edl.discovery import open_store
 from edl.errors import DiscoveryError, ProtocolError, TemporaryError
 from tests.unit.collective.checkpoint import saved

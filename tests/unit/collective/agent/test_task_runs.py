@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent import run, task_runs
-from edl.collective.agent.exits import Exit
-from edl.collective.agent.launch import Launch
-from edl.collective.agent.slurm import SlurmStep
-from edl.collective.agent.task_runs import TaskRuns
+from edl.collective.agent.command_line import cli as run
+from edl.collective.agent.command_line import task_runs
+from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.collective.agent.command_line.task_runs import TaskRuns
+from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.launch_spec import Launch
 from edl.errors import SettingsError
 
 STEP = SlurmStep.of(
@@ -30,7 +31,7 @@ STEP = SlurmStep.of(
 HOLDS = """
 import sys
 from pathlib import Path
-from edl.collective.agent.task_runs import TaskRuns
+from edl.collective.agent.command_line.task_runs import TaskRuns
 from tests.unit.collective.agent.test_task_runs import STEP
 with TaskRuns(STEP, "a", Path(sys.argv[1])):
     print("held", flush=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl.collective.agent.world import Moment, Rules, arrange, failed, next_world
-from edl.collective.job import Member, Node, State, World
+from edl.collective.agent.membership.rendezvous import Moment, Rules, arrange, failed, next_world
+from edl.collective.job_records import Member, Node, State, World
 from edl.errors import ProtocolError
 from tests.unit.collective.agent.agents import Job
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edl.collective.checkpoint.parts import view_of
-from edl.collective.checkpoint.slots import Label, SlotPair
-from edl.collective.checkpoint.state import State
-from edl.collective.checkpoint.transfer import slot_bytes
+from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.transfer import slot_bytes
+from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.state.tensors import view_of
 
 
 def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, generation: int = 1) -> None:

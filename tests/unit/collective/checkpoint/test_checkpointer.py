@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.failures import Kind, kind_of
-from edl.collective.board import Board, Phase
+from edl.collective.agent.health.failures import Kind, kind_of
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.slots import SlotPair, find
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.memory.slots import SlotPair, find
+from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Board, Phase
 from edl.errors import ClosedError, SettingsError, TemporaryError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from edl.collective.checkpoint import copying
-from edl.collective.checkpoint.copying import Copier
+from edl.collective.checkpoint.memory import copying
+from edl.collective.checkpoint.memory.copying import Copier
 
 
 @pytest.fixture(params=[1, 3])

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from edl.collective.board import Board, Phase
 from edl.collective.checkpoint import evaluator as evaluator_module
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
-from edl.collective.checkpoint.slots import SlotPair
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.memory.slots import SlotPair
+from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Board, Phase
 from edl.errors import ProtocolError, SettingsError
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.choice import choose
+from edl.collective.checkpoint.memory.choice import choose
+from edl.collective.checkpoint.memory.slots import Label
 from edl.collective.checkpoint.pace import Pace
-from edl.collective.checkpoint.slots import Label
 from edl.errors import SettingsError
 
 

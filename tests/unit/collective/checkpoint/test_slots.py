@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.slots import HEADER_NBYTES, Label, SlotPair, find, make_room, nbytes_of
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair, find, make_room, nbytes_of
 from edl.errors import ClosedError, SettingsError
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from edl.collective.board import Board, Phase
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.copying import Copier
-from edl.collective.checkpoint.staging import PinnedStaging
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.memory.copying import Copier
+from edl.collective.checkpoint.memory.staging import PinnedStaging
+from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Board, Phase
 
 DEVICE = torch.device("cuda", 0)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.parts import LiveTensors, view_of
-from edl.collective.checkpoint.sharding import LiveMeshes
-from edl.collective.checkpoint.snapshot import Entry, overlap, parse_meta
-from edl.collective.checkpoint.state import Captured, State, WorldChange
+from edl.collective.checkpoint.state.sharding import LiveMeshes
+from edl.collective.checkpoint.state.snapshot import Entry, overlap, parse_meta
+from edl.collective.checkpoint.state.state import Captured, State, WorldChange
+from edl.collective.checkpoint.state.tensors import LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [

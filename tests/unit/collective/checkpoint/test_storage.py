@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
-from edl.collective.checkpoint import storage_read
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.parts import view_of
-from edl.collective.checkpoint.slots import Label, SlotPair, find_marked
-from edl.collective.checkpoint.state import State
-from edl.collective.checkpoint.storage import Outcome, Persister
-from edl.collective.checkpoint.storage_manifest import Name, Summed, newest_first
-from edl.collective.checkpoint.transfer import slot_bytes
+from edl.collective.checkpoint.memory.slots import Label, SlotPair, find_marked
+from edl.collective.checkpoint.memory.transfer import slot_bytes
+from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.state.tensors import view_of
+from edl.collective.checkpoint.storage import reader as storage_read
+from edl.collective.checkpoint.storage.manifest import Name, Summed, newest_first
+from edl.collective.checkpoint.storage.writer import Outcome, Persister
 from edl.errors import SettingsError, TemporaryError
 from tests.unit.collective.checkpoint.counted import reads
 from tests.unit.collective.checkpoint.saved import put

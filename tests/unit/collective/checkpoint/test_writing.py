@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from edl.collective.board import Board, Phase
-from edl.collective.checkpoint import copying
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.slots import SlotPair, find
-from edl.collective.checkpoint.snapshot import parse_meta
-from edl.collective.checkpoint.state import State
+from edl.collective.checkpoint.memory import copying
+from edl.collective.checkpoint.memory.slots import SlotPair, find
+from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Board, Phase
 
 WIDTH = 1200  # with momentum some 11 MB, which are worth a thread
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import TCPStore, distributed_c10d
 
-from edl.collective.checkpoint.state import State
-from edl.collective.inprocess.boundary import Boundary
-from edl.collective.inprocess.control import Control
+from edl.collective.checkpoint.state.state import State
+from edl.collective.inprocess.control_pipe import Control
 from edl.collective.inprocess.process_group import BreakableGroup, doubt
-from edl.collective.inprocess.regroup import Plan, Report, plan
+from edl.collective.inprocess.recovery_plan import Plan, Report, plan
+from edl.collective.inprocess.step_snapshot import Boundary
 from tests.descriptors import count_descriptors
 
 

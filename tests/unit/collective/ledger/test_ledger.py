@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.board import Board, Phase, Reading
-from edl.collective.ledger.job import join
-from edl.collective.ledger.node import Doing, Ledger, NodeRecord
-from edl.collective.ledger.spans import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
+from edl.collective.goodput.job import join
+from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.spans import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
+from edl.collective.worker_status import Board, Phase, Reading
 
 SECOND = 1_000_000
 WALL_S = 1_700_000_000.0

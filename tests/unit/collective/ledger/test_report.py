@@ -7,14 +7,14 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.job import Member, World
-from edl.collective.job import State as WorldState
-from edl.collective.ledger.codec import Event
-from edl.collective.ledger.node import Mark, NodeRecord
-from edl.collective.ledger.records import JobRecord
-from edl.collective.ledger.report import COLOURS, columns, unit_of
-from edl.collective.ledger.spans import Span, State, plain
-from edl.collective.ledger.summary import SILENT_S, as_dict, summarize
+from edl.collective.goodput.codec import Event
+from edl.collective.goodput.node import Mark, NodeRecord
+from edl.collective.goodput.records import JobRecord
+from edl.collective.goodput.report import COLOURS, columns, unit_of
+from edl.collective.goodput.spans import Span, State, plain
+from edl.collective.goodput.summary import SILENT_S, as_dict, summarize
+from edl.collective.job_records import Member, World
+from edl.collective.job_records import State as WorldState
 
 SECOND = 1_000_000
 BEGAN_US = 1_700_000_000 * SECOND

@@ -16,8 +16,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
-from edl.collective.checkpoint.slots import SlotPair
-from edl.collective.job import Member, State, World
+from edl.collective.checkpoint.memory.slots import SlotPair
+from edl.collective.job_records import Member, State, World
 from edl.collective.paddle import environment as paddle_env
 from edl.collective.paddle.environment import ReservedPorts, paddle_environment
 from edl.collective.paddle.training import Checkpointer, PaddleState

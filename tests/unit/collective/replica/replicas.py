@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edl.collective.checkpoint.slots import HEADER_NBYTES, Found, Label, SlotPair, find
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Found, Label, SlotPair, find
 
 SECRET = b"s" * 32
 WAIT_S = 20.0

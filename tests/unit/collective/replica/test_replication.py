@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.choice import choose
-from edl.collective.checkpoint.keeping import (
+from edl.collective.checkpoint.memory.choice import choose
+from edl.collective.checkpoint.memory.replica_slots import (
     NOTHING,
     Keeping,
     ReplicaFolder,
@@ -25,11 +25,11 @@ from edl.collective.checkpoint.keeping import (
     newest_common,
     stamp_of,
 )
-from edl.collective.checkpoint.slots import Label, SlotPair, find
-from edl.collective.checkpoint.state import State as TrainState
-from edl.collective.job import Member, State, World
-from edl.collective.replica.course import Act, Course, ReplicaPace
-from edl.collective.replica.replication import JobSecret, Replication, peer_of
+from edl.collective.checkpoint.memory.slots import Label, SlotPair, find
+from edl.collective.checkpoint.state.state import State as TrainState
+from edl.collective.job_records import Member, State, World
+from edl.collective.replica.replicator import JobSecret, Replication, peer_of
+from edl.collective.replica.schedule import Act, Course, ReplicaPace
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from tests.unit.collective.replica.replicas import SECRET, is_whole, keep, save, steps, until

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from edl.collective.checkpoint.keeping import ReplicaFolder
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.replica.client import send_states
 from edl.collective.replica.server import ReplicaServer
 from edl.errors import ProtocolError, SettingsError, TemporaryError

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.keeping import NOTHING, ReplicaFolder, stamp_of
-from edl.collective.checkpoint.slots import Found, SlotPair, find
+from edl.collective.checkpoint.memory.replica_slots import NOTHING, ReplicaFolder, stamp_of
+from edl.collective.checkpoint.memory.slots import Found, SlotPair, find
 from edl.collective.replica.client import Refused, send_states
 from edl.collective.replica.protocol import Announcement
 from edl.collective.replica.server import ReplicaServer

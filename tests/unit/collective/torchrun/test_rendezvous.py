@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from edl.collective.agent.address import own_address
+from edl.collective.agent.command_line.address import own_address
 from edl.collective.torchrun import state as rendezvous_state
 from edl.collective.torchrun.handler import StoreBackend, create_handler, handler_creator
 from edl.collective.torchrun.store import SharedStore

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.update.adjust import AdaScale, Linear, Policy, Scaling, SquareRoot, needs_noise
-from edl.collective.update.noise import Noise
+from edl.collective.training.batch_size.noise import Noise
+from edl.collective.training.learning_rate import AdaScale, Linear, Policy, Scaling, SquareRoot, needs_noise
 from edl.errors import SettingsError
 
 UNKNOWN = Noise()

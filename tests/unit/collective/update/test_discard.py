@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from edl.collective.update.sampler import ElasticSampler  # noqa: E402
-from edl.collective.update.trainer import ElasticTrainer  # noqa: E402
+from edl.collective.training.sampler import ElasticSampler  # noqa: E402
+from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 LENGTH, BATCH = 22, 4

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.update.goodput import AutoBatch, choose, efficiency, shape  # noqa: E402
-from edl.collective.update.noise import Noise  # noqa: E402
-from edl.collective.update.step_time import LoaderTime, Measured, StepTime, fit, fit_loader  # noqa: E402
-from edl.collective.update.tune import Now, Tuner  # noqa: E402
+from edl.collective.training.batch_size.noise import Noise  # noqa: E402
+from edl.collective.training.batch_size.objective import AutoBatch, choose, efficiency, shape  # noqa: E402
+from edl.collective.training.batch_size.step_time import LoaderTime, Measured, StepTime, fit, fit_loader  # noqa: E402
+from edl.collective.training.batch_size.tuner import Now, Tuner  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)

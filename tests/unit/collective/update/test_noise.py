@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.update.noise import Groups, Noise
+from edl.collective.training.batch_size.noise import Groups, Noise
 
 TRUTH = np.array([3.0, -1.0, 0.5])
 SPREADS = np.array([2.0, 0.5, 1.0])

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from edl.collective.update.adjust import (  # noqa: E402
+from edl.collective.training.batch_size.noise import Noise  # noqa: E402
+from edl.collective.training.learning_rate import (  # noqa: E402
     AdaScale,
     Linear,
     Policy,
@@ -21,8 +22,7 @@ from edl.collective.update.adjust import (  # noqa: E402
     decay_for,
     epsilon_for,
 )
-from edl.collective.update.noise import Noise  # noqa: E402
-from edl.collective.update.trainer import ElasticTrainer  # noqa: E402
+from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from edl.collective.update.sampler import ElasticSampler  # noqa: E402
+from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
 
 LENGTHS = st.integers(1, 120)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.update.schedule import SampleSchedule  # noqa: E402
+from edl.collective.training.schedule import SampleSchedule  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.update.split import Tail, batch_at, batches_left, micro_sizes, share
+from edl.collective.training.split import Tail, batch_at, batches_left, micro_sizes, share
 from edl.errors import SettingsError
 
 TAILS = st.sampled_from(["keep", "drop", "pad"])

@@ -16,14 +16,14 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from edl.collective.checkpoint.snapshot import parse_meta  # noqa: E402
-from edl.collective.checkpoint.state import State  # noqa: E402
-from edl.collective.update.adjust import AdaScale, Linear, SquareRoot  # noqa: E402
-from edl.collective.update.goodput import AutoBatch  # noqa: E402
-from edl.collective.update.rows import count_rows, cut_rows  # noqa: E402
-from edl.collective.update.sampler import ElasticSampler  # noqa: E402
-from edl.collective.update.schedule import SampleSchedule  # noqa: E402
-from edl.collective.update.trainer import ElasticTrainer  # noqa: E402
+from edl.collective.checkpoint.state.snapshot import parse_meta  # noqa: E402
+from edl.collective.checkpoint.state.state import State  # noqa: E402
+from edl.collective.training.batch_size.objective import AutoBatch  # noqa: E402
+from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot  # noqa: E402
+from edl.collective.training.rows import count_rows, cut_rows  # noqa: E402
+from edl.collective.training.sampler import ElasticSampler  # noqa: E402
+from edl.collective.training.schedule import SampleSchedule  # noqa: E402
+from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
 
 Setup = tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edl.collective.agent.hang_detector import HangDetector
-from edl.collective.agent.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
-from edl.collective.agent.watch import HangLimits
-from edl.collective.board import Board, Phase, Reading
+from edl.collective.agent.health.hang_detector import HangDetector
+from edl.collective.agent.health.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
+from edl.collective.agent.health.worker_watch import HangLimits
+from edl.collective.worker_status import Board, Phase, Reading
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.agent.nodecheck import Groups, Result, Verdict, first_groups, second_groups, verdict
+from edl.collective.agent.health.node_check.pairing import Groups, Result, Verdict, first_groups, second_groups, verdict
 
 GOOD = Result("cpu", 1.0, 0.1)
 FACTOR = 2.0

@@ -11,8 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from edl.collective.agent import nodecheck_probe, nodecheck_work
-from edl.collective.agent.nodecheck_work import agree_on_gpus, check_copies, check_products, check_sum, find_devices
+from edl.collective.agent.health.node_check import probe as nodecheck_probe
+from edl.collective.agent.health.node_check import workload as nodecheck_work
+from edl.collective.agent.health.node_check.workload import (
+    agree_on_gpus,
+    check_copies,
+    check_products,
+    check_sum,
+    find_devices,
+)
 from edl.errors import EDLError
 
 CPU = torch.device("cpu")

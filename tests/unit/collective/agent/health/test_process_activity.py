@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.process_activity import (
+from edl.collective.agent.health.process_activity import (
     ActivityMonitor,
     ProcessUsage,
     ThreadUsage,

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from edl.collective.agent.heart import Heart
-from edl.collective.agent.sightings import Sightings, is_held
-from edl.collective.job import Member, Node, State, World
+from edl.collective.agent.health.heartbeat import Heart
+from edl.collective.agent.membership.membership_timer import Sightings, is_held
+from edl.collective.job_records import Member, Node, State, World
 
 WORLD = World(3, State.RUNNING)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edl.collective.agent.stragglers import StepTimes, compare, encode
-from edl.collective.agent.watch import Stragglers
-from edl.collective.board import Phase, Reading
+from edl.collective.agent.health.stragglers import StepTimes, compare, encode
+from edl.collective.agent.health.worker_watch import Stragglers
+from edl.collective.worker_status import Phase, Reading
 from edl.discovery.store import Entry
 
 BEGIN = Reading(

@@ -15,16 +15,16 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
 
-from edl.collective.agent import tether
-from edl.collective.agent.tether import Address, Tethers, neighbours
-from edl.collective.job import Member, State, World
+from edl.collective.agent.health import peer_monitor as tether
+from edl.collective.agent.health.peer_monitor import Address, Tethers, neighbours
+from edl.collective.job_records import Member, State, World
 
 DEADLINE_S = 20.0
 QUIET_S = 0.5
 
 OTHER = """
 import sys, time
-from edl.collective.agent.tether import Tethers
+from edl.collective.agent.health.peer_monitor import Tethers
 print(Tethers(sys.argv[1], print).port, flush=True)
 time.sleep(600)
 """

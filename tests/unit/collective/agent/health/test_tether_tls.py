@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
 
-from edl.collective.agent.tether import Address, Tethers
+from edl.collective.agent.health.peer_monitor import Address, Tethers
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
@@ -22,7 +22,7 @@ CA = Authority()
 NAME = "agents.example"
 OTHER = """
 import sys, time
-from edl.collective.agent.tether import Tethers
+from edl.collective.agent.health.peer_monitor import Tethers
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 ca, cert, key, name = sys.argv[1:]

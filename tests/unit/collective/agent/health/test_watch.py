@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.agent.stacks import dump_stacks
-from edl.collective.agent.watch import (
+from edl.collective.agent.health.worker_watch import (
     HangLimits,
     Straggler,
     StragglerRules,
@@ -26,7 +25,8 @@ from edl.collective.agent.watch import (
     own_step_s,
     progress,
 )
-from edl.collective.board import Board, Phase, Reading
+from edl.collective.agent.processes.stack_dump import dump_stacks
+from edl.collective.worker_status import Board, Phase, Reading
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
 
@@ -172,7 +172,7 @@ HANGS = {
 }
 WORKER = """
 import sys, pathlib
-from edl.collective.agent.stacks import arm_stack_dump
+from edl.collective.agent.processes.stack_dump import arm_stack_dump
 {body}
 arm_stack_dump(pathlib.Path(sys.argv[1]))
 print("armed", flush=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent import gpu_holders
-from edl.collective.agent.gpu_holders import find_holders, wait_for_release
+from edl.collective.agent.processes import gpu_holders
+from edl.collective.agent.processes.gpu_holders import find_holders, wait_for_release
 
 
 @pytest.fixture

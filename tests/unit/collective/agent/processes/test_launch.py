@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from edl.collective.agent.host import HostFolder
-from edl.collective.agent.launch import Launch, environment, errors_of, forks
-from edl.collective.agent.world import Rules
-from edl.collective.agent.zygote import Warm
-from edl.collective.job import Member, State, World
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.agent.launch_spec import Launch, environment, errors_of, forks
+from edl.collective.agent.membership.rendezvous import Rules
+from edl.collective.agent.processes.zygote import Warm
+from edl.collective.job_records import Member, State, World
 
 MEMBERS = (
     Member("a", "10.0.0.1", 4000, 1, 0),

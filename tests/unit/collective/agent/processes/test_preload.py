@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import edl
-from edl.collective.agent import preload as preload_module
-from edl.collective.agent.preload import fork_hazard, preload
-from edl.collective.agent.program_imports import ProgramImports, scan_imports
+from edl.collective.agent.processes import preload as preload_module
+from edl.collective.agent.processes.preload import fork_hazard, preload
+from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports
 
 ROOTS = ("torch", "numpy", "edl")
 
@@ -214,7 +214,7 @@ def test_threads_of_native_code_are_seen() -> None:
 
 def test_blas_threads_are_no_hazard() -> None:
     code = """
-        from edl.collective.agent.preload import _has_new_threads, _tasks, fork_hazard
+        from edl.collective.agent.processes.preload import _has_new_threads, _tasks, fork_hazard
         before = _tasks()
         import numpy
         numpy.ones((300, 300)) @ numpy.ones((300, 300))
@@ -228,7 +228,7 @@ def test_an_openmp_pool_is_found_out() -> None:
     """A parallel operation of torch starts threads that a fork waits for in vain."""
     code = """
         import torch
-        from edl.collective.agent import preload
+        from edl.collective.agent.processes import preload
         before = preload._tasks()
         assert preload.fork_hazard() == ""
         torch.set_num_threads(2)

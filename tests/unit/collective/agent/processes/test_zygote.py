@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.workers import Exited, Workers, ZygoteLost
-from edl.collective.agent.zygote import Fork, Warm
+from edl.collective.agent.processes.pool import Exited, Workers, ZygoteLost
+from edl.collective.agent.processes.zygote import Fork, Warm
 from edl.errors import EDLError
 
 
@@ -183,8 +183,8 @@ def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
 
 AGENT = """
     import os, sys, time
-    from edl.collective.agent.workers import Workers
-    from edl.collective.agent.zygote import Fork, Warm
+    from edl.collective.agent.processes.pool import Workers
+    from edl.collective.agent.processes.zygote import Fork, Warm
     workers = Workers(Warm("script", sys.argv[1], prewarm=False), print)
     workers.warm_up()
     workers.start(0, {0: Fork({"OUT": sys.argv[2]})})

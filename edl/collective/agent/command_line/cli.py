@@ -1,0 +1,301 @@
+"""`edl run`: torchrun's command line, for an agent of ours.
+
+The options are parsed by torchrun's own parser, so that a command that works with torchrun means the same here; options
+that choose or tune torchrun's rendezvous are accepted and not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import os
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+from edl.collective.agent.agent import Agent
+from edl.collective.agent.command_line.address import own_address
+from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
+from edl.collective.agent.command_line.options import parse_options, parser
+from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.collective.agent.command_line.task_runs import TaskRuns
+from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.worker_watch import HangLimits
+from edl.collective.agent.launch_spec import Launch
+from edl.collective.agent.membership.rendezvous import Rules
+from edl.collective.agent.processes.log_folder import kept_logs, temporary_logs
+from edl.collective.agent.processes.zygote import Warm
+from edl.collective.paddle.environment import has_gpu_build
+from edl.discovery import Store, open_store
+from edl.errors import SettingsError
+from edl.settings import Credentials, default_discovery_url, read
+
+if TYPE_CHECKING:
+    from edl.protocol.tls.peers import PeerTLS
+
+__all__ = ["main"]
+
+_STORE_TIMEOUT_S = 2.0
+_SERVED = "edl://"
+_NO_NAME = "none"
+"""torchrun's own `--rdzv-id` where none is given."""
+_BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
+_UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
+_UNUSED_ANYWHERE = ("node_rank", "start_method")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run an agent with the options `argv`. Returns the exit code.
+
+    Raises:
+        SettingsError: an option cannot be used.
+        DiscoveryError: the store cannot be reached.
+    """
+    step = SlurmStep.of()
+    options = parse_options(argv, step)
+    with ExitStack() as stack:
+        runs: TaskRuns | None = None
+        if step is not None and options.rdzv_id == step.name:
+            runs = stack.enter_context(TaskRuns(step, _command(options)))
+            step = replace(step, run=runs.ended)
+            options = parse_options(argv, step)
+        conf = _conf(options)
+        endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
+        url = _store_url(options, stack) if endpoint is None else endpoint.url
+        told = replace(_launch(options, conf, url, stack), slurm=step is not None)
+        store = stack.enter_context(_opened(options, endpoint, url, told))
+        told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
+        here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
+        if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not here_only:
+            _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
+        if step is not None and step.rank == 0:
+            nodes = f"--nnodes {options.nnodes} --nproc-per-node {told.workers}"
+            _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}, store {url}")
+        _tell_of_unused(options, endpoint, url)
+        code = Agent(told, store, _say).run()
+        if runs is not None and code in (Exit.DONE, Exit.NOT_STORED):
+            runs.count(stored=code == Exit.DONE)
+        if url.startswith(_SERVED):
+            from edl.collective.agent.command_line.served_store import keep_for_later
+
+            keep_for_later(store, told.job, code == Exit.NOT_STORED)
+        return code
+
+
+def _opened(
+    options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, told: Launch
+) -> AbstractContextManager[Store]:
+    """The store, served by one of the nodes or not."""
+    credentials = Credentials.of(
+        ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
+    )
+    if endpoint is None:
+        return open_store(url, timeout_s=_STORE_TIMEOUT_S, credentials=credentials)
+    from edl.collective.agent.command_line.served_store import served_store  # gRPC: others need not wait for its import
+
+    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=told.join_timeout_s, say=_say)
+
+
+def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
+    """Tell of torchrun's ways to say where nodes meet, which are accepted so that its command lines work, and not used.
+
+    Where nodes meet at `--rdzv-endpoint` or `--master-addr`, that is only which rank a node shall have.
+    """
+    default = parser().get_default
+    unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
+    if endpoint is not None or url == options.rdzv_endpoint:
+        unused = [name for name in unused if name in _UNUSED_ANYWHERE]
+    if unused:
+        flags = ", ".join("--" + name.replace("_", "-") for name in unused)
+        where = f"{url}, which is on this machine only" if url.startswith("sqlite:") else url
+        _say(f"{flags}: not used here; nodes meet in the store, {where} (--store URL)")
+
+
+def _conf(options: argparse.Namespace) -> dict[str, str]:
+    try:
+        return _parse_rendezvous_config(options.rdzv_conf)
+    except ValueError as exc:
+        raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
+
+
+def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: ExitStack) -> Launch:
+    minimum, maximum = _nodes(options.nnodes)
+    try:
+        workers = torchrun.determine_local_world_size(options.nproc_per_node)
+    except ValueError as exc:
+        raise SettingsError(f"--nproc-per-node {options.nproc_per_node}: {exc}") from exc
+    if workers < 1:
+        raise SettingsError(f"--nproc-per-node {workers}: at least 1 worker")
+    job = _job(options, maximum, served=url.startswith(_SERVED))
+    last_call = _number(conf, "last_call_timeout", 1.0 if minimum < maximum else 0.0)
+    if workers > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
+    # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    return Launch(
+        job=job,
+        warm=_warm(options),
+        workers=workers,
+        rules=Rules(minimum, maximum, last_call_s=last_call),
+        addr=options.local_addr or "",
+        store=url,
+        ttl_s=options.lease_ttl,
+        join_timeout_s=_number(conf, "join_timeout", 600.0),
+        max_restarts=options.max_restarts,
+        checkpoint=options.checkpoint or read("EDL_CHECKPOINT", str) or "",
+        checkpoint_interval_s=options.checkpoint_interval,
+        grace_s=options.grace_period,
+        role=options.role,
+        hang=HangLimits(floor_s=options.hang_after, begin_s=min(_BEGIN_S, options.hang_after)),
+        readmit=options.readmit,
+        check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
+        logs=_logs(options, stack),
+        framework=options.framework,
+        resumable=not options.standalone and (options.rdzv_id != _NO_NAME or url.startswith(_SERVED)),
+        command=_command(options) if job == _NO_NAME else "",
+        environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
+        tls=_tls(options),
+    )
+
+
+def _tls(options: argparse.Namespace) -> PeerTLS | None:
+    """What the options say of TLS between agents, or else the environment, if it says all."""
+    given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
+    credentials = Credentials.of(**given, server_name=options.tls_server_name)
+    if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
+        from edl.protocol.tls.peers import PeerTLS  # others need not wait for its imports
+
+        return PeerTLS(credentials)
+    return None  # a CA alone is for the script's own teachers
+
+
+def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
+    if options.standalone:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-run-"))
+        return f"sqlite:///{folder}/store.sqlite"
+    if not options.store and "://" in options.rdzv_endpoint:  # as for torchrun with --rdzv-backend edl
+        return str(options.rdzv_endpoint)
+    named = options.store or read("EDL_DISCOVERY", str)
+    return named or default_discovery_url()
+
+
+def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
+    """The job's name; as with torchrun, a single node needs none, and nodes that meet at an endpoint of their own."""
+    name = str(options.rdzv_id)
+    if name != _NO_NAME and not options.standalone:
+        if not name or "/" in name or name in (".", ".."):
+            raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
+        return name
+    if served:
+        return name
+    if max_nodes > 1 and not options.standalone:
+        raise SettingsError(
+            "--rdzv-id NAME is needed where several nodes shall meet: any name, the same on each of them; or "
+            "--rdzv-endpoint HOST:PORT, where one of them serves the store"
+        )
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+def _command(options: argparse.Namespace) -> str:
+    """A digest of what the workers run: the script, wherever it is named from, and its arguments.
+
+    A module is another one in each working folder. A program is found on the PATH as it is when it starts; its first
+    argument is taken for a script that it runs (`bash train.sh`), a file in the working folder.
+    """
+    target, arguments = options.training_script, list(options.training_script_args)
+    if options.no_python:
+        found = str(Path.cwd() / (shutil.which(target) or target))  # no links resolved: a busybox is many programs
+        scripts = [at for at, argument in enumerate(arguments) if not argument.startswith("-")]
+        for at in scripts[:1]:
+            arguments[at] = os.path.realpath(arguments[at])
+        words = [found, *arguments]
+    elif options.module:
+        words = [str(Path.cwd()), target, *arguments]
+    else:
+        words = [str(Path(target).resolve()), *arguments]
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _warm(options: argparse.Namespace) -> Warm:
+    target, arguments = options.training_script, tuple(options.training_script_args)
+    # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
+    preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())
+    if wrong := [name for name in preload if not all(part.isidentifier() for part in name.split("."))]:
+        raise SettingsError(f"--preload {wrong[0]}: wanted are names of modules, such as transformers,torchvision")
+    prewarm = not options.no_prewarm and not (options.framework == "paddle" and has_gpu_build())
+    if options.no_python and options.module:
+        raise SettingsError("--no-python and --module exclude each other")
+    if options.no_python and shutil.which(target) is None:
+        raise SettingsError(f"there is no program {target!r} on the PATH")
+    if options.no_python:
+        return Warm("program", target, arguments)
+    if not options.module and not Path(target).is_file() and not Path(target, "__main__.py").is_file():
+        raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
+    interpreter = read("PYTHON_EXEC", str)  # torchrun's variable
+    if interpreter is not None and interpreter != sys.executable:
+        if shutil.which(interpreter) is None:
+            raise SettingsError(f"PYTHON_EXEC={interpreter!r}: there is no such program")
+        return Warm("program", interpreter, ("-u", *(["-m"] if options.module else []), target, *arguments))
+    if options.module:
+        return Warm("module", target, arguments, prewarm, options.framework, preload)
+    return Warm("script", target, arguments, prewarm, options.framework, preload)
+
+
+def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
+    try:
+        wanted = options.local_ranks_filter
+        ranks = {int(rank) for rank in wanted.split(",")} if wanted else None
+        redirects, tee = Std.from_str(options.redirects), Std.from_str(options.tee)
+    except ValueError as exc:
+        raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
+    folder = options.log_dir
+    if not folder and (_any(redirects) or _any(tee)):
+        folder = stack.enter_context(kept_logs())
+        _say(f"what the workers print is kept in {folder} (--log-dir FOLDER)")
+    elif not folder:
+        folder = stack.enter_context(temporary_logs())
+    try:
+        return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
+    except OSError as exc:
+        raise SettingsError(f"--log-dir {folder}: {exc.strerror or exc}") from exc
+
+
+def _any(streams: Std | dict[int, Std]) -> bool:
+    """Whether any worker's output goes to files."""
+    return any(each != Std.NONE for each in (streams.values() if isinstance(streams, dict) else [streams]))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    try:
+        minimum, maximum = torchrun.parse_min_max_nnodes(text)
+    except (ValueError, RuntimeError) as exc:
+        raise SettingsError(f"--nnodes {text}: wanted are MIN:MAX or one number, such as 1:4 or 2") from exc
+    if not 0 < minimum <= maximum:
+        raise SettingsError(f"--nnodes {text}: wanted is 0 < MIN <= MAX")
+    return minimum, maximum
+
+
+def _number(conf: dict[str, str], name: str, default: float) -> float:
+    try:
+        value = float(conf.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30")
+    return value
+
+
+def _say(line: str) -> None:
+    print(f"edl run: {line}", file=sys.stderr, flush=True)

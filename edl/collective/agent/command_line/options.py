@@ -1,0 +1,207 @@
+"""The options of `edl run`: torchrun's, parsed by its own parser, and ours."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch.distributed import run as torchrun
+
+from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.settings import read
+
+__all__ = ["parse_options", "parser"]
+
+_DESCRIPTION = """\
+Start a training job, or join one: `torchrun`, elastic. Scripts that run under torchrun run
+here unchanged. Nodes may come and go between --nnodes MIN:MAX; with `edl.collective.State`
+and `Checkpointer` a script goes on where it was.
+
+  edl run --nproc-per-node 2 train.py                          one node, two workers
+  edl run --nnodes 1:4 --rdzv-id resnet train.py               start it; the same command in
+                                                               another terminal adds a node
+  edl run --nnodes 1:4 --rdzv-endpoint node0:29400 train.py    on several hosts: the agent on
+                                                               node0 serves the store
+  edl run --nnodes 1:4 --rdzv-id resnet \\
+      --store consul://10.0.0.9:8500 --checkpoint s3://bucket/resnet train.py
+
+In a task of Slurm's `srun`, --nnodes, --nproc-per-node, --rdzv-id and --rdzv-endpoint
+follow from the step (docs/slurm.md).
+
+Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
+GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in time, or the store
+cannot be reached: try again, 143 this node was asked to leave (SIGTERM) and did."""
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: wanted is a number above 0")
+    return value
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--store": {
+        "metavar": "URL",
+        "help": "where the nodes meet: sqlite:///path on one machine, consul://host:8500 or etcd://host:2379 "
+        "(default: at --rdzv-endpoint HOST:PORT, where the agent on HOST serves the store; else EDL_DISCOVERY, else a "
+        "SQLite file of this user)",
+    },
+    "--checkpoint": {
+        "metavar": "URL",
+        "help": "where checkpoints are stored: a folder, s3://..., any URL of fsspec "
+        "(default: EDL_CHECKPOINT, else in memory only)",
+    },
+    "--checkpoint-interval": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "time between two stored checkpoints (default: 300)",
+    },
+    "--lease-ttl": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 1.5,
+        "help": "the others go on without a node that was silent for this long (default: 1.5)",
+    },
+    "--hang-after": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 300.0,
+        "help": "workers that report steps, and then none for this long or for 20 usual steps, whichever is longer, "
+        "show their stacks and are started anew; those that visibly work have ten times as long, and those that say "
+        "they are busy (Checkpointer.evaluate, busy) as long as they say (default: 300)",
+    },
+    "--grace-period": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 30.0,
+        "help": "a node that is asked to leave passes the signal on to its workers, once they have saved where they "
+        "save at all, and kills those that have not ended after this long (default: 30, as torchrun)",
+    },
+    "--readmit": {
+        "action": "store_true",
+        "help": "join although the job leaves this host out since a GPU of it failed: it was reset or replaced",
+    },
+    "--node-check": {
+        "action": "store_true",
+        "help": "before joining, compute on all GPUs, copy among them and reduce with other waiting nodes, in pairs "
+        "and twice, so that a faulty one is found, and ends with exit code 69",
+    },
+    "--node-check-timeout": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 60.0,
+        "help": "for each of the two rounds of the node check (default: 60)",
+    },
+    "--tls-ca": {
+        "metavar": "FILE",
+        "help": "with --tls-cert and --tls-key: agents speak mutual TLS among one another, and believe certificates "
+        "of these CAs (docs/security.md; default: EDL_TLS_CA)",
+    },
+    "--tls-cert": {"metavar": "FILE", "help": "this agent's certificate, PEM (default: EDL_TLS_CERT)"},
+    "--tls-key": {"metavar": "FILE", "help": "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"},
+    "--tls-server-name": {
+        "metavar": "NAME",
+        "help": "the name that the other agents' certificates must hold (default: EDL_TLS_SERVER_NAME, else each "
+        "one's --local-addr)",
+    },
+    "--framework": {
+        "choices": ["torch", "paddle"],
+        "default": "torch",
+        "help": "what the script trains with; with paddle, workers find the variables that paddle.distributed.launch "
+        "sets (default: torch)",
+    },
+    "--preload": {
+        "metavar": "MODULE[,MODULE]",
+        "default": "",
+        "help": "modules of the script that are imported once, before workers are forked from that process; torch and "
+        "numpy are anyway, where the script imports them before it does anything else. Name only modules that do "
+        "the same in each worker: what one draws at random when it is imported is the same on all ranks",
+    },
+    "--no-prewarm": {
+        "action": "store_true",
+        "help": "import nothing ahead of time, neither torch (or Paddle) nor what --preload names",
+    },
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """An error is a line, and not behind a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        if "training_script" in message:
+            message = "which script? `edl run [OPTIONS] train.py [ITS ARGUMENTS]`"
+        self.exit(2, f"{self.prog}: {message}{self._meant(message)}; `{self.prog} --help` lists the options\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(args or ())
+        return super().parse_args(args, namespace)
+
+    def _meant(self, message: str) -> str:
+        known = [name for action in self._actions for name in action.option_strings]
+        known += [name.replace("_", "-") for name in known if name.startswith("--")]
+        unknown = message.partition("unrecognized arguments: ")[2].split()
+        for word in unknown or self._given:
+            if not word.startswith("-"):
+                break  # the script, or an option's value: what follows is not ours for certain
+            name = word.partition("=")[0]
+            near = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+            if name not in known and near:
+                return f"; did you mean {near[0]} instead of {name}?"
+        return ""
+
+
+def parser() -> argparse.ArgumentParser:
+    """torchrun's options, then ours."""
+    options = torchrun.get_args_parser()
+    options.__class__ = _Parser  # torchrun makes it itself
+    options.prog = "edl run"
+    options.description = _DESCRIPTION
+    options.allow_abbrev = False  # they would be looked for among the script's arguments, too
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    ours = options.add_argument_group("EDL")
+    for name, kwargs in _OPTIONS.items():
+        ours.add_argument(name, **kwargs)
+    return options
+
+
+_FROM_SLURM = ("nnodes", "nproc_per_node", "rdzv_id")
+
+
+def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Namespace:
+    """Parse a command line; in a task of a Slurm step, options that are not given follow from the step.
+
+    torchrun's own variables (`PET_NNODES` and alike) count as given.
+
+    Raises:
+        SettingsError: the step's GPUs do not say how many workers to run.
+    """
+    options = parser()
+    if step is None:
+        return options.parse_args(list(argv))
+    usual = {name: options.get_default(name) for name in _FROM_SLURM if f"PET_{name.upper()}" not in os.environ}
+    options.set_defaults(**dict.fromkeys(usual))
+    parsed = options.parse_args(list(argv))
+    unsaid = {name for name in usual if getattr(parsed, name) is None}
+    if "nproc_per_node" in unsaid:
+        parsed.nproc_per_node = str(step.workers)
+    elif parsed.nproc_per_node == "cpu":
+        parsed.nproc_per_node = str(step.cpus)  # torch counts those of the host, which other jobs use too
+    for name, value in (("nnodes", str(step.tasks)), ("rdzv_id", step.name)):
+        if name in unsaid:
+            setattr(parsed, name, usual[name] if parsed.standalone else value)
+    if step.hosts > 1 and step.first_host and not _names_store(parsed, options.get_default("master_addr")):
+        parsed.rdzv_endpoint = f"{step.first_host}:{step.rendezvous_port}"
+        if "is_host=" not in parsed.rdzv_conf:
+            parsed.rdzv_conf = ",".join(filter(None, (parsed.rdzv_conf, f"is_host={int(step.is_first_host)}")))
+    return parsed
+
+
+def _names_store(options: argparse.Namespace, usual_address: str) -> bool:
+    """Whether an option or the environment says where nodes meet."""
+    named = options.store or options.rdzv_endpoint or options.standalone or read("EDL_DISCOVERY", str)
+    return bool(named) or options.master_addr != usual_address

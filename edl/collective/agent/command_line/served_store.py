@@ -1,0 +1,164 @@
+"""The store of a job whose nodes meet at HOST:PORT: served by the agent on HOST, waited for by the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
+from edl.discovery import Store, open_store
+from edl.discovery.served.client import StoreRefusalError
+from edl.discovery.served.diagnosis import diagnose
+from edl.discovery.served.host import KEPT, StoreHost
+from edl.discovery.served.store import ServedStore
+from edl.discovery.served.target import store_credentials
+from edl.errors import DiscoveryError, SettingsError
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.tls.handshake import explain_handshake
+from edl.settings import Credentials
+
+__all__ = ["keep_for_later", "served_store"]
+
+_AGAIN_S: Final = 0.1
+_SILENT_S: Final = 2.0
+_PATIENCE_S: Final = 60.0
+"""For another node that could not store the job's last state, and comes back to do so."""
+
+
+@contextlib.contextmanager
+def served_store(
+    endpoint: RendezvousEndpoint,
+    credentials: Credentials,
+    *,
+    timeout_s: float,
+    join_timeout_s: float,
+    say: Callable[[str], None],
+) -> Iterator[ServedStore]:
+    """The store at `endpoint`, which this process serves if it is on that host, and no other agent there does.
+
+    Behind the block this process goes on serving until the other nodes have ended.
+
+    Args:
+        credentials: this node's: mutual TLS if they are complete, and tokens.
+        timeout_s: how long one request may take.
+        join_timeout_s: how long to wait for the agent that serves.
+        say: called with each line that a person should see.
+
+    Raises:
+        SettingsError: another program answers there, or TLS or tokens do not fit, or this host cannot serve.
+        DiscoveryError: nothing answered in time.
+    """
+    with contextlib.ExitStack() as stack:
+        rendezvous = _Serving(endpoint, store_credentials(credentials), say)
+        stack.callback(rendezvous.close)
+        rendezvous.serve_if_own()
+        store = open_store(endpoint.url, timeout_s=timeout_s, credentials=credentials)
+        assert isinstance(store, ServedStore)
+        with store:
+            _wait_for(store, rendezvous, join_timeout_s, say)
+            yield store
+        rendezvous.leave()
+
+
+def keep_for_later(store: Store, job: str, wanted: bool) -> None:
+    """Say that this host has a state of the job which is in no storage yet, or has it no more.
+
+    As long as anybody says so, a served store's file is not removed: the job's record tells that it is done.
+    """
+    key = f"{KEPT}{job}/{socket.gethostname()}"
+    with contextlib.suppress(DiscoveryError):
+        if wanted:
+            store.put(key, b"")
+        else:
+            store.delete(key)
+
+
+class _Serving:
+    """This process's part in serving: none, unless the endpoint is on its host."""
+
+    def __init__(self, endpoint: RendezvousEndpoint, credentials: Credentials, say: Callable[[str], None]) -> None:
+        self._endpoint = endpoint
+        self._credentials = credentials
+        self._say = say
+        self.host: StoreHost | None = None
+        self.excluded = False
+
+    def serve_if_own(self) -> None:
+        """Serve, or be ready to, if the endpoint is this host by now: its name may not have been known before."""
+        if self.host is None and not self.excluded and self._endpoint.own:
+            files = CredentialFiles(self._credentials, serving=True) if self._credentials else None
+            self.host = StoreHost(self._endpoint.listen, files, self._tell)
+
+    def exclude(self) -> None:
+        """Do not serve: the endpoint leads to another host."""
+        self.excluded = True
+        self.close()
+
+    def leave(self) -> None:
+        """Stop serving as soon as that harms nobody."""
+        if self.host is not None:
+            self.host.leave(self._say, _PATIENCE_S)
+
+    def close(self) -> None:
+        host, self.host = self.host, None
+        if host is not None:
+            host.close()
+
+    def _tell(self) -> None:
+        self._say(f"this node serves the job's store at port {self._endpoint.port}: the job ends with this host")
+        if not self._credentials and not self._endpoint.local:
+            self._say(
+                "the store listens on all addresses without TLS or tokens: who reaches it can change the job "
+                "(EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY: docs/security.md)"
+            )
+
+
+def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float, say: Callable[[str], None]) -> None:
+    """Wait until the store answers."""
+    began, said = time.monotonic(), ""
+    endpoint = store.client.target.endpoint
+    while True:
+        try:
+            answer = store.client.hello()
+        except DiscoveryError as exc:
+            words = _explain(store, exc)
+        else:
+            own = serving.host.server if serving.host is not None else ""
+            if own and answer.server != own:
+                say(f"{endpoint} leads to {answer.hostname}, where the store is served: this node serves none")
+                serving.exclude()
+            return
+        waited_s = time.monotonic() - began
+        if waited_s > join_timeout_s:
+            raise DiscoveryError(
+                f"no store at {endpoint} within {join_timeout_s:g} s (--rdzv-conf join_timeout=SECONDS waits longer): "
+                f"{words}"
+            )
+        if words != said and waited_s > _SILENT_S:
+            said = words
+            say(f"waiting for the store at {endpoint}, which an agent on that host serves: {words}")
+        time.sleep(_AGAIN_S)
+        serving.serve_if_own()
+
+
+def _explain(store: ServedStore, exc: DiscoveryError) -> str:
+    """Why the store does not answer.
+
+    Raises:
+        SettingsError: for a reason that does not pass by itself.
+    """
+    target, files = store.client.target, store.client.files
+    found = diagnose(target.host, target.port)
+    if found.connected and (found.words or target.credentials.ca):
+        words = asyncio.run(explain_handshake(target.endpoint, files))
+        if words:
+            raise SettingsError(f"the job's store: {words}; TLS is for all nodes of a job or for none") from exc
+    if found.final:
+        raise SettingsError(f"{target.endpoint}: {found.words}") from exc
+    if isinstance(exc, StoreRefusalError):
+        raise SettingsError(str(exc)) from exc
+    return found.words or str(exc)

@@ -1,0 +1,52 @@
+"""What follows from failures after earlier ones: errors that are forgiven, and an end to restarts that lead nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from edl.collective.agent.health.failures import Verdict
+
+__all__ = ["Restarts"]
+
+_FRUITLESS: Final = 10
+_FRUITFUL_S: Final = 60.0
+
+
+class Restarts:
+    """Of one node's workers.
+
+    Args:
+        most_forgiven: errors of the script's own after which a job goes on.
+    """
+
+    def __init__(self, most_forgiven: int) -> None:
+        self._most_forgiven = most_forgiven
+        self._fruitless = 0
+        self._best_step = -1
+        self._unclear_faults = 0
+
+    def limited(self, verdict: Verdict, forgiven: int, step: int) -> Verdict:
+        """What follows from a verdict, after all that was before it.
+
+        Args:
+            forgiven: how many errors of the script's own the job has gone on after.
+            step: the last one that any worker finished.
+        """
+        if verdict.unclear and self._unclear_faults:
+            return replace(verdict, leave_out=True)
+        if verdict.fatal and forgiven < self._most_forgiven:
+            return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
+        if verdict.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
+            return Verdict(fatal=f"{_FRUITLESS} restarts in a row led nowhere; the last because {verdict.restart}")
+        return verdict
+
+    def count_unclear_fault(self) -> None:
+        """A GPU failed, or a kernel of the script, and nothing tells which: the next time the GPU is blamed."""
+        self._unclear_faults += 1
+
+    def count(self, step: int, lived_s: float) -> None:
+        """The workers begin anew, after `step` and a life of `lived_s`, which is all that is known of a script that
+        reports no steps."""
+        self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1
+        self._best_step = max(self._best_step, step)

@@ -1,0 +1,198 @@
+"""What it means that workers ended: the user's error, a machine's, or the echo of another worker's end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from edl.collective.agent.health.gpu_faults import GpuFault, find_gpu_fault, is_nccl_misuse
+
+__all__ = ["Failure", "Kind", "Verdict", "judge", "kind_of", "read_error"]
+
+# What torch raises in a rank whose peer is gone: its own types, and else words that only gloo, NCCL and torch say. Such
+# an error counts also where the script raised another one because of it. A script's own ConnectionError does not.
+_CONTACT = re.compile(
+    r"^(torch\.distributed\.)?Dist(Backend|Network|Store)Error\b|/gloo/transport/|NCCL (error|communicator|watchdog)|"
+    r"\bnccl(Remote|System)Error\b|ProcessGroup(Gloo|NCCL).*(aborted|terminat|tim(ed|e) ?out)|"
+    r"process group (is|was|has been) (aborted|shut ?down|destroyed)|Application timeout caused pair closure|"
+    r"EDL: left the process group|failed to pass monitoredBarrier",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+# The last line where a process that reads data for a script ended, as torch's DataLoader raises it: when SIGCHLD comes,
+# and when it misses that process. Only the former says how it ended. Where nothing does, as in a thread other than the
+# main one, it may have been with an exit code of its own, which is the script's error.
+_READER = re.compile(
+    r"RuntimeError: DataLoader worker \(pid(\(s\) [\d, ]+\) exited unexpectedly| \d+\) is killed by signal)"
+)
+_READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal", re.MULTILINE)
+_READER_ERROR = re.compile(
+    r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
+)
+_NAMED = 4
+
+
+class Kind(Enum):
+    """Why a worker ended that did not end well."""
+
+    KILLED = "killed"
+    """By a signal, it or a process that reads data for it: out of memory, preempted, a crash in native code."""
+    CONTACT = "contact"
+    """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
+    NCCL's watchdog do, the process ends by SIGABRT."""
+    ERROR = "error"
+    """The script raised, or ended with an exit code that is not 0. A failed assertion in a kernel is one as well."""
+    HARDWARE = "hardware"
+    """A GPU of the node is broken."""
+    UNCLEAR = "unclear"
+    """A kernel did what it must not: its own error, or the GPU's."""
+    MISSING = "missing"
+    """There is no such GPU: an error of the script's, unless the GPU was there before."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker that did not end well; `text` is its traceback, as far as it left one."""
+
+    rank: int
+    status: int
+    text: str
+    what: str
+
+    @property
+    def kind(self) -> Kind:
+        """What this failure is, by itself."""
+        return kind_of(self.status, self.text)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in a line, if it was killed."""
+        if found := find_gpu_fault(self.text):
+            return f"rank {self.rank}: {found[1]}"
+        return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.what
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows: a new generation because of `restart`, or the end of the job because of `fatal`.
+
+    Attributes:
+        after_error: an error of the script's own is forgiven with the restart.
+        unclear: a GPU failed, or a kernel of the script, and nothing tells which; `traceback` is the whole error.
+        leave_out: the node's GPU is to blame, and the job goes on without the node.
+    """
+
+    restart: str = ""
+    fatal: str = ""
+    after_error: bool = False
+    unclear: bool = False
+    leave_out: bool = False
+    traceback: str = ""
+
+
+def kind_of(status: int, text: str) -> Kind:
+    """The kind of a worker's end.
+
+    Args:
+        status: its exit code, negative for a signal.
+        text: the exception's type and message, best with its traceback; empty if unknown.
+    """
+    if status == -signal.SIGABRT:
+        return Kind.CONTACT
+    if status < 0 or (
+        _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
+    ):
+        return Kind.KILLED
+    if is_nccl_misuse(text):
+        return Kind.ERROR
+    if found := find_gpu_fault(text):
+        return {GpuFault.HARDWARE: Kind.HARDWARE, GpuFault.UNCLEAR: Kind.UNCLEAR, GpuFault.MISSING: Kind.MISSING}[
+            found[0]
+        ]
+    return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
+
+
+def judge(
+    failures: Sequence[Failure],
+    waited_s: float,
+    *,
+    echo_s: float,
+    contact_s: float,
+    ended: Collection[int] = (),
+    missing: bool = False,
+    trained: bool = False,
+    xids: Sequence[str] = (),
+) -> Verdict | None:
+    """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
+
+    Args:
+        waited_s: since the first failure, with the world unchanged.
+        echo_s: how long to wait before an exception is taken for the script's own fault.
+        contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+        ended: ranks whose script ended well meanwhile, with which others lose contact.
+        missing: a node of the generation is gone, with whose ranks they do so too.
+        trained: the job has trained before, here or elsewhere, so that a script that asks for too many GPUs would
+            have failed then.
+        xids: what the kernel said of failed hardware of this node in this generation.
+    """
+    errors = [each for each in failures if each.kind is Kind.ERROR or (each.kind is Kind.MISSING and not trained)]
+    killed = [each for each in failures if each.kind is Kind.KILLED]
+    unclear = [each for each in failures if each.kind is Kind.UNCLEAR or (each.kind is Kind.MISSING and trained)]
+    broken = next((each for each in failures if each.kind is Kind.HARDWARE), None)
+    if broken is not None:
+        return Verdict(restart=broken.reason, leave_out=True, traceback=broken.text)
+    # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
+    if xids and len(errors) < len(failures):
+        return Verdict(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
+    if killed:
+        return Verdict(restart=killed[0].reason)
+    if errors:
+        error = next((one for one in errors if one.text), errors[0])
+        # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
+        # later, and where it is seen, the next world goes on without the node.
+        if not error.text and missing:
+            return None
+        limit_s = echo_s if error.text else contact_s
+        fatal = f"rank {error.rank}: {error.what}\n{error.text or error.what}"
+        return Verdict(fatal=fatal) if waited_s >= limit_s else None
+    if unclear:
+        first = unclear[0]
+        verdict = Verdict(restart=first.reason, unclear=True, traceback=first.text)
+        return verdict if waited_s >= echo_s else None
+    if failures and waited_s >= contact_s:
+        first = failures[0]
+        what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
+        if ended and not missing and all(one.status > 0 for one in failures):  # by a signal: perhaps of its own code
+            what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
+        return Verdict(restart=what)
+    return None
+
+
+def _last_line(text: str) -> str:
+    """Of a traceback: the exception that nobody caught, where its message is one line."""
+    return text.rstrip().rpartition("\n")[2].strip()
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    """Some ranks in words, not too many."""
+    named = ", ".join(str(rank) for rank in sorted(ranks)[:_NAMED])
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+
+
+def read_error(path: Path) -> str:
+    """The traceback that a worker left in torchrun's error file, empty if there is none."""
+    try:
+        message = json.loads(path.read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    if not isinstance(message, dict):
+        return str(message)
+    details = message.get("extraInfo", {})
+    callstack = details.get("py_callstack", "") if isinstance(details, dict) else ""
+    return str(callstack or message.get("message", ""))

@@ -1,0 +1,71 @@
+"""Find the worker of a node that hangs, from readings of its board and what the kernel counts for its process.
+
+The limits are `watch.HangLimits`; here is what goes from one look to the next: when each process was last seen to work,
+and until when another rank was, for which the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from edl.collective.agent.health.process_activity import ActivityMonitor
+from edl.collective.agent.health.worker_watch import HangLimits, hang, is_working, progress
+from edl.collective.worker_status import Phase, Reading
+
+__all__ = ["HangDetector"]
+
+_BUSY_S: Final = 1.0
+"""So long does a worker have to be busy before other nodes are told: each time costs a write to the store."""
+
+
+class HangDetector:
+    """Watches the workers of one generation on one node.
+
+    Args:
+        limits: how long workers may go without a sign of progress.
+        activity: measures their processes.
+    """
+
+    def __init__(self, limits: HangLimits, activity: ActivityMonitor | None = None) -> None:
+        self._limits = limits
+        self._activity = activity or ActivityMonitor()
+        self._forked_s = self._awaited_s = 0.0
+        self.busy = False
+        """Whether a worker here does something long, so that ranks that wait for it do not hang."""
+        self.others_busy = False
+        """Whether a worker of another node does."""
+
+    def begin(self, forked_s: float) -> None:
+        """Watch other workers from now on, which were forked at `forked_s` (`time.monotonic()`)."""
+        self._forked_s, self._awaited_s, self.busy = forked_s, forked_s, False
+        self._activity.clear()
+
+    def find_hung(self, workers: Mapping[int, tuple[int, Reading]], now_s: float) -> tuple[int, str] | None:
+        """Return the local rank that hangs, and why it is taken to; None if none does.
+
+        Args:
+            workers: process id and reading of the board, by local rank.
+            now_s: `time.monotonic()`.
+        """
+        waiting: list[tuple[int, str]] = []
+        hung: list[tuple[int, str]] = []
+        busy = False
+        for local_rank, (pid, reading) in workers.items():
+            found = progress(reading, self._limits, forked_s=self._forked_s)
+            if found is None or not found.suspect(now_s):
+                self._activity.forget(pid)
+            if found is None:
+                continue
+            active_s = self._activity.last_active(pid, found.limit_s, now_s) if found.suspect(now_s) else None
+            works = is_working(found, now_s, active_s)
+            why = hang(found, now_s, self._limits, active_s, self._awaited_s)
+            if why is not None:
+                (hung if works or found.declared else waiting).append((local_rank, why))
+            elif works or (reading.phase is Phase.BUSY and now_s - found.since_s > _BUSY_S):
+                busy = True
+        self.busy = busy
+        if busy or self.others_busy:
+            self._awaited_s = now_s  # who waits for a rank that works does not hang
+            waiting.clear()
+        return next(iter(hung + waiting), None)

@@ -1,0 +1,75 @@
+"""The node check before a node joins: those that wait agree on a list, and test one another.
+
+Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of one check, by whoever
+wrote it first. A node that comes later is in a later list; in a running job it may be alone in it, and then only its
+own computing is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+
+from edl.collective.agent.health.node_check.pairing import Verdict
+from edl.collective.agent.health.node_check.runner import CheckSettings, check_nodes
+from edl.collective.job_records import prefix
+from edl.discovery.store import Lease, Store
+from edl.errors import DiscoveryError, ProtocolError
+
+__all__ = ["check_before_joining"]
+
+_POLL_S = 0.05
+_LEASE_S = 2.0
+
+
+def check_before_joining(
+    store: Store, job: str, node: str, host: str, quiet_s: float, settings: CheckSettings, say: Callable[[str], None]
+) -> Verdict:
+    """Wait for others that want to be checked as well, then check all of them.
+
+    Args:
+        host: where the others reach this node.
+        quiet_s: how long to wait after the last one came.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+    """
+    folder = prefix(job) + "check/"
+    with store.lease(_LEASE_S) as lease:
+        store.put(f"{folder}waiting/{node}", b"", lease)
+        number, nodes = _list(store, folder, node, lease, quiet_s, settings.heed)
+        say(
+            f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
+        )
+        return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
+
+
+def _list(
+    store: Store, folder: str, node: str, lease: Lease, quiet_s: float, heed: Callable[[], object]
+) -> tuple[int, Sequence[str]]:
+    """The list that this node is in, and its number."""
+    before: set[str] = set()
+    since = time.monotonic()
+    while True:
+        heed()
+        lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
+        for number, nodes in enumerate(lists):
+            if node in nodes:
+                return number, nodes
+        if lease.lost:
+            raise DiscoveryError("this node was silent while it waited to be checked: start it again")
+        waiting = {entry.key.rsplit("/", 1)[1] for entry in store.list(f"{folder}waiting/")}
+        waiting -= {name for nodes in lists for name in nodes}
+        if waiting != before:
+            before, since = waiting, time.monotonic()
+        elif time.monotonic() - since >= quiet_s and node in waiting:
+            store.compare_and_set(f"{folder}lists/{len(lists):06d}", json.dumps(sorted(waiting)).encode(), None)
+        time.sleep(_POLL_S)
+
+
+def _names(value: bytes) -> list[str]:
+    try:
+        return [str(name) for name in json.loads(value)]
+    except (ValueError, TypeError) as exc:
+        raise ProtocolError(f"not a list of nodes to check: {value[:100]!r}") from exc

@@ -1,0 +1,173 @@
+"""What an agent is told, and what it tells its workers: torchrun's environment and EDL's own variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.worker_watch import HangLimits
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.agent.membership.rendezvous import Rules
+from edl.collective.agent.processes.zygote import Fork, Warm
+from edl.collective.job_records import Member, World
+from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
+
+if TYPE_CHECKING:
+    from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
+
+__all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]
+
+
+class MeetingPlace(Protocol):
+    """Where the ranks of one generation meet; `port` is the one to tell the other nodes."""
+
+    @property
+    def port(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node's part of a job.
+
+    Attributes:
+        job: the name that all nodes share (torchrun's `--rdzv-id`).
+        store: URL of the store, in which a job has its name.
+        warm: what the workers run.
+        workers: how many on this node.
+        rules: how a world is formed.
+        addr: where other nodes' workers reach this node.
+        ttl_s: after this long without a sign of life the others go on without this node.
+        join_timeout_s: how long to wait for enough nodes.
+        grace_s: how long workers may take to end after the signal that asked this node to leave, before SIGKILL.
+        max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
+        checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
+        hang: how long workers may go without a step before they are started anew.
+        readmit: join although the job leaves this host out since a GPU of it failed.
+        check: how to test the node before it joins, None not to.
+        logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
+        environ: added to the workers' environment.
+        tls: for connections between agents, None for none.
+        resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
+        command: a digest of the script and its arguments if the job has no name, by which states in memory that another
+            command left are told apart; empty if the name does that.
+        framework: what the workers train with, `torch` or `paddle`.
+        slurm: this node is a task of a Slurm step, and signals are Slurm's.
+    """
+
+    job: str
+    warm: Warm
+    workers: int
+    rules: Rules
+    addr: str
+    store: str = ""
+    ttl_s: float = 1.5
+    join_timeout_s: float = 600.0
+    grace_s: float = 30.0
+    max_restarts: int = 0
+    checkpoint: str = ""
+    checkpoint_interval_s: float = 300.0
+    role: str = "default"
+    hang: HangLimits = field(default_factory=HangLimits)
+    readmit: bool = False
+    check: CheckSettings | None = None
+    logs: Any = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+    tls: PeerTLS | None = None
+    framework: str = "torch"
+    resumable: bool = True
+    command: str = ""
+    slurm: bool = False
+
+
+def meeting_place(launch: Launch) -> MeetingPlace:
+    """Where the ranks of one generation meet. Each gets a new one: old addresses must not be found.
+
+    For torch it is a store, for Paddle, whose first trainer opens one, ports that are kept free.
+    """
+    if launch.framework == "paddle":
+        return ReservedPorts(launch.workers + 1)
+    store: MeetingPlace = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return store
+
+
+def environment(launch: Launch, world: World, member: Member, local_rank: int) -> dict[str, str]:
+    """What torchrun sets for one worker, with the generation as the restart count."""
+    rank = member.first_rank + local_rank
+    first = world.nodes[0]
+    paddle = launch.framework == "paddle"
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "RANK": str(rank),
+        "GROUP_RANK": str(world.position(member.id)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": launch.role,
+        "LOCAL_WORLD_SIZE": str(member.local_world_size),
+        "WORLD_SIZE": str(world.size),
+        "GROUP_WORLD_SIZE": str(len(world.nodes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": first.addr,
+        "MASTER_PORT": str(first.port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
+        "TORCHELASTIC_RUN_ID": launch.job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "EDL_GENERATION": str(world.generation),
+        **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
+        **_threads(world, member),
+        **launch.environ,
+    }
+
+
+def _threads(world: World, member: Member) -> dict[str, str]:
+    """Share a host's cores out among the workers of several nodes on it, where the user has not said how.
+
+    Each would start a thread for each core, and threads of OpenMP wait for one another by spinning: two workers with
+    two threads each on two cores then take ten times as long as with one thread each.
+    """
+    here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
+    if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here))}
+
+
+def forks(
+    launch: Launch, world: World, member: Member, host: HostFolder, since: int = 0
+) -> tuple[dict[int, Fork], Any]:
+    """The workers of a generation on this node, and the `LogsDest` that tells where their output goes.
+
+    Args:
+        since: the first generation that this agent takes part in.
+    """
+    environs = {rank: environment(launch, world, member, rank) for rank in range(launch.workers)}
+    logs = launch.logs.reify(environs)
+    result = {}
+    for local_rank, environ in environs.items():
+        environ["EDL_BOARD"] = str(host.board(local_rank))
+        environ["EDL_CONTROL"] = str(host.control(local_rank))
+        environ["EDL_SLOTS"] = host.slots(local_rank)
+        environ["EDL_REPLICAS"] = str(host.replicas)
+        environ["EDL_RUN"] = host.run
+        environ["EDL_SINCE_GENERATION"] = str(since)
+        if launch.checkpoint:
+            environ["EDL_CHECKPOINT"] = launch.checkpoint
+            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(launch.checkpoint_interval_s)
+        environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
+        environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
+        environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
+        result[local_rank] = Fork(
+            environ,
+            stacks=str(host.stacks(local_rank)),
+        )
+    return result, logs
+
+
+def errors_of(logs: Any) -> dict[int, Path]:
+    """Local rank -> the file in which the worker leaves its exception."""
+    return {rank: Path(path) for rank, path in logs.error_files.items()}

@@ -1,0 +1,305 @@
+"""A node's workers, seen from its agent: forked by a zygote, watched, and stopped without asking them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edl.collective.agent.processes.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
+from edl.collective.agent.processes.preload import Preloaded
+from edl.collective.agent.processes.zygote import Fork, Warm, zygote_command
+from edl.errors import EDLError
+
+__all__ = ["Exited", "Workers", "ZygoteLost"]
+
+_MESSAGE_BYTES = 1 << 20
+_FORK_S = 10.0
+_HEED_S = 0.05
+_REAP_S = 1.0
+_ATTEMPTS = 4
+"""To import ahead of time; the last one imports nothing."""
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker ended.
+
+    Attributes:
+        status: the exit code; of a worker that a signal killed, the signal's number with a minus.
+    """
+
+    generation: int
+    local_rank: int
+    pid: int
+    status: int
+
+    def __str__(self) -> str:
+        if self.status >= 0:
+            return f"worker {self.local_rank} ended with exit code {self.status}"
+        with contextlib.suppress(ValueError):
+            return f"worker {self.local_rank} was killed by {signal.Signals(-self.status).name}"
+        return f"worker {self.local_rank} was killed by signal {-self.status}"
+
+
+@dataclass(frozen=True)
+class ZygoteLost:
+    """The process that forks workers died, and all workers with it."""
+
+
+class Workers:
+    """The zygote of a node and the workers that it forked.
+
+    Args:
+        warm: what they run.
+        report: called from a thread of this object with each `Exited` and `ZygoteLost`.
+        environ: of the zygote.
+        gpu_devices: patterns of the files that a process opens to use a GPU.
+    """
+
+    def __init__(
+        self,
+        warm: Warm,
+        report: Callable[[Exited | ZygoteLost], None],
+        environ: Mapping[str, str] | None = None,
+        gpu_devices: Sequence[str] = GPU_DEVICES,
+    ) -> None:
+        self._warm = warm
+        self._report = report
+        self._environ = dict(os.environ if environ is None else environ)
+        self._lock = threading.Condition()
+        self._asked: collections.deque[tuple[int, int]] = collections.deque()
+        self._running: dict[int, tuple[int, int]] = {}
+        self._ended: set[int] = set()  # workers since the last `replace`, whose children may hold a GPU
+        self._gpu_devices = gpu_devices
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: Preloaded | None = None
+        self._gone = True
+        self._closing = False
+        self.complaint = ""
+        """What could not be imported ahead of time, in words."""
+
+    @property
+    def prewarmed(self) -> bool:
+        """Whether workers are forked from a process that has imported something."""
+        return self._warm.prewarm
+
+    @property
+    def running(self) -> dict[int, int]:
+        """Local rank -> pid of the workers that have not ended."""
+        with self._lock:
+            return {rank: pid for pid, (_, rank) in self._running.items()}
+
+    def warm_up(self, timeout_s: float = 120.0, heed: Callable[[], object] = lambda: None) -> None:
+        """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
+
+        Args:
+            heed: called again and again meanwhile; if it raises, only `close` is left to call.
+
+        Raises:
+            EDLError: it died, or was not ready in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        unfit: dict[str, str] = {}
+        for attempt in range(1, _ATTEMPTS + 1):
+            self._start()
+            ready = self._wait_until_ready(deadline, timeout_s, heed)
+            unfit |= ready.unfit
+            if not ready.unfit:
+                break
+            # What was imported cannot be taken back: another process does without.
+            self.close()
+            self._closing = False
+            self._warm = replace(self._warm, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
+        complaints = [f"importing {name} {why}" for name, why in unfit.items()]
+        self.complaint = "; ".join([*complaints, *ready.failed])
+
+    def _how_it_ended(self) -> str:
+        """By which signal the process that forks ended, or with which exit code."""
+        try:
+            code = self._process.wait(_REAP_S) if self._process is not None else None
+        except subprocess.TimeoutExpired:
+            code = None
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return signal.Signals(-code).name
+        return "its output above says why" if code is None else f"exit code {code}; its output above says why"
+
+    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Preloaded:
+        with self._lock:
+            while self._ready is None and not self._gone:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise EDLError(f"importing torch and what --preload names took more than {timeout_s:g} s")
+                heed()
+                self._lock.wait(min(left, _HEED_S))
+            if self._ready is None:
+                raise EDLError(f"the process that forks workers died while it imported ({self._how_it_ended()})")
+            return self._ready
+
+    def start(self, generation: int, forks: Mapping[int, Fork]) -> None:
+        """Fork a worker for each local rank.
+
+        Raises:
+            EDLError: the zygote has died.
+        """
+        deadline = time.monotonic() + _FORK_S
+        with self._lock:
+            for local_rank, fork in forks.items():
+                self._asked.append((generation, local_rank))
+                with contextlib.suppress(OSError):  # the reader of its answers finds out the same
+                    self._socket.send(fork.encode())
+            while self._asked and not self._gone:
+                self._lock.wait(0.05)
+                if time.monotonic() > deadline:
+                    self._give_up()
+            if self._gone:
+                self._asked.clear()
+                raise EDLError("the process that forks workers has died, or does not answer")
+
+    def replace(self, generation: int, forks: Mapping[int, Fork], timeout_s: float = 10.0) -> None:
+        """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
+
+        The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
+        takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU open, the
+        new one would find that GPU's memory taken, and is forked when it has let go of it, or when the time is up.
+
+        Raises:
+            EDLError: the zygote has died, or a worker does not die.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            replaced = {pid for pid, (_, rank) in self._running.items() if rank in forks}
+            holders = find_holders(replaced | self._ended, self._gpu_devices)
+            self._ended.clear()
+            for pid in replaced:
+                _kill(pid)
+            self._running = {
+                pid: (before if rank in forks else generation, rank) for pid, (before, rank) in self._running.items()
+            }
+        if holders:
+            self._reap(lambda before, rank: before != generation, timeout_s)
+            wait_for_release(holders, deadline)
+        self.start(generation, forks)
+        self._reap(lambda before, rank: before != generation, timeout_s)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to each worker, and not to its children.
+
+        torchrun sends it to the children as well. A script that saves its state when it is asked to end may need them
+        until then, as those of a `DataLoader`, whose death it would be told of by an exception.
+        """
+        with self._lock:
+            for pid in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
+
+        Raises:
+            EDLError: one does not die, as a process that hangs in the kernel does not.
+        """
+        self._reap(lambda generation, rank: True, timeout_s)
+
+    def _reap(self, doomed: Callable[[int, int], bool], timeout_s: float) -> None:
+        """Kill those workers for whose generation and rank `doomed` holds, and wait until they are gone."""
+        deadline, patience = time.monotonic() + timeout_s, time.monotonic() + timeout_s / 2
+        with self._lock:
+            while going := [pid for pid, whose in self._running.items() if doomed(*whose)]:
+                for pid in going:
+                    _kill(pid)
+                if time.monotonic() > deadline:
+                    raise EDLError(f"workers {sorted(going)} do not die within {timeout_s:g} s of SIGKILL")
+                if time.monotonic() > patience:
+                    self._give_up()  # perhaps they are dead, and it does not say so
+                self._lock.wait(0.05)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Kill the workers and the zygote, and wait for them."""
+        with self._lock:
+            self._closing = True
+        if self._process is None:
+            return
+        with contextlib.suppress(EDLError):
+            self.stop(timeout_s)
+        _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
+        self._process.wait()
+        self._reader.join()
+        self._socket.close()
+        self._process = None
+
+    def _give_up(self) -> None:
+        """The zygote does not answer: it is killed, and whoever needs another worker makes another one."""
+        self._closing = True
+        if self._process is not None:
+            _kill(self._process.pid)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = zygote_command(theirs.fileno(), self._warm)
+            # A pipe or file is the workers' to read, as under torchrun. A terminal would stop them: they are no part
+            # of its foreground.
+            stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
+            self._process = subprocess.Popen(command, env=self._environ, pass_fds=[theirs.fileno()], stdin=stdin)
+        self._socket = ours
+        self._ready, self._gone = None, False
+        self._reader = threading.Thread(target=self._read, name="edl-workers", daemon=True)
+        self._reader.start()
+        ours.send(self._warm.encode())
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(_MESSAGE_BYTES)
+            except OSError:
+                message = b""
+            with self._lock:
+                event = self._take(json.loads(message)) if message else self._lose()
+                self._lock.notify_all()
+            if event is not None:
+                self._report(event)
+            if not message:
+                return
+
+    def _take(self, message: dict[str, Any]) -> Exited | None:
+        if "ready" in message:
+            self._ready = Preloaded(dict(message["unfit"]), list(message["failed"]))
+        elif "pid" in message:
+            self._running[message["pid"]] = self._asked.popleft()
+        elif "exited" in message:
+            pid = message["exited"]
+            generation, local_rank = self._running.pop(pid)
+            self._ended.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left behind
+            return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
+        return None
+
+    def _lose(self) -> ZygoteLost | None:
+        self._gone = True
+        for pid in self._running:
+            _kill(pid)  # they die by themselves, but not their children
+        self._running.clear()
+        self._asked.clear()
+        return None if self._closing else ZygoteLost()
+
+
+def _kill(pid: int) -> None:
+    """Kill a worker or the zygote and its children; it alone where it has no process group of its own yet."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,346 @@
+"""What one node does as its job's records change: its workers begin, stop and pause, its own record follows.
+
+What should become of the job is decided by `world.next_world`, what ended workers mean by `failures.judge`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edl.collective.agent.context import Part, is_member
+from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.health.failures import Verdict
+from edl.collective.agent.health.peer_monitor import neighbours
+from edl.collective.agent.launch_spec import MeetingPlace, meeting_place
+from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
+from edl.collective.agent.membership.membership_timer import Sightings, is_held
+from edl.collective.agent.membership.node_records import Records
+from edl.collective.agent.membership.quorum_wait import Shortage
+from edl.collective.agent.membership.rendezvous import Moment, failed, next_world
+from edl.collective.agent.worker_group import HANGING
+from edl.collective.checkpoint.memory.slots import nbytes_of
+from edl.collective.goodput.node import Doing
+from edl.collective.job_records import Exclusion, State, World
+from edl.errors import DiscoveryError
+
+__all__ = ["Conduct"]
+
+
+class Conduct:
+    """Acts for one node that has joined. Used from the agent's thread only."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._say, self._told, self._crew = part.say, part.told, part.crew
+        self._membership, self._signals = part.membership, part.signals
+        self._spare: MeetingPlace = part.spare
+        self._meeting: MeetingPlace | None = None
+        self._sightings = Sightings(time.monotonic())
+        self._shortage = Shortage(part.told.rules.min_nodes, part.told.join_timeout_s)
+        self._exclusions = Exclusions(part.store, part.told.job, host_key())
+        self._excluded: Exclusion | None = None
+        self._unreachable_since: float | None = None
+        self._reserve = False
+        self._alone_s = 0.8 * part.told.rules.takeover_s
+
+    @property
+    def pausing(self) -> bool:
+        """Whether this node's workers are to pause, so that every moment counts."""
+        return self._crew.running and self._sightings.pausing
+
+    @property
+    def paused_unsaid(self) -> bool:
+        """Whether they have, and the others do not know it yet."""
+        return self.pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
+
+    @property
+    def doing(self) -> Doing:
+        """What this node's time is spent on, as far as the workers' boards do not say more."""
+        if self._crew.finished:
+            return Doing.IDLE
+        if self._crew.running:
+            return Doing.RUNNING
+        return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
+
+    def act(self, records: Records) -> int | None:
+        """Do what follows from the records. Returns the exit code if this node's part is over.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+        """
+        if self._unreachable_since is not None:
+            self._unreachable_since = None
+            self._say("the store answers again")
+        world = records.world
+        self._sightings.note(world, records.nodes, time.monotonic(), held=is_held(world, records.nodes))
+        others = (node for name, node in records.nodes.items() if name != self._part.id)
+        self._part.ending.alone = all(node.leaving for node in others)
+        if world.ended:
+            return self._end(world)
+        position = world.position(self._part.id) if world.state is State.RUNNING else None
+        if self._excluded is not None:
+            return self._leave_faulty(records, self._excluded, member=position is not None)
+        if world.state is not State.FORMING:
+            self._shortage.over()
+        self._tell_of_place(position is None and len(world.nodes) >= self._told.rules.max_nodes, world)
+        if position is None:
+            code = self._wait(records)
+            if code is not None:
+                return code
+        elif world.generation != self._crew.generation:
+            verdict = self._crew.verdict(world.forgiven)
+            if verdict is not None and verdict.leave_out:  # others lost contact, and were first to begin anew
+                self._exclude(verdict)
+                if self._excluded is not None:
+                    return self._leave_faulty(records, member=True)
+            self._begin(world, position)
+        self._crew.hangs.others_busy = any(
+            name != self._part.id and node.busy == world.generation for name, node in records.nodes.items()
+        )
+        if self._crew.running:
+            self._crew.ask_pause(world.pause_at)
+        if self._signals.asked and self._crew.running and not self._crew.reports_steps:
+            self._crew.terminate(self._signals.number)  # there is no pause to wait for
+        self._tell(world)
+        return self._decide(records)
+
+    def _tell_of_place(self, reserve: bool, world: World) -> None:
+        if reserve and not self._reserve:
+            self._say(f"the job has its {_count(len(world.nodes), 'node')}, and no place for more: waiting for one")
+        self._reserve = reserve
+
+    def without_store(self, exc: DiscoveryError) -> int | None:
+        """The store does not answer. Workers go on, but not so long that others may have taken the job over.
+
+        Returns the exit code where this node shall leave, or has waited for the store for too long.
+        """
+        if self._unreachable_since is None:
+            self._unreachable_since = time.monotonic()
+            self._say(f"the store does not answer ({exc}): going on without it for a while")
+        cut_s = self._membership.cut_s
+        if self._crew.running and cut_s > self._alone_s:
+            self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
+            self._crew.halt()
+        if self._crew.running:
+            return None
+        if self._signals.asked:
+            return self._signals.exit_code
+        away_s = time.monotonic() - self._unreachable_since
+        if away_s <= self._told.join_timeout_s:
+            return None
+        self._part.ending.alone = True  # as far as is known here: the state in memory is kept for a later start
+        self._say(
+            f"no store for {away_s:.0f} s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code "
+            f"{Exit.TRY_AGAIN:d}"
+        )
+        return Exit.TRY_AGAIN
+
+    @property
+    def until(self) -> float:
+        """Until when this node's workers may go on if there is no more word of the store (`time.monotonic()`)."""
+        return time.monotonic() - self._membership.cut_s + self._alone_s
+
+    # --- The record of the job. ---
+
+    def _begin(self, world: World, position: int) -> None:
+        member = world.nodes[position]
+        last = member.first_rank + member.local_world_size - 1
+        ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
+        self._say(f"generation {world.generation} ({world.message}): {_count(world.size, 'rank')}, {ranks} here")
+        self._part.chronicle.tell("generation", world.message, world.generation)
+        if world.message.startswith(HANGING) and self._crew.running:
+            self._say(f"what the workers of this node did:\n{self._crew.stacks()}")
+            self._part.chronicle.tell("hang", world.message, world.generation - 1)
+        if position == 0:
+            self._meeting, self._spare = self._spare, meeting_place(self._told)
+        if self._crew.running:
+            # What follows is no training of the old workers.
+            self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew, self._part.replicas.replicated_us)
+        self._part.replicas.world_changed(world)
+        self._part.tethers.follow(neighbours(world, position))
+        self._crew.begin(world, position)
+
+    def _wait(self, records: Records) -> int | None:
+        """This node is not a member now. Returns the exit code if it is not to wait for that."""
+        if self._crew.running and self._signals.asked and not self._crew.terminate(self._signals.number):
+            return None
+        if self._crew.running:
+            self._crew.halt()
+            if records.world.state is State.FORMING and not self._signals.asked:
+                self._say(f"the workers are stopped: {records.world.message}")
+            elif not self._signals.asked:
+                self._say("the others went on without this node, which was silent: it joins them again")
+                self._part.replicas.world_changed(records.world)
+                self._part.host.forget_slots()  # theirs are newer, and must not be mixed up with these
+        if self._signals.asked:
+            saved = self._membership.node.paused >= 0
+            self._part.chronicle.tell("leave", "asked to", records.world.generation)
+            self._say(f"left; {self._kept}" if saved else "left")
+            return self._signals.exit_code
+        return self._wait_for_more(records) if records.world.state is State.FORMING else None
+
+    def _wait_for_more(self, records: Records) -> int | None:
+        """The job waits for enough nodes. Returns the exit code if it has done so for too long."""
+        now = time.monotonic()
+        here = sum(not node.leaving for node in records.nodes.values())
+        words = self._shortage.note(here, now)
+        waited_s = self._shortage.waited_s(now)
+        if waited_s > self._told.join_timeout_s:
+            wanted = self._told.rules.min_nodes
+            self._say(
+                f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s "
+                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.TRY_AGAIN:d}"
+            )
+            return Exit.TRY_AGAIN
+        if words:
+            self._say(words)
+        return None
+
+    @property
+    def _kept(self) -> str:
+        """Where the state is that this node saved before it left."""
+        if not self._part.ending.alone:
+            return "the others have every step until now"
+        if self._told.checkpoint:
+            return f"every step until now is saved, and will be at {self._told.checkpoint}"
+        return "every step until now is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
+
+    def _end(self, world: World) -> int:
+        self._crew.halt()
+        if world.state is State.DONE:
+            self._say(f"job {self._told.job} has ended: {world.message}")
+            return Exit.DONE
+        self._say(f"job {self._told.job} has failed: {world.message}")
+        return Exit.FAILED
+
+    def _decide(self, records: Records) -> int | None:
+        """Propose what the job's record should become."""
+        world = records.world
+        nodes = records.nodes
+        finished = [one for one in world.nodes if one.id in nodes and nodes[one.id].finished == world.generation]
+        ended = [rank for one in finished for rank in one.ranks]
+        missing = any(one.id not in nodes for one in world.nodes)
+        verdict = self._crew.verdict(world.forgiven, others_ended=ended, missing=missing)
+        if verdict is not None and verdict.leave_out:
+            verdict = self._exclude(verdict)
+            if self._excluded is not None:
+                return self.act(records)
+        if verdict is not None and verdict.fatal:
+            proposal: World | None = failed(world, verdict.fatal)
+        else:
+            moment = self._moment(verdict or Verdict(restart=self._stopped_before(world)))
+            proposal = next_world(world, records.nodes, moment, self._told.rules)
+        if proposal is None or proposal == world:
+            return None
+        if not self._membership.propose(proposal, records.version):
+            self._part.events.put(None)  # somebody was first: look again
+            return None
+        if verdict is not None:
+            if verdict.fatal and verdict.unclear:
+                self._exclusions.remove_unclear()
+            self._crew.restarted()
+            self._part.storing.store_newest()
+            kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
+            self._part.chronicle.tell(kind, text, world.generation)
+        return self.act(self._membership.read())  # the others learn of it by their watches
+
+    def _exclude(self, verdict: Verdict) -> Verdict:
+        """Leave this host out because of its GPU. Returns another verdict where the fault was on another host before.
+
+        Raises:
+            DiscoveryError: the store does not answer, and nothing is changed.
+        """
+        clear = not verdict.unclear
+        exclusion = Exclusion(self._part.id, verdict.restart, clear, self._crew.step, time.time())
+        other = None if clear else self._exclusions.same_elsewhere(exclusion)
+        if other is not None:
+            where = f"so it was on {other.node} before, and no step further: the script's own error"
+            return Verdict(fatal=f"{verdict.restart} ({where})\n{verdict.traceback}", unclear=True)
+        self._exclusions.add(exclusion)
+        self._excluded = exclusion
+        surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
+        self._say(f"{surely} ({verdict.restart}): the job goes on without this node")
+        self._part.chronicle.tell("faulty", verdict.restart, self._crew.generation)
+        self._crew.halt()
+        self._part.storing.store_newest()
+        return verdict
+
+    def _leave_faulty(self, records: Records, exclusion: Exclusion, *, member: bool) -> int | None:
+        """Leave a job that goes on without this node; first the others get what only this node's memory has."""
+        if member:
+            if not self._part.replicas.hand_over():
+                return None
+            if not self._membership.node.leaving:
+                self._membership.update(leaving=True)
+            nodes = records.nodes | {self._part.id: self._membership.node}
+            moment = replace(self._moment(Verdict()), restart=f"a GPU of {self._part.id} failed")
+            proposal = next_world(records.world, nodes, moment, self._told.rules)
+            if proposal is not None and self._membership.propose(proposal, records.version):
+                return self.act(self._membership.read())
+            return None
+        self._part.chronicle.tell("leave", "its GPU failed", records.world.generation)
+        self._say(f"left; this host is out of job {self._told.job}: {REMEDY}; exit code {Exit.FAULTY_NODE:d}")
+        return Exit.FAULTY_NODE
+
+    def _stopped_before(self, world: World) -> str:
+        """Why this node's part of the present generation does not run any more, if it is so.
+
+        It cannot begin again: its ranks have met, and others may have gone on.
+        """
+        same = world.state is State.RUNNING and world.generation == self._crew.generation
+        over = self._crew.running or self._membership.node.finished == world.generation
+        stopped = same and is_member(world, self._part.id) and not over
+        return "its workers were stopped while the store was away" if stopped else ""
+
+    def _moment(self, verdict: Verdict) -> Moment:
+        now = time.monotonic()
+        return Moment(
+            node=self._part.id,
+            quiet_s=self._sightings.quiet_s(now),
+            pausing_s=self._sightings.pausing_s(now),
+            pause_step=self._crew.pause_step(),
+            pause_needs_s=self._crew.pause_needs_s(),
+            restart=verdict.restart,
+            forgives=verdict.after_error,
+            dead=self._part.host.dead,
+        )
+
+    # --- The record of this node. ---
+
+    def _tell(self, world: World) -> None:
+        """Bring this node's record up to date."""
+        node, crew = self._membership.node, self._crew
+        changes: dict[str, Any] = {}
+        if self._signals.asked and not node.leaving:
+            changes["leaving"] = True
+        paused = crew.generation if crew.paused and world.pause_at is not None else -1
+        if paused >= 0 and self._signals.asked and not self._part.replicas.hand_over():
+            paused = -1  # whoever goes on needs what only this node has
+        if node.paused != paused and (paused >= 0 or not self._signals.asked):
+            changes["paused"] = paused
+        if node.finished != crew.generation and crew.finished:
+            changes["finished"] = crew.generation
+        if node.port != self._spare.port:
+            changes["port"] = self._spare.port
+        busy = crew.generation if crew.running and crew.hangs.busy else -1
+        if node.busy != busy:
+            changes["busy"] = busy
+        slot_nbytes = nbytes_of(Path(self._part.host.slots(0)))
+        if slot_nbytes > node.slot_nbytes:
+            changes["slot_nbytes"] = slot_nbytes
+        if changes:
+            self._membership.update(**changes)
+
+
+def _in_a_line(fatal: str) -> str:
+    """Who failed, and the last line of the traceback, which is the error."""
+    who, _, traceback = fatal.partition("\n")
+    error = traceback.rstrip().rpartition("\n")[2].strip()
+    return f"{who}: {error}" if error else who
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

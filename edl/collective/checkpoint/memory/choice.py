@@ -1,0 +1,153 @@
+"""Which of the states that survived in memory a new world goes on from, and who gives it to whom: pure.
+
+A generation that was formed later counts before one that got further: what a world did that others had given up on
+does not come back.
+
+Where tensors are sharded within groups of ranks and the same from group to group (HSDP), several ranks hold the same
+shards. Each says so in what it saves, so that one of them is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from edl.collective.checkpoint.memory.slots import Label
+
+__all__ = ["Choice", "Holders", "choose"]
+
+Holders = Mapping[Label, Collection[int]]
+"""For a part of a sharded state, the ranks each of which held the same shards."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a world of `len(sources)` ranks goes on from.
+
+    Attributes:
+        generation, step, world: which state; `world` is how many ranks saved it.
+        holders: for each rank of that world, the present rank whose slot has its part; -1 where nobody needs it, as
+            another rank of that world held the same.
+        sources: for each present rank, the one whose slot it takes its state from: its own if it has it. Empty if the
+            parts must be put together anew, because the state is sharded and the world had another size.
+        parts: for each present rank, of which rank of that world the slot is that it takes.
+        from_replicas: whether some part is in nobody's own slots any more, but in a replica, which may be an old one.
+    """
+
+    generation: int
+    step: int
+    world: int
+    holders: tuple[int, ...]
+    sources: tuple[int, ...]
+    parts: tuple[int, ...]
+    from_replicas: bool = False
+
+    def matches(self, label: Label, part: int) -> bool:
+        """Whether a slot holds rank `part`'s share of this state."""
+        return (label.generation, label.step, label.world, label.rank) == (
+            self.generation,
+            self.step,
+            self.world,
+            part,
+        )
+
+
+def choose(
+    offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]] = (), same: Holders | None = None
+) -> Choice | None:
+    """The newest state of which every part that is needed is in somebody's memory.
+
+    Args:
+        offers: what is in the slots of each present rank.
+        replicas: of which lost ranks' slots each present rank finds a replica on its host. They count for sharded
+            states, where nobody has the part in slots of its own.
+        same: which ranks held the same shards as the one that saved a part. One that is offered is as good as another,
+            and better than a replica, which costs the same and has to be asked storage about.
+    """
+    held = _by_state(offers)
+    copied = _by_state([[one for one in labels if one.sharded] for labels in replicas])
+    sharded = {_state(label) for labels in (*offers, *replicas) for label in labels if label.sharded}
+    for state in sorted(held.keys() | copied.keys(), reverse=True):
+        parts = held.get(state, {})
+        if state not in sharded:
+            return _replicated(*_entire(state, held, len(offers)), len(offers))
+        stand_ins = _stand_ins(state, parts, same or {})
+        lost = {
+            part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts and part not in stand_ins
+        }
+        if parts.keys() | lost.keys() | stand_ins.keys() >= set(range(state[2])):
+            return replace(_sharded(state, parts | lost, stand_ins, len(offers)), from_replicas=bool(lost))
+    return None
+
+
+def _entire(
+    newest: tuple[int, int, int], held: dict[tuple[int, int, int], dict[int, list[int]]], size: int
+) -> tuple[tuple[int, int, int], dict[int, list[int]]]:
+    """Return the newest state of which every rank has its own part, if the same world can go on from one.
+
+    A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
+    the save before, which all have, counts more: nobody can have saved more than once since, or it were gone.
+    Where none has all parts, as a host was lost, it is the newest.
+    """
+    for state in sorted(held, reverse=True):
+        if state[2] == size == newest[2] == len(held[state]):
+            return state, held[state]
+    return newest, held[newest]
+
+
+def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: Holders) -> dict[int, int]:
+    """For each part that nobody offers, one that is offered and has the same shards; who stands in takes turns."""
+    alike: dict[int, list[int]] = {}
+    for label, ranks in sorted(same.items()):
+        if _state(label) == state and label.rank in parts:
+            for rank in ranks:
+                if rank not in parts:
+                    alike.setdefault(rank, []).append(label.rank)
+    return {part: found[part % len(found)] for part, found in alike.items()}
+
+
+def _state(label: Label) -> tuple[int, int, int]:
+    return label.generation, label.step, label.world
+
+
+def _by_state(offers: Sequence[Sequence[Label]]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
+    """State -> rank that saved a part of it -> present ranks that offer that part."""
+    held: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    for rank, labels in enumerate(offers):
+        for label in labels:
+            held.setdefault(_state(label), {}).setdefault(label.rank, []).append(rank)
+    return held
+
+
+def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> Choice:
+    """Everybody takes what it has, or else its rank's, or else anybody's, with those who give taking turns."""
+    own = {rank: part for part, ranks in parts.items() for rank in ranks}
+    givers = sorted(own)
+    sources, taken, turn = [], [], 0
+    for rank in range(size):
+        exact = parts.get(rank, []) if state[2] == size else []
+        if rank in exact:
+            source, part = rank, rank
+        elif exact:
+            source, part = exact[0], rank
+        elif rank in own:
+            source, part = rank, own[rank]
+        else:
+            source = givers[turn % len(givers)]
+            part, turn = own[source], turn + 1
+        sources.append(source)
+        taken.append(part)
+    return Choice(*state, (-1,) * state[2], tuple(sources), tuple(taken))
+
+
+def _sharded(
+    state: tuple[int, int, int], parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int
+) -> Choice:
+    """Each takes its rank's part or one with the same shards; in a world of another size all are shown to all."""
+    world = state[2]
+    holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
+    if world != size:
+        return Choice(*state, holders, (), ())
+    taken = tuple(rank if rank in parts else stand_ins[rank] for rank in range(size))
+    sources = tuple(rank if rank in parts[part] else parts[part][0] for rank, part in enumerate(taken))
+    return Choice(*state, holders, sources, taken)

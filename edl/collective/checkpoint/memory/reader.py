@@ -1,0 +1,190 @@
+"""Slots as another process reads them, or a later one: it never makes the worker wait, and sees when it was too slow.
+
+A reader copies a slot and then looks whether the sequence number is still the one before.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edl.collective.checkpoint.memory.slot_header import (
+    HEADER_NBYTES,
+    SEQUENCE_AT,
+    SEQUENCE_NBYTES,
+    Header,
+    Label,
+    decode,
+)
+
+__all__ = [
+    "Copy",
+    "Found",
+    "files_of",
+    "find",
+    "find_marked",
+    "kept_prefix",
+    "last_sequence",
+    "look",
+    "marked_path",
+    "nbytes_of",
+    "paths_of",
+    "spare_path",
+    "storing_path",
+]
+
+
+@dataclass(frozen=True)
+class Found(Header):
+    """A slot that was complete when looked at."""
+
+    path: Path
+
+    def map(self) -> mmap.mmap:
+        """The file, mapped so that writing to the mapping changes nobody's bytes.
+
+        Raises:
+            OSError: it is gone.
+        """
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def meta(self) -> bytes | None:
+        """The metadata, or None where the slot was overwritten since."""
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                meta = os.pread(file.fileno(), self.meta_nbytes, self.meta_offset)
+        except OSError:
+            return None
+        return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
+
+    def copy(self) -> Copy | None:
+        """The slot's contents as they were when it was found, or None where it was overwritten since."""
+        meta = self.meta()
+        if meta is None:
+            return None
+        data = bytearray(self.data_nbytes)
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(HEADER_NBYTES)
+                got = _read_into(file, data)
+        except OSError:
+            return None
+        return Copy(self.label, meta, data) if got == self.data_nbytes and look(self.path) == self else None
+
+    def pin(self, name: Path) -> Copy | None:
+        """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
+
+        The memory is held until that name is removed and the mapping is gone.
+
+        Returns:
+            The contents as they were when the slot was found, without a copy; None where it was overwritten since.
+        """
+        new = name.with_name(name.name + ".new")
+        new.unlink(missing_ok=True)
+        try:
+            os.link(self.path, new)
+        except FileNotFoundError:
+            return None
+        new.replace(name)
+        now, meta = look(name), self.meta()
+        if now is None or vars(now) | {"path": self.path} != vars(self) or meta is None:
+            name.unlink(missing_ok=True)
+            return None
+        memory = memoryview(replace(self, path=name).map())
+        return Copy(self.label, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A slot's contents in memory that nobody else writes to."""
+
+    label: Label
+    meta: bytes
+    data: bytearray | memoryview
+
+
+def paths_of(prefix: Path) -> tuple[Path, Path]:
+    """The files of one worker's slots."""
+    return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
+
+
+def kept_prefix(prefix: Path) -> Path:
+    """The prefix of the second names of what is kept for replicas, beside the usual slots' `prefix`."""
+    return prefix.with_name(prefix.name + "-kept")
+
+
+def marked_path(prefix: Path) -> Path:
+    """The second name of the slot that the worker wants on storage."""
+    return prefix.with_name(prefix.name + ".marked")
+
+
+def storing_path(prefix: Path) -> Path:
+    """The second name of the slot that is just being stored."""
+    return prefix.with_name(prefix.name + ".storing")
+
+
+def spare_path(prefix: Path) -> Path:
+    """Memory that no state needs any more, for the next slot that must not be written to."""
+    return prefix.with_name(prefix.name + ".spare")
+
+
+def files_of(prefix: Path) -> tuple[Path, ...]:
+    """All names that the files of one worker's slots may have."""
+    return (*paths_of(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
+
+
+def find_marked(prefix: Path) -> list[Found]:
+    """The state that one worker wants on storage, if there is one; it stays as it is until it is stored."""
+    found = look(marked_path(prefix))
+    return [found] if found is not None else []
+
+
+def find(prefix: Path) -> list[Found]:
+    """The complete slots of one worker, newest first. Torn ones and missing ones are left out.
+
+    Args:
+        prefix: what `EDL_SLOTS` says; the files end in `.0` and `.1`.
+    """
+    found = [one for one in map(look, paths_of(prefix)) if one is not None]
+    return sorted(found, key=lambda one: (one.label, one.sequence), reverse=True)
+
+
+def nbytes_of(prefix: Path) -> int:
+    """How large the larger of one worker's slots is, 0 where there is none."""
+    return max((path.stat().st_size for path in paths_of(prefix) if path.exists()), default=0)
+
+
+def look(path: Path) -> Found | None:
+    """The slot in `path` if it is complete."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            page = file.read(HEADER_NBYTES)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return None
+    header = decode(page)
+    return Found(**vars(header), path=path) if header is not None and size >= header.end else None
+
+
+def last_sequence(path: Path) -> int:
+    """The sequence number that stands in `path`, whatever it means; 0 where there is none."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return int.from_bytes(os.pread(file.fileno(), SEQUENCE_NBYTES, SEQUENCE_AT), "little")
+    except OSError:
+        return 0
+
+
+def _read_into(file: io.FileIO, data: bytearray) -> int:
+    view, got = memoryview(data), 0
+    while got < len(data):  # one read ends at 2 GiB
+        more = file.readinto(view[got:])
+        if not more:
+            break
+        got += more
+    return got

@@ -1,0 +1,168 @@
+"""Which states a node's peer keeps a replica of, and where they lie: what workers and agents share.
+
+The shards of a lost host are only somewhere else if its agent sent them there, and only good for anything if all ranks'
+shards of one and the same step can still be found. So every 10 s or so all ranks agree on a save that is *kept* until
+the next one, by a second name of its slot's file: the agent has that long to send it to its peer, and if the peer is
+lost, what it would have to be put together with is still here. The states that all agents have to be asked about are
+therefore the same on all nodes, and no agent has to ask.
+
+::
+
+    slots-0.0, .1         the last two saves of local rank 0
+    slots-0-kept.0, .1    the last two that were kept for a replica: the same files, or what those were before
+    slots-0.spare         memory of one that is kept no longer
+    replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
+    replicas/wanted       the agent's word that the next one may be saved
+
+The word names the state until which all is sent. A worker that has kept a newer one does not agree to another: so of
+the two that are kept the older one has a replica, on every node, until the newer one has. When all agree to keep a
+third, the first is let go of before that is written. Where saves are rarer than transfers, as those of large states
+are, the third so takes the memory of the first, and none is needed but that of two slots; elsewhere of two more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edl.collective.checkpoint.memory.slots import Found, Label, SlotPair, find, kept_prefix, paths_of, spare_path
+from edl.settings import read
+
+__all__ = ["NOTHING", "Keeping", "ReplicaFolder", "Stamp", "kept_prefix", "newest_common", "stamp_of"]
+
+Stamp = tuple[int, int, int]
+"""Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
+
+NOTHING: Stamp = (-1, -1, -1)
+"""Older than any state."""
+
+
+def stamp_of(label: Label) -> Stamp:
+    """Which state a slot has a part of."""
+    return label.generation, label.step, label.world
+
+
+def newest_common(held: Sequence[Iterable[Found]]) -> list[Found]:
+    """The newest state of which every one of several workers holds its part: those parts, or none.
+
+    Args:
+        held: what each worker's slots hold.
+    """
+    parts = [{stamp_of(one.label): one for one in found} for found in held]
+    common = set.intersection(*map(set, parts)) if parts else set()
+    return [each[max(common)] for each in parts] if common else []
+
+
+@dataclass(frozen=True)
+class ReplicaFolder:
+    """The folder of one node for what concerns replicas; it lies in memory."""
+
+    path: Path
+
+    def pair(self, node: str, local_rank: int) -> Path:
+        """The prefix of the slots for the state of another node's worker."""
+        return self.path / f"{node}-{local_rank}"
+
+    def prefixes(self) -> list[Path]:
+        """Those of all states that are here."""
+        return sorted({path.with_suffix("") for path in self.path.glob("*-*.[01]")})
+
+    def found(self) -> list[Found]:
+        """All complete states of other nodes' workers."""
+        return [one for prefix in self.prefixes() for one in find(prefix)]
+
+    def want(self, newer_than: Stamp | None) -> None:
+        """Have the workers keep a state that is newer than this one; None: none at all."""
+        if newer_than is None:
+            self._word.unlink(missing_ok=True)
+            return
+        draft = self.path / f"wanted.{os.getpid()}"
+        draft.write_text(" ".join(map(str, newer_than)))
+        draft.rename(self._word)
+
+    def wanted(self) -> Stamp | None:
+        """What `want` was told."""
+        with contextlib.suppress(OSError, ValueError):
+            generation, step, world = map(int, self._word.read_text().split())
+            return generation, step, world
+        return None
+
+    def drop_before(self, stamp: Stamp) -> None:
+        """Remove the states of workers of whom there is none as new as `stamp`."""
+        for prefix in self.prefixes():
+            if all(stamp_of(one.label) < stamp for one in find(prefix)):
+                for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
+                    path.unlink(missing_ok=True)
+
+    @property
+    def _word(self) -> Path:
+        return self.path / "wanted"
+
+
+class Keeping:
+    """What is kept for replicas, and what there is of other nodes, as one worker sees it.
+
+    Attributes:
+        slots: the second names of this worker's own states that are kept; only for looking at, and to forget.
+    """
+
+    def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
+        """Keep states beside the usual `slots` when the agent says so in `folder`."""
+        self.slots = SlotPair(kept_prefix(slots))
+        self._names = paths_of(self.slots.prefix)
+        self._spare = spare_path(slots)
+        self._folder = folder
+        self._given_up = False
+
+    @classmethod
+    def from_env(cls, slots: Path) -> Keeping | None:
+        """With the folder that `EDL_REPLICAS` names; None where there is no agent that replicates."""
+        folder = read("EDL_REPLICAS", Path)
+        return None if folder is None else cls(slots, ReplicaFolder(folder))
+
+    def wanted(self) -> bool:
+        """Whether the agent wants another state, having sent all that are here."""
+        word = self._folder.wanted() if not self._given_up else None
+        return word is not None and all(stamp_of(one.label) <= word for one in self.slots.find())
+
+    def make_way(self) -> None:
+        """All ranks will keep the next save: of two kept states the older one is not needed any more."""
+        there = [path for path in self._names if path.exists()]
+        if len(there) == len(self._names):
+            stamps = {found.path: stamp_of(found.label) for found in self.slots.find()}
+            oldest = min(there, key=lambda path: stamps.get(path, NOTHING))
+            if oldest.stat().st_nlink == 1 and not self._spare.exists():
+                oldest.rename(self._spare)
+            else:
+                oldest.unlink()
+
+    def keep(self, saved: Found) -> None:
+        """Keep the state in this slot, of which no newer one is kept, whatever is saved there next."""
+        self.make_way()
+        os.link(saved.path, next(path for path in self._names if not path.exists()))
+
+    def give_up(self) -> bool:
+        """Keep nothing any more, as there is no room for it. Returns whether anything was kept."""
+        self._given_up = True
+        held = [path for path in (*self._names, self._spare) if path.exists()]
+        for path in held:
+            path.unlink()
+        return bool(held)
+
+    def replicas(self) -> list[Found]:
+        """The states of other nodes' workers that can be restored from here."""
+        return self._folder.found()
+
+    def went_on_from(self, stamp: Stamp) -> None:
+        """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
+        found = self.slots.find()
+        older = [one for one in found if stamp_of(one.label) <= stamp]
+        if older and len(older) < len(found):
+            self.slots.keep_only(older[0])
+
+    def close(self) -> None:
+        """Let go of the memory; the states stay."""
+        self.slots.close()

@@ -1,0 +1,241 @@
+"""Restoring from what survived in memory: everybody says what its slots hold, and who lacks something is given it.
+
+Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
+and the state is in one more place. Only a sharded state in a world of another size is put together on the way. A part
+of a sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else
+from a replica (`edl.collective.checkpoint.memory.replica_slots`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.choice import Choice, choose
+from edl.collective.checkpoint.memory.replica_slots import Keeping
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
+from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.state import State
+from edl.collective.ranks import rank_of, world_of
+from edl.errors import ProtocolError
+
+__all__ = ["Restored", "restore"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was restored: the last finished step, and how many ranks saved it."""
+
+    step: int
+    world: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank finds in its host's memory: in its own slots, in those for what is kept, and replicas."""
+
+    own: list[Found]
+    replicas: list[Found]
+
+    def find(self, choice: Choice, part: int) -> Found | None:
+        """The slot with that part, preferably one of this rank's own."""
+        return next((one for one in (*self.own, *self.replicas) if choice.matches(one.label, part)), None)
+
+
+def restore(
+    state: State,
+    slots: SlotPair,
+    group: transfer.Group = None,
+    *,
+    keeping: Keeping | None = None,
+    stored: Callable[[], tuple[int, int]] | None = None,
+    since: int = 0,
+) -> Restored | None:
+    """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
+
+    Args:
+        keeping: what is kept for replicas, and the replicas of lost nodes' states.
+        stored: says which generation and step is on storage. Asked on all ranks, and only where what is in memory may
+            be older: where some part is left in a replica alone, or where no agent that is here has taken part since
+            that state was saved. Others may have gone on from it then, stored what they did, and be gone.
+        since: the generation in which this rank's agent began to take part.
+
+    Returns:
+        What was restored, or None if there is nothing in memory, or something newer on storage.
+    """
+    held = _look(slots, keeping)
+    own, replicas, same, first = _offers(held, since, group)
+    choice = choose(own, replicas, same)
+    if choice is None:
+        return None
+    inherited = first > choice.generation
+    if stored is not None and (choice.from_replicas or inherited):
+        there = stored()
+        if there > (choice.generation, choice.step):
+            _log.info("storage has step %d, memory an older state, after step %d", there[1], choice.step)
+            return None
+    if choice.from_replicas:
+        _log.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
+    if choice.sources:
+        _hand_over(choice, held, slots, group)
+        found = _adopt(choice, choice.parts[rank_of(group)], slots, keeping)
+        _load(state, found, local=choice.world == world_of(group) and found.label.rank == rank_of(group))
+    else:
+        _put_together(state, choice, held, group)
+        for pair in _pairs(slots, keeping):
+            for found in pair.find():
+                if any(choice.matches(found.label, part) for part in range(choice.world)):
+                    pair.keep_only(found)
+    if keeping is not None:
+        keeping.went_on_from((choice.generation, choice.step, choice.world))
+    return Restored(choice.step, choice.world)
+
+
+def _pairs(slots: SlotPair, keeping: Keeping | None) -> list[SlotPair]:
+    return [slots] if keeping is None else [slots, keeping.slots]
+
+
+def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
+    own = [found for pair in _pairs(slots, keeping) for found in pair.find() if found.meta() is not None]
+    replicas = [] if keeping is None else [found for found in keeping.replicas() if found.meta() is not None]
+    return _Held(own, replicas)
+
+
+def _offers(
+    held: _Held, since: int, group: transfer.Group
+) -> tuple[list[list[Label]], list[list[Label]], dict[Label, list[int]], int]:
+    """What each rank has in slots of its own, of which it finds replicas, who held the same shards as those that are
+    offered, and since when any agent has taken part.
+    """
+    mine: list[Any] = [
+        *([_row(found.label) for found in kind] for kind in (held.own, held.replicas)),
+        [_holders(found, group) for found in held.own],
+        since,
+    ]
+    said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
+    own, replicas = ([[Label(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
+    same = {
+        label: ranks
+        for labels, offer in zip(own, said, strict=True)
+        for label, ranks in zip(labels, offer[2], strict=True)
+    }
+    return own, replicas, same, min(offer[3] for offer in said)
+
+
+def _holders(found: Found, group: transfer.Group) -> list[int]:
+    """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
+    meta = found.meta() if found.label.sharded and group is None else None
+    return [] if meta is None else list(parse_meta(meta).holders)
+
+
+def _row(label: Label) -> list[int | bool]:
+    return [label.generation, label.step, label.world, label.rank, False, label.sharded]
+
+
+def _adopt(choice: Choice, part: int, slots: SlotPair, keeping: Keeping | None) -> Found:
+    """The slot of this rank's own that has its part; a replica on this host is copied into one."""
+    for pair in _pairs(slots, keeping):
+        for found in pair.find():
+            if choice.matches(found.label, part):
+                pair.keep_only(found)
+                return found
+    replica = _found(_look(slots, keeping), choice, part)
+    copy = _unchanged(replica.copy(), replica)
+    _, memory = slots.begin(len(copy.data), len(copy.meta))
+    memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
+    slots.commit(copy.label, len(copy.data), copy.meta)
+    return _adopt(choice, part, slots, keeping)
+
+
+def _found(held: _Held, choice: Choice, part: int) -> Found:
+    found = held.find(choice, part)
+    if found is None:
+        raise ProtocolError(
+            f"the state after step {choice.step} was in memory, and is gone: is another process using it?"
+        )
+    return found
+
+
+def _load(state: State, found: Found, local: bool) -> None:
+    meta = parse_meta(_unchanged(found.meta(), found))
+    loading = state.begin_load(meta, local=local)
+    loading.fill_all(meta.entries, _mapped(found))
+    loading.finish()
+
+
+def _hand_over(choice: Choice, held: _Held, slots: SlotPair, group: transfer.Group) -> None:
+    """Copy slots to those who lack them, one after the other in an order that all ranks know."""
+    rank = rank_of(group)
+    wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
+    taking = choice.sources[rank] != rank
+    giving = {dst: _found(held, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
+    # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
+    moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
+    kept = {found: _unchanged(found.copy(), found) for found in moving}
+    for dst, src in wanted:
+        if src == rank:
+            found = giving[dst]
+            meta = _unchanged(found.meta(), found) if found not in kept else kept[found].meta
+            data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
+            transfer.send_slot(found.label, meta, data, transfer.global_rank(dst, group), group)
+        elif dst == rank:
+            _log.info("taking the state after step %d from rank %d", choice.step, src)
+            transfer.receive_slot(slots, transfer.global_rank(src, group), group)
+
+
+def _mapped(found: Found) -> torch.Tensor:
+    """A slot's data as uint8 [nbytes], where it is."""
+    if not found.data_nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(found.map(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
+
+
+def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _unchanged(read: T | None, found: Found) -> T:
+    """What was read of a slot, which nobody but this process should write."""
+    if read is None:
+        raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
+    return read
+
+
+def _put_together(state: State, choice: Choice, held: _Held, group: transfer.Group) -> None:
+    """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
+    loading, seen = None, set()
+    offered = [(part, holder) for part, holder in enumerate(choice.holders) if holder >= 0]
+    for part, holder in offered:
+        copy = _give(held, choice, part) if holder == rank_of(group) else None
+        src = transfer.global_rank(holder, group)
+        meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
+        loading = loading or state.begin_load(meta, local=False)
+        for entry in meta.entries:
+            new = (entry.key, entry.starts) not in seen  # some ways to shard keep a part on several ranks
+            if (
+                entry.nbytes
+                and new
+                and (entry.scope == "shard" or (entry.scope == "replicated" and part == offered[0][0]))
+            ):
+                seen.add((entry.key, entry.starts))
+                data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
+                shown = torch.frombuffer(data, dtype=torch.uint8)
+                transfer.broadcast_tensor(shown, src, group)
+                loading.fill_all([replace(entry, offset=0)], shown)
+    assert loading is not None
+    loading.finish()
+
+
+def _give(held: _Held, choice: Choice, part: int) -> Copy:
+    found = _found(held, choice, part)
+    return _unchanged(found.copy(), found)

@@ -1,0 +1,288 @@
+"""Two slots of shared memory that hold a worker's last two saved states, and outlive the worker.
+
+A slot is a file in memory: a page of header, then the bytes of the tensors, then the metadata (JSON). Saving fills
+the slot that does not hold the newest complete state::
+
+    odd sequence number -> tensors -> metadata -> label and checksums -> even sequence number
+
+so that a worker killed at any instant leaves one slot complete. A slot whose file has a second name (a hard link) is
+not written to: who gave it that name is reading it, or will. Its first name goes to another file then: to the spare
+one, if there is any, whose pages are there already. The worker itself marks so what it wants on storage, or that would
+be overwritten before anybody came to look, and what is kept for a replica (`replica_slots`).
+
+The stores of a killed process are all in memory, in
+the order in which it made them; that is why the sequence number says whether the tensors are complete, and why their
+bytes need no checksum here, which at a gigabyte a second would cost far more than the copy. The header and the
+metadata have one each. Tensors get theirs when they leave memory (`edl.collective.checkpoint.storage.writer`).
+
+This module writes slots, and is the one to import; `reader` finds and copies them, `slot_header` is their format,
+`slots_private` is about those that no agent keeps. None of them knows of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Final
+
+from edl.collective.checkpoint.memory import private_slots as slots_private
+from edl.collective.checkpoint.memory.reader import (
+    Copy,
+    Found,
+    files_of,
+    find,
+    find_marked,
+    kept_prefix,
+    last_sequence,
+    look,
+    marked_path,
+    nbytes_of,
+    paths_of,
+    spare_path,
+    storing_path,
+)
+from edl.collective.checkpoint.memory.slot_header import (
+    HEADER_NBYTES,
+    SEQUENCE_AT,
+    SEQUENCE_NBYTES,
+    Header,
+    Label,
+    complete,
+    meta_offset,
+    sequence_of,
+    set_sequence,
+)
+from edl.errors import ClosedError, SettingsError
+from edl.settings import read
+
+__all__ = [
+    "HEADER_NBYTES",
+    "Copy",
+    "Found",
+    "Label",
+    "SlotPair",
+    "find",
+    "find_marked",
+    "kept_prefix",
+    "make_room",
+    "marked_path",
+    "nbytes_of",
+    "paths_of",
+    "spare_path",
+    "storing_path",
+]
+
+_POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for
+_SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from step to step
+
+
+def make_room(prefix: Path, nbytes: int) -> None:
+    """Give both slots of a worker that is still to come their memory, so that nobody has to wait for it then.
+
+    Where there is not enough, the worker will say so.
+    """
+    for path in paths_of(prefix):
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, nbytes)
+            finally:
+                os.close(file)
+
+
+class SlotPair:
+    """A worker's two slots, for writing. One thread at a time."""
+
+    def __init__(self, prefix: Path, *, private: bool = False) -> None:
+        """Use the files `prefix`.0 and .1, which are made when first needed.
+
+        Args:
+            private: remove them when this object is closed or the process exits, and hold a lock on `prefix`.lock until
+                then. Processes that are forked meanwhile hold it as well, for as long as they live.
+        """
+        self.prefix = prefix
+        self._paths = paths_of(prefix)
+        self._maps: list[mmap.mmap | None] = [None, None]
+        self._by_inode: dict[int, mmap.mmap] = {}
+        self._writing: int | None = None
+        self._closed = False
+        self._remove = slots_private.own(self, prefix) if private else None
+
+    @classmethod
+    def from_env(cls) -> SlotPair:
+        """The slots named by `EDL_SLOTS`, or private ones where there is no agent."""
+        prefix = read("EDL_SLOTS", Path)
+        return cls(prefix) if prefix is not None else cls(slots_private.new_prefix(), private=True)
+
+    def find(self) -> list[Found]:
+        """The complete ones, newest first."""
+        return find(self.prefix)
+
+    def begin(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
+        """Begin to overwrite the slot that does not hold the newest complete state.
+
+        The first time, and whenever more room is needed, both slots are given their memory, so that no later save
+        pays for the pages.
+
+        Args:
+            hurry: somebody waits: the slot that is not written now gets its memory in the background.
+
+        Returns:
+            The slot's number, and the mapping: tensors go at `HEADER_NBYTES`. It is the same mapping as the last time
+            while the sizes fit.
+
+        Raises:
+            SettingsError: there is not enough shared memory. The newest complete state is as it was.
+            ClosedError: after `close`.
+        """
+        if self._closed:
+            raise ClosedError(f"the slots {self.prefix} are closed")
+        newest = self.newest()
+        number = 1 if newest is not None and newest.path == self._paths[0] else 0
+        self._leave_pinned(number)
+        room = meta_offset(data_nbytes) + meta_nbytes
+        memory = self._room(number, room)
+        if hurry:
+            self._ask_for_room(1 - number, room)
+        else:
+            self._room(1 - number, room)
+        # Above every number that was ever here, complete or not: a reader knows by it that a slot is still the same.
+        highest = max(map(last_sequence, self._paths))
+        set_sequence(memory, highest + highest % 2 + 1)
+        self._writing = number
+        return number, memory
+
+    def commit(self, label: Label, data_nbytes: int, meta: bytes) -> None:
+        """The tensors are in place: add the metadata, and make the slot the newest complete one."""
+        if self._writing is None:
+            raise ClosedError("commit() without begin()")
+        memory, path = self._maps[self._writing], self._paths[self._writing]
+        assert memory is not None
+        self._writing = None
+        begin = meta_offset(data_nbytes)
+        memory[begin : begin + len(meta)] = meta
+        complete(memory, Header(label, sequence_of(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
+        if label.persist:
+            self._mark(path)
+
+    @property
+    def marked(self) -> bool:
+        """Whether a state that was marked for storage is not stored yet."""
+        return marked_path(self.prefix).exists()
+
+    def unmark(self) -> None:
+        """Let go of what was marked for storage: the ranks of a world that is over need not have marked the same."""
+        marked_path(self.prefix).unlink(missing_ok=True)
+
+    def retract(self) -> None:
+        """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
+        newest = self.newest()
+        if newest is not None:
+            _spoil(newest)
+
+    def keep_only(self, kept: Found) -> None:
+        """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
+        other = self._paths[1 - self._paths.index(kept.path)]
+        found = look(other)
+        if found is not None and found.sequence > kept.sequence:
+            _spoil(found)
+
+    def close(self) -> None:
+        """Let go of the memory; private slots are removed."""
+        self._closed = True
+        self._maps = [None, None]
+        self._by_inode.clear()
+        if self._remove is not None:
+            self._remove()
+
+    def _mark(self, path: Path) -> None:
+        """Give a slot the name by which it is found that wants to be stored; what had that name is not waited for."""
+        marked = marked_path(self.prefix)
+        new = marked.with_name(marked.name + ".new")
+        new.unlink(missing_ok=True)
+        os.link(path, new)
+        new.replace(marked)
+
+    def _leave_pinned(self, number: int) -> None:
+        """Have a new file for a slot whose file has a second name."""
+        path = self._paths[number]
+        try:
+            pinned = path.stat().st_nlink > 1
+        except FileNotFoundError:
+            return
+        if pinned:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                spare_path(self.prefix).rename(path)
+            self._maps[number] = None
+            self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Let go of mappings of files that have no name here any more: they would hold the memory."""
+        left = set()
+        for path in (*files_of(self.prefix), *paths_of(kept_prefix(self.prefix))):
+            with contextlib.suppress(FileNotFoundError):
+                left.add(path.stat().st_ino)
+        self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
+
+    def newest(self) -> Found | None:
+        """The complete slot that was written last."""
+        return max((one for one in map(look, self._paths) if one), key=lambda one: one.sequence, default=None)
+
+    def _room(self, number: int, nbytes: int) -> mmap.mmap:
+        """The mapping of a slot with at least `nbytes`, its pages in place."""
+        memory = self._maps[number]
+        if memory is not None and len(memory) >= nbytes:
+            return memory
+        path = self._paths[number]
+        file = self._open(number)
+        inode = os.fstat(file).st_ino
+        memory = self._by_inode.get(inode)
+        if memory is not None and len(memory) >= nbytes:
+            os.close(file)
+            self._maps[number] = memory
+            return memory
+        try:
+            wanted = max(_whole_pages(nbytes), os.fstat(file).st_size)
+            os.posix_fallocate(file, 0, wanted)  # a full /dev/shm is an error here, not a SIGBUS later
+            memory = mmap.mmap(file, wanted)
+        except OSError as exc:
+            if exc.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise
+            raise SettingsError(
+                f"no room for {nbytes:,} bytes of state in {path.parent}, twice of which is needed: enlarge it (for a "
+                "container --shm-size, in Kubernetes an emptyDir with medium Memory)"
+            ) from exc
+        finally:
+            os.close(file)
+        with contextlib.suppress(OSError, ValueError):
+            memory.madvise(_POPULATE_WRITE)
+        self._maps[number] = self._by_inode[inode] = memory
+        return memory
+
+    def _ask_for_room(self, number: int, nbytes: int) -> None:
+        """Have the kernel give a slot its pages; if it cannot, `_room` will say so when they are needed."""
+
+        def allocate(file: int) -> None:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(file, 0, _whole_pages(nbytes))
+            os.close(file)
+
+        threading.Thread(target=allocate, args=(self._open(number),), name="edl-room", daemon=True).start()
+
+    def _open(self, number: int) -> int:
+        return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _spoil(found: Found) -> None:
+    with found.path.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)

@@ -1,0 +1,180 @@
+"""State from rank to rank over a process group: bytes and tensors, never pickled objects.
+
+Every function here is collective: the ranks that it names must all call it, in the same order. How long it may wait is
+the process group's timeout; a broken group raises what torch raises.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair
+from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.state import State
+from edl.errors import SettingsError
+
+__all__ = [
+    "Group",
+    "agree_on_most",
+    "broadcast_bytes",
+    "broadcast_state",
+    "broadcast_tensor",
+    "gather_bytes",
+    "global_rank",
+    "receive_slot",
+    "send_slot",
+    "slot_bytes",
+]
+
+Group = dist.ProcessGroup | None
+_CHUNK_NBYTES = 32 << 20
+
+
+def broadcast_state(state: State, src: int, group: Group = None) -> None:
+    """Give every rank of `group` the live state of rank `src`, where its tensors are.
+
+    What belongs to one rank alone (`local` fields, random number generators) stays everyone's own. If it fails, the
+    states of the others are neither the old nor the new one, and must be restored from elsewhere.
+
+    Args:
+        state: with the same fields on all ranks.
+        src: the global rank that has it.
+
+    Raises:
+        SettingsError: the state is sharded (no rank has it all), or does not fit into this rank's.
+    """
+    sending = dist.get_rank() == src
+    captured = state.capture() if sending else None
+    meta = parse_meta(broadcast_bytes(captured.meta if captured else b"", src, group))
+    if meta.sharded:
+        raise SettingsError("a sharded state cannot be broadcast: each rank has another part of it")
+    loading = None if sending else state.begin_load(meta, local=False)
+    for number, entry in enumerate(meta.entries):
+        if entry.scope != "replicated" or not entry.nbytes:
+            continue
+        if captured is not None:
+            broadcast_tensor(captured.tensors[number].resolve_conj().resolve_neg().contiguous(), src, group)
+            continue
+        assert loading is not None
+        target = loading.targets[entry.key]
+        whole = target.local if target.local.is_contiguous() else torch.empty_like(target.local).contiguous()
+        broadcast_tensor(whole, src, group)
+        loading.fill(entry, whole)
+    if loading is not None:
+        loading.finish()
+
+
+def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> None:
+    """Make a contiguous tensor's bytes everywhere those of rank `src`. Without a process group they are already."""
+    if not dist.is_initialized():
+        return
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    device = _device(group)
+    for begin in range(0, flat.numel(), _CHUNK_NBYTES):
+        piece = flat[begin : begin + _CHUNK_NBYTES]
+        moved = piece.to(device)
+        dist.broadcast(moved, src, group)
+        if moved.data_ptr() != piece.data_ptr():
+            piece.copy_(moved)
+
+
+def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
+    """Rank `src`'s `data`, on every rank."""
+    if not dist.is_initialized():
+        return data
+    length = torch.tensor([len(data)], device=_device(group))
+    dist.broadcast(length, src, group)
+    moved = _tensor_of(data) if dist.get_rank() == src else torch.empty(int(length), dtype=torch.uint8)
+    broadcast_tensor(moved, src, group)
+    return moved.numpy().tobytes()
+
+
+def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
+    """Everyone's `data`, by rank in the group."""
+    device, size = _device(group), dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
+    longest = max(int(length) for length in lengths)
+    padded = _tensor_of(data.ljust(longest, b"\0")).to(device)
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group)
+    return [one.cpu()[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]
+
+
+def agree_on_most(values: Sequence[int], group: Group = None) -> list[int]:
+    """The largest of all ranks' values, one by one."""
+    moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
+    dist.all_reduce(moved, dist.ReduceOp.MAX, group)
+    return [int(value) for value in moved.tolist()]
+
+
+def global_rank(rank: int, group: Group = None) -> int:
+    """The global rank of a rank of the group, which is what these functions want."""
+    return rank if group is None else dist.get_global_rank(group, rank)
+
+
+def send_slot(label: Label, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
+    """Send a slot's contents to the global rank `dst`, which calls `receive_slot`.
+
+    Args:
+        data: uint8 [nbytes], on the CPU.
+    """
+    head = to_json([label.generation, label.step, label.world, label.rank, label.sharded, data.numel()])
+    for part in (_tensor_of(head), _tensor_of(meta)):
+        dist.send(torch.tensor([part.numel()], device=_device(group)), dst, group)
+        _send(part, dst, group)
+    _send(data, dst, group)
+
+
+def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
+    """Receive a slot's contents from the global rank `src` into the one that is older here."""
+    head, meta = (_receive_bytes(src, group) for _ in range(2))
+    generation, step, world, rank, sharded, nbytes = (int(one) for one in from_json(head))
+    _, memory = slots.begin(nbytes, len(meta), hurry=True)
+    if nbytes:
+        _receive(slot_bytes(memory, nbytes), src, group)
+    slots.commit(Label(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
+
+
+def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
+    """The data of a slot as uint8 [nbytes], sharing its memory."""
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=nbytes)
+
+
+def _receive_bytes(src: int, group: Group) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64, device=_device(group))
+    dist.recv(length, src, group)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    _receive(data, src, group)
+    return data.numpy().tobytes()
+
+
+def _send(data: torch.Tensor, dst: int, group: Group) -> None:
+    for begin in range(0, data.numel(), _CHUNK_NBYTES):
+        dist.send(data[begin : begin + _CHUNK_NBYTES].to(_device(group)), dst, group)
+
+
+def _receive(data: torch.Tensor, src: int, group: Group) -> None:
+    device = _device(group)
+    for begin in range(0, data.numel(), _CHUNK_NBYTES):
+        piece = data[begin : begin + _CHUNK_NBYTES]
+        moved = piece if piece.device == device else torch.empty_like(piece, device=device)
+        dist.recv(moved, src, group)
+        if moved is not piece:
+            piece.copy_(moved)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _device(group: Group) -> torch.device:
+    """Where tensors must be for this group to send them."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

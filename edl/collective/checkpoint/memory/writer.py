@@ -1,0 +1,246 @@
+"""Putting a state into slots of shared memory, at once or, if the user wants that, while training goes on.
+
+What only an optimizer's step changes, its parameters and their moments, keeps still during the next forward and
+backward pass, so where it is in the CPU's memory it can be copied beside them, and the next step of any optimizer waits
+for what is left (the idea of CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write` returns:
+buffers, which a forward pass may change, whatever else is in the state, and what belongs to an optimizer that has not
+passed here since the last save (a compiled step does not).
+
+That rests on a promise, that nothing else writes to these tensors meanwhile. What torch counts of writes, and samples
+of the bytes, tell of most that break it (not of a few numbers changed through `.data`): such a save is dropped, and
+saves take their time from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.copying import Copier
+from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.state.sharding import is_sharded
+from edl.collective.checkpoint.state.snapshot import Entry
+from edl.collective.checkpoint.state.state import Captured, State
+from edl.collective.checkpoint.state.tensors import view_of
+
+__all__ = ["Writer"]
+
+_log = logging.getLogger(__name__)
+
+_SAMPLED_EACH_NBYTES: Final = 256 << 10
+_SAMPLE_NBYTES: Final = 64
+_WORTH_NBYTES: Final = 4 << 20
+"""Less is copied at once: a thread would cost as much."""
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Tensors that have to keep still: how often torch had written to each, and samples of their bytes."""
+
+    tensors: list[torch.Tensor]
+    versions: list[int]
+    samples: list[bytes]
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor]) -> _Watched:
+        return cls(tensors, [tensor._version for tensor in tensors], [_sample(tensor) for tensor in tensors])
+
+    def still(self) -> bool:
+        """Whether nobody has written to them, as far as can be told."""
+        counts = (tensor._version == version for tensor, version in zip(self.tensors, self.versions, strict=True))
+        return all(counts) and self.same_as(self.tensors)
+
+    def same_as(self, others: list[torch.Tensor]) -> bool:
+        """Whether `others` have the sampled bytes."""
+        return all(_sample(other) == sample for other, sample in zip(others, self.samples, strict=True))
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """A few bytes from each part of a contiguous tensor."""
+    data = tensor.reshape(-1).view(torch.uint8).numpy()
+    whole = len(data) // _SAMPLED_EACH_NBYTES * _SAMPLED_EACH_NBYTES
+    parts: bytes = data[:whole].reshape(-1, _SAMPLED_EACH_NBYTES)[:, :_SAMPLE_NBYTES].tobytes()
+    return parts + data[whole:][:_SAMPLE_NBYTES].tobytes() + data[-_SAMPLE_NBYTES:].tobytes()
+
+
+class Writer:
+    """Copies states into slots. Optimizers may step in other threads than the one that saves."""
+
+    def __init__(
+        self, *, overlap: bool = False, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """A writer.
+
+        Args:
+            overlap: copy beside the next forward and backward pass what may be copied then.
+            waiting: entered while an optimizer's step waits for the rest.
+        """
+        self._overlap = overlap
+        self._waiting = waiting
+        self._turn = threading.RLock()
+        self._pid = os.getpid()
+        self._copier = Copier()
+        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
+        self._watched: _Watched | None = None
+        self._complete = False
+        self._retract: Callable[[], object] = lambda: None
+        self._passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        hook = register_optimizer_step_pre_hook(_Gate(self))
+        self._unhook = weakref.finalize(self, hook.remove)
+
+    def write(
+        self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object], *, at_once: bool = False
+    ) -> frozenset[int]:
+        """Copy `state` into the older one of two slots.
+
+        Args:
+            label: of the state; this writer says whether it is sharded.
+            at_once: leave nothing for later.
+            then: called when the state can be restored, with the seconds that this took; in whichever thread.
+
+        Returns:
+            The ranks that hold the same shards as this one, empty if the state is not sharded.
+
+        Raises:
+            SettingsError: the state cannot be saved, or there is not enough shared memory.
+        """
+        with self._turn:
+            self.settle()
+            begin = time.perf_counter()
+            captured = state.capture()
+            nbytes = captured.data_nbytes
+            number, memory = slots.begin(nbytes, len(captured.meta))
+            views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
+            # New memory's pages are best paid for at once.
+            later = self._may_wait(state, captured) if known and not at_once else set()
+            self._passed.clear()
+            now = [number for number in range(len(views)) if number not in later]
+            watched = _Watched.of([captured.tensors[number] for number in sorted(later)])
+            copies = [views[number] for number in sorted(later)]
+
+            def commit() -> None:
+                if watched.still() and watched.same_as(copies):
+                    slots.commit(replace(label, sharded=bool(captured.holders)), nbytes, captured.meta)
+                    self._complete = True
+                    then(time.perf_counter() - begin)
+
+            self._complete, self._retract = False, slots.retract
+            self._copier.copy([views[number] for number in now], [captured.tensors[number] for number in now])
+            if later:
+                self._watched = watched
+                self._copier.begin(copies, watched.tensors, commit)
+            else:
+                commit()
+            return captured.holders
+
+    def settle(self) -> bool:
+        """Help to finish the last save. Returns whether it is complete, rather than dropped."""
+        if os.getpid() != self._pid:
+            return False  # in a fork: the copy goes on in its parent, whose slots these are
+        with self._turn:
+            watched, self._watched = self._watched, None
+            if watched is None:
+                return self._complete
+            with self._waiting() if self._copier.busy else nullcontext():
+                self._copier.finish()
+            if not watched.still():
+                if self._complete:  # while it was copied, or since? torch counts a write when it has been done
+                    self._complete = False
+                    self._retract()
+                self._overlap = False
+                _log.warning(
+                    "parameters or an optimizer's state were written to between a save and the next step of an "
+                    "optimizer: that save is dropped, and from now on saves wait for the copy, as without overlap=True"
+                )
+            return self._complete
+
+    def about_to_step(self, optimizer: Optimizer) -> None:
+        """An optimizer will change what belongs to it."""
+        with self._turn:
+            self.settle()
+            self._passed.add(optimizer)
+
+    def close(self) -> None:
+        """Finish the last save, and let go of everything."""
+        try:
+            self.settle()
+        finally:
+            self._unhook()
+            self._views.clear()
+            self._copier.close()
+
+    def _may_wait(self, state: State, captured: Captured) -> set[int]:
+        """The numbers of the tensors that nobody but an optimizer of the state changes."""
+        if not self._overlap:
+            return set()
+        kept_still = {
+            _memory_of(tensor.to_local() if is_sharded(tensor) else tensor)
+            for name in state
+            if isinstance(optimizer := getattr(state, name), Optimizer) and optimizer in self._passed
+            for tensor in _tensors_of(optimizer)
+        }
+        numbers = {
+            number
+            for number, tensor in enumerate(captured.tensors)
+            if _is_plain(tensor) and _memory_of(tensor) in kept_still
+        }
+        nbytes = sum(captured.tensors[number].nbytes for number in numbers)
+        return numbers if nbytes >= _WORTH_NBYTES else set()
+
+    def _views_of(
+        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int
+    ) -> tuple[list[torch.Tensor], bool]:
+        """The tensors of a slot, made once for a layout, and whether they were there before."""
+        known = self._views.get(number)
+        if known is not None and known[0] is memory and known[1] == entries:
+            return known[2], True
+        data = transfer.slot_bytes(memory, nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        views = [view_of(data, entry) for entry in entries]
+        self._views[number] = memory, entries, views
+        return views, False
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Any]:
+    parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for one in optimizer.state.values() for value in one.values()]
+    return [value for value in (*parameters, *states) if isinstance(value, torch.Tensor)]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a thread may copy it, and torch counts writes to it."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+    )
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Gate:
+    """What every optimizer of this process calls before its step; it does not keep the writer alive."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = weakref.ref(writer)
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        if torch.compiler.is_compiling():
+            return  # or a compiled step would be broken in two, or refused
+        writer = self._writer()
+        if writer is not None:
+            writer.about_to_step(optimizer)

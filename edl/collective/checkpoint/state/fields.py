@@ -1,0 +1,216 @@
+"""How each kind of field of a `State` is saved and restored: modules, optimizers, objects with a state, plain values.
+
+Modules are named without what wraps them (`DistributedDataParallel`, `torch.compile`), and an optimizer's state goes
+by the names of parameters instead of their numbers, so that what one wrapping saved another can load.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from edl.collective.checkpoint.state.sharding import box_of, tensors_in
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, place_of, resume
+from edl.collective.unwrapping import unwrapped
+from edl.errors import SettingsError
+
+__all__ = ["Kind", "aliased", "check_loadable", "kind_of", "load", "names_of", "take", "templates"]
+
+Kind = Literal["module", "optimizer", "object", "value"]
+Names = Mapping[int, str]
+"""id() of a parameter -> its name."""
+
+
+def kind_of(value: Any) -> Kind:
+    """Which kind of field this is."""
+    if isinstance(value, nn.Module):
+        return "module"
+    if isinstance(value, torch.optim.Optimizer):
+        return "optimizer"
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return "object"
+    return "value"
+
+
+def names_of(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
+    """The names of all parameters of the modules among `fields`; with the field's own where two have the same."""
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for field, value in fields:
+        if not isinstance(value, nn.Module):
+            continue
+        for name, parameter in unwrapped(value).named_parameters():
+            names[id(parameter)] = f"{field}.{name}" if name in taken else name
+            taken.add(names[id(parameter)])
+    return names
+
+
+def take(value: Any, names: Names) -> Any:
+    """The field as plain values and tensors."""
+    if isinstance(value, nn.Module):
+        return dict(unwrapped(value).state_dict())
+    if isinstance(value, torch.optim.Optimizer):
+        return _by_name(value, names)
+    if is_stateful_loader(value):
+        return place_of(value)
+    return value.state_dict() if kind_of(value) == "object" else value
+
+
+def aliased(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
+    """Which tensors of a field may be overwritten where they are, by their keys in the state.
+
+    A module's parameters and buffers, if what its `state_dict` gives is their memory and not a copy; an optimizer's
+    state; a tensor that is the field itself, and parameters in a field of plain values, which an optimizer may know. An
+    object's own tensors are its business.
+    """
+    if isinstance(value, nn.Module):
+        module = unwrapped(value)
+        own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        own.update(module.named_buffers(remove_duplicate=False))
+        return {
+            f"{field}.{key}": tensor
+            for key, tensor in taken.items()
+            if key in own and isinstance(tensor, torch.Tensor) and _same_memory(tensor, own[key])
+        }
+    if isinstance(value, torch.optim.Optimizer):
+        return {
+            f"{field}.state.{name}.{key}": tensor
+            for name, one in taken["state"].items()
+            for key, tensor in one.items()
+            if isinstance(tensor, torch.Tensor)
+        }
+    if kind_of(value) == "object":
+        return {}
+    return {key: tensor for key, tensor in tensors_in(value, (field,)) if key == field or _is_trained(tensor)}
+
+
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def templates(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
+    """For an optimizer: the parameters that its state is sharded like, by the state's keys without their last part."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return {}
+    return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
+
+
+def load(field: str, value: Any, form: Any, names: Names) -> Any:
+    """Put a restored form into a field. Returns what the field is from now on.
+
+    Raises:
+        SettingsError: it does not fit. The message says what does not.
+    """
+    if isinstance(value, nn.Module):
+        _load_module(field, unwrapped(value), form)
+    elif isinstance(value, torch.optim.Optimizer):
+        _load_optimizer(field, value, form, names)
+    elif is_stateful_loader(value):
+        resume(value, form)
+    elif kind_of(value) == "object":
+        _load_object(field, value, form)
+    else:
+        return form
+    return value
+
+
+def _load_module(field: str, module: nn.Module, form: Any) -> None:
+    current = module.state_dict()
+    inplace = aliased(field, module, current)
+    if current.keys() == form.keys() and all(
+        isinstance(one, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(one, current[key])
+        for key, one in form.items()
+    ):
+        return  # each tensor was filled where it is
+    try:
+        module.load_state_dict(form)
+    except RuntimeError as exc:
+        raise SettingsError(f"{field}: the saved state does not fit the model: {exc}") from exc
+
+
+def check_loadable(field: str, value: Any) -> None:
+    """See that what an object's `state_dict` gives can be handed to its `load_state_dict`; nothing is called.
+
+    Raises:
+        SettingsError: that takes no argument, or wants more than one.
+    """
+    if kind_of(value) != "object":
+        return
+    try:
+        inspect.signature(value.load_state_dict).bind({})
+    except TypeError as exc:
+        raise SettingsError(f"{field}: its load_state_dict() is called with the saved state alone: {exc}") from exc
+    except ValueError:
+        pass  # written in C, without a signature
+
+
+def _load_object(field: str, value: Any, form: Any) -> None:
+    try:
+        value.load_state_dict(form)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as exc:
+        what = f"{type(exc).__name__}: {exc}"
+        raise SettingsError(
+            f"{field}: its load_state_dict() does not take what its state_dict() gave ({what})"
+        ) from exc
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one is other:
+        return True
+    mine, theirs = box_of(one)[0], box_of(other)[0]
+    return (
+        mine.shape == theirs.shape
+        and mine.stride() == theirs.stride()
+        and mine.dtype == theirs.dtype
+        and mine.device == theirs.device
+        and (mine.numel() == 0 or mine.data_ptr() == theirs.data_ptr())
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[Any, torch.Tensor]]:
+    """The optimizer's parameters by name, in the order of their numbers; without a name, by number."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [(names.get(id(parameter), number), parameter) for number, parameter in enumerate(parameters)]
+
+
+def _by_name(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    form = dict(optimizer.state_dict())
+    name_of = [name for name, _ in _parameters(optimizer, names)]
+    form["state"] = {name_of[number]: one for number, one in form["state"].items()}
+    form["param_groups"] = [
+        {**group, "params": [name_of[number] for number in group["params"]]} for group in form["param_groups"]
+    ]
+    return form
+
+
+def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, names: Names) -> None:
+    parameters = _parameters(optimizer, names)
+    number_of = {name: number for number, (name, _) in enumerate(parameters)}
+    groups, counted = [], 0
+    if len(form["param_groups"]) != len(optimizer.param_groups):
+        raise SettingsError(
+            f"{field}: saved with {len(form['param_groups'])} parameter groups, has {len(optimizer.param_groups)}"
+        )
+    for saved, group in zip(form["param_groups"], optimizer.param_groups, strict=True):
+        numbers = range(counted, counted + len(group["params"]))
+        counted = numbers.stop
+        here = {parameters[number][0] for number in numbers}
+        if here != set(saved["params"]):
+            odd = sorted(map(str, here ^ set(saved["params"])))[:5]
+            raise SettingsError(f"{field}: its parameters differ from the saved ones, among them {', '.join(odd)}")
+        groups.append({**saved, "params": list(numbers)})
+    state = {number_of[name]: dict(one) for name, one in form["state"].items()}
+    optimizer.load_state_dict({**form, "state": state, "param_groups": groups})
+    for number, one in state.items():
+        _keep_types(optimizer.state[parameters[number][1]], one)
+
+
+def _keep_types(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
+    """torch casts an optimizer's state to the parameter's type; bits that were saved come back as they were."""
+    for key, tensor in saved.items():
+        if isinstance(tensor, torch.Tensor) and loaded[key].dtype != tensor.dtype:
+            loaded[key] = tensor.to(loaded[key].device)

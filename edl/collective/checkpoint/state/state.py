@@ -1,0 +1,308 @@
+"""What a training job is at one moment: everything that must come back for it to go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from edl.collective.checkpoint.encoding import decode, encode
+from edl.collective.checkpoint.state import fields as state_fields
+from edl.collective.checkpoint.state import rng as state_rng
+from edl.collective.checkpoint.state.sharding import LiveMeshes, tensors_in
+from edl.collective.checkpoint.state.snapshot import Entry, Layout, Meta, pack_meta, pack_table
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare
+from edl.collective.checkpoint.state.tensors import Gathered, LiveTensors, Target, refusal, view_of
+from edl.collective.ranks import rank_of
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["Captured", "Loading", "State", "WorldChange"]
+
+_log = logging.getLogger(__name__)
+_RNG: Final = "rng"
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """A state was restored into a world of another size.
+
+    Attributes:
+        old_size: ranks when it was saved.
+        new_size: ranks now.
+        step: the last one finished.
+    """
+
+    old_size: int
+    new_size: int
+    step: int
+
+
+Adjust = Callable[[WorldChange], object]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A state at one moment: metadata, and the live tensors beside it, which the next step will change.
+
+    Attributes:
+        meta: as `edl.collective.checkpoint.state.snapshot.parse_meta` reads it.
+        entries: where each tensor goes in the data.
+        tensors: this rank's parts, on whatever device they are.
+        holders: the ranks that hold the same shards, this one among them; this one alone with fields `per_rank`;
+            empty if nothing is sharded.
+    """
+
+    meta: bytes
+    entries: tuple[Entry, ...]
+    tensors: list[torch.Tensor]
+    holders: frozenset[int] = frozenset()
+
+    @property
+    def data_nbytes(self) -> int:
+        """Length of the data."""
+        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
+
+
+class State:
+    """The fields of a training job that are saved and restored.
+
+    A field is a module, an optimizer, any object with `state_dict` and `load_state_dict`, or a plain value: None,
+    numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays and tensors, nested as you like. Fields are
+    attributes, and may be set at any time::
+
+        state = State(model=model, optimizer=optimizer, epoch=0)
+        state.epoch += 1
+
+    Fields are expected to be the same on all ranks, save that a `DTensor` (FSDP2's `fully_shard`) is saved as the
+    part that each rank holds, and `local` fields belong to their rank alone. Those, and the states of the random
+    number generators, come back where the world has the same size, and the rank's host is still there.
+
+    `per_rank` fields belong to their rank alone as well, and are never lost: such as the place in a stream of which
+    each rank reads another part. They come back exactly or not at all: of a lost host they are restored from another
+    host's replica, like the part of a sharded model, and a world of another size is refused. A `StatefulDataLoader` of
+    torchdata is always such a field.
+    """
+
+    def __init__(
+        self, *, rng: bool = True, local: Iterable[str] = (), per_rank: Iterable[str] = (), **fields: Any
+    ) -> None:
+        """A state with `fields`.
+
+        Args:
+            rng: also save the states of Python's, numpy's and torch's random number generators, of each rank.
+            local: names of fields that differ between ranks.
+            per_rank: names of fields that differ between ranks, and without which no rank may go on.
+
+        Raises:
+            SettingsError: a field has a name that means something else here, or is both local and per_rank.
+        """
+        own = vars(self)
+        own["_fields"], own["_adjust"], own["_rng"], own["_local"] = {}, [], rng, frozenset(local)
+        own["_per_rank"] = frozenset(per_rank)
+        both = sorted(own["_local"] & own["_per_rank"])
+        if both:
+            raise SettingsError(f"field {both[0]} is local, which may be lost, and per_rank, which may not: choose one")
+        own["_table"], own["_meshes"] = (None, b""), None
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name == _RNG or hasattr(type(self), name):
+            raise SettingsError(f"a State cannot have a field named {name!r}: choose another name")
+        self._fields[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"this State has no field {name!r}") from None
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self._fields:
+            raise AttributeError(f"this State has no field {name!r}")
+        del self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the fields."""
+        return iter(self._fields)
+
+    def register_adjust_function(self, adjust: Adjust) -> Adjust:
+        """Have `adjust` called after each restore into a world of another size. Also usable as a decorator."""
+        self._adjust.append(adjust)
+        return adjust
+
+    def adjust(self, change: WorldChange) -> None:
+        """Call the registered functions, in the order of their registration."""
+        for adjust in self._adjust:
+            adjust(change)
+
+    @contextmanager
+    def keep_random_numbers(self) -> Iterator[None]:
+        """Put the random number generators that this state saves back after the block."""
+        drawn = state_rng.take() if self._rng else None
+        try:
+            yield
+        finally:
+            if drawn is not None:
+                state_rng.restore(drawn)
+
+    def per_rank(self) -> frozenset[str]:
+        """Return the names of the fields that belong to each rank alone and must not be lost."""
+        fields: dict[str, Any] = self._fields
+        given: frozenset[str] = self._per_rank
+        loaders = frozenset(
+            name for name, value in fields.items() if is_stateful_loader(value) and name not in self._local
+        )
+        return given.intersection(fields) | loaders
+
+    def capture(self) -> Captured:
+        """The state now. Copies nothing yet but small values.
+
+        Raises:
+            SettingsError: a field holds something that cannot be saved.
+        """
+        gathered = Gathered()
+        names = state_fields.names_of(self._fields.items())
+        kinds: dict[str, str] = {}
+        tree: dict[str, bytes] = {}
+        local: dict[str, bytes] = {}
+        per_rank = self.per_rank()
+        for name, value in self._fields.items():
+            own = name in self._local or name in per_rank
+            gathered.scope = "local" if own else "replicated"
+            kinds[name] = kind = state_fields.kind_of(value)
+            gathered.made_anew = kind in ("object", "value")
+            form = encode(state_fields.take(value, names), gathered, (name,))
+            (local if own else tree)[name] = form
+        if self._rng:
+            gathered.scope = "local"
+            local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
+        entries = gathered.entries()
+        holders = frozenset([rank_of(None)]) if per_rank else gathered.holders
+        laid_out = (entries, gathered.layouts, holders)
+        if laid_out != self._table[0]:
+            self._check_restorable(entries, gathered.layouts)
+            vars(self)["_table"] = laid_out, pack_table(entries, gathered.layouts, sorted(holders))
+        return Captured(pack_meta(kinds, tree, local, self._table[1], per_rank), entries, gathered.tensors, holders)
+
+    def begin_restore(self) -> None:
+        """Remember what this state has before it is restored: a restarted script has as much, and no more.
+
+        What is saved later is compared with that, so that a save which no restart could make use of is refused.
+        """
+        vars(self)["_meshes"] = self._live(self._fields).meshes
+        for loader in filter(is_stateful_loader, self._fields.values()):
+            prepare(loader)
+
+    def _check_restorable(self, entries: Iterable[Entry], layouts: Sequence[Layout]) -> None:
+        for name, value in self._fields.items():
+            state_fields.check_loadable(name, value)
+        for entry in entries:
+            if entry.layout >= 0 and self._meshes is not None and self._meshes.match(layouts[entry.layout]) is None:
+                raise refusal(entry, layouts[entry.layout])
+
+    def _live(self, wanted: Collection[str]) -> LiveTensors:
+        """The tensors of the fields `wanted`, and all meshes."""
+        in_place: dict[str, torch.Tensor] = {}
+        alike: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
+        names = state_fields.names_of(self._fields.items())
+        for name, value in self._fields.items():
+            if name in wanted:
+                taken = state_fields.take(value, names)
+                in_place.update(state_fields.aliased(name, value, taken))
+                alike.update(tensors_in(taken, (name,)))
+                parameters.update(state_fields.templates(name, value, names))
+        return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
+
+    def begin_load(self, meta: Meta, *, local: bool = True) -> Loading:
+        """Prepare to restore: `fill` the result with tensors, then `finish` it.
+
+        Args:
+            meta: of the snapshot, of any rank; of this one if `local`.
+            local: restore what belongs to this rank alone, too.
+
+        Raises:
+            SettingsError: the state has places that belong to one rank each, and this is not that rank.
+        """
+        return Loading(self, meta, local)
+
+
+class Loading:
+    """A restore under way. Between the first `fill` and `finish` the state is neither the old nor the new."""
+
+    def __init__(self, state: State, meta: Meta, local: bool) -> None:
+        lacking = sorted(meta.per_rank & set(state)) if not local else ()
+        if lacking:
+            raise SettingsError(
+                f"field {lacking[0]} of the State is each rank's own place in its data, and another world saved it: "
+                "going on would repeat some samples and leave out others. Start as many workers as before, or use "
+                "ElasticSampler, whose place holds for any number of workers"
+            )
+        self._state = state
+        self._meta = meta
+        self._forms = {**meta.tree, **(meta.local if local else {})}
+        self._names = state_fields.names_of(state._fields.items())
+        live = state._live(self._forms)
+        self._targets: dict[str, Target] = {}
+        for entry in meta.entries:
+            if entry.key.partition(".")[0] in self._forms:
+                layout = meta.layouts[entry.layout] if entry.layout >= 0 else None
+                self._targets[entry.key] = live.target(entry, layout)
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """What is to be filled, by key."""
+        return self._targets
+
+    def fill(self, entry: Entry, part: torch.Tensor) -> None:
+        """Copy what is wanted of one tensor, or of one rank's part of it."""
+        target = self._targets.get(entry.key)
+        if target is not None:
+            if tuple(entry.whole) != tuple(target.value.shape):
+                raise ProtocolError(f"{entry.key}: parts of {entry.whole} for a tensor of {tuple(target.value.shape)}")
+            target.fill(entry.starts, part)
+
+    def fill_all(self, entries: Iterable[Entry], data: torch.Tensor) -> None:
+        """Copy what is wanted of `data` (uint8), in which `entries` lie."""
+        for entry in entries:
+            if entry.key in self._targets:
+                self.fill(entry, view_of(data, entry))
+
+    def finish(self) -> None:
+        """Put everything in its place.
+
+        Raises:
+            ProtocolError: some tensors were not filled entirely.
+            SettingsError: the saved state does not fit the live one.
+        """
+        lacking = [target.key for target in self._targets.values() if target.missing]
+        if lacking:
+            raise ProtocolError(f"{len(lacking)} tensors are incomplete in the saved state, among them {lacking[0]}")
+        for name, form in self._forms.items():
+            if name != _RNG:
+                self._load_field(name, decode(form, self._back))
+        if _RNG in self._forms and self._state._rng:
+            state_rng.restore(decode(self._forms[_RNG], self._back))
+        for name in set(self._state) - self._meta.kinds.keys():
+            _log.warning("the saved state has no field %s: it stays as it is", name)
+
+    def _load_field(self, name: str, form: Any) -> None:
+        if name in self._state._fields:
+            current = self._state._fields[name]
+            saved, kind = self._meta.kinds.get(name), state_fields.kind_of(current)
+            if saved != kind:
+                raise SettingsError(f"field {name} was saved as {saved}, and is {kind} now")
+            self._state._fields[name] = state_fields.load(name, current, form, self._names)
+        elif self._meta.kinds.get(name) == "value":
+            self._state._fields[name] = form
+        else:
+            _log.warning("the saved state has a field %s that this State lacks: it is left out", name)
+
+    def _back(self, number: int) -> Any:
+        target = self._targets[self._meta.entries[number].key]
+        return target.value

@@ -1,0 +1,241 @@
+"""Tensors on their way between a live state and a snapshot: what is taken out, and where it goes back to.
+
+A sharded tensor (`DTensor`) is taken as this rank's part, with its place in the whole. Going back, every part fills
+what it has in common with the tensor that wants it, whoever saved the part and however many ranks there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+
+from edl.collective.checkpoint.encoding import Path, dotted
+from edl.collective.checkpoint.state.sharding import LiveMeshes, box_of, holders_of, is_sharded, layout_of
+from edl.collective.checkpoint.state.snapshot import Entry, Layout, Scope, lay_out, overlap
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["Gathered", "LiveTensors", "Target", "refusal", "view_of"]
+
+Shape = tuple[int, ...]
+_Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
+
+
+@dataclass
+class Gathered:
+    """Takes aside what the encoding of a state leaves out.
+
+    Attributes:
+        tensors: this rank's parts, in the order in which they were taken.
+        scope: of what is taken next.
+        made_anew: whether what is taken next is a new tensor when it is restored, rather than one of a module's that is
+            filled where it is: then nothing is known of it but what is saved.
+        layouts: of the sharded ones.
+        holders: the ranks that hold the same part of each sharded tensor; empty if none is sharded.
+    """
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    scope: Scope = "replicated"
+    made_anew: bool = True
+    layouts: list[Layout] = field(default_factory=list)
+    holders: frozenset[int] = frozenset()
+    _rows: list[_Row] = field(default_factory=list)
+    _keys: set[str] = field(default_factory=set)
+    _known: dict[Any, tuple[int, frozenset[int]]] = field(default_factory=dict)
+
+    def __call__(self, value: Any, path: Path) -> int:
+        """Take a tensor or numpy array. Returns its number."""
+        key = dotted(path)
+        if key in self._keys:
+            raise SettingsError(f"two tensors of the state are both named {key}: rename a field or a key")
+        self._keys.add(key)
+        tensor = value if isinstance(value, torch.Tensor) else _bytes_of(value)
+        _check_plain(key, tensor, self.made_anew)
+        local, starts = box_of(tensor)
+        if is_sharded(tensor):
+            _check_plain(key, local, made_anew=True)
+        scope: Scope = "shard" if is_sharded(tensor) and self.scope == "replicated" else self.scope
+        dtype = str(local.dtype).removeprefix("torch.")
+        place = (tuple(local.shape), tuple(tensor.shape), starts)
+        number, holders = self._layout_of(tensor)
+        if scope == "shard":
+            self.holders = self.holders & holders if self.holders else holders
+        self._rows.append((key, dtype, *place, scope, local.nbytes, local.device.type, number))
+        self.tensors.append(local)
+        return len(self.tensors) - 1
+
+    def entries(self) -> tuple[Entry, ...]:
+        """The table of what was taken."""
+        offsets = lay_out([row[6] for row in self._rows])
+        return tuple(Entry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
+
+    def _layout_of(self, tensor: Any) -> tuple[int, frozenset[int]]:
+        """The number of its layout, -1 if it is not sharded, and who holds the same part."""
+        if not is_sharded(tensor):
+            return -1, frozenset()
+        known = (tensor.device_mesh, tensor.placements)
+        if known not in self._known:
+            self._known[known] = len(self.layouts), holders_of(tensor)
+            self.layouts.append(layout_of(tensor))
+        return self._known[known]
+
+
+def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
+    """See that the bytes of a tensor are all that there is to it.
+
+    Raises:
+        SettingsError: they are not, so that it could be saved and not restored.
+    """
+    if is_lazy(tensor):
+        raise SettingsError(f"{key} has no shape yet: run a batch through its module before the state is saved")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        what = "nested" if tensor.is_nested else tensor.layout
+        raise SettingsError(f"{key} is a {what} tensor on {tensor.device}: only dense ones can be saved")
+    kind = type(tensor)
+    own_bytes = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not is_sharded(tensor) and (not own_bytes or (made_anew and kind not in (torch.Tensor, torch.nn.Parameter))):
+        raise SettingsError(
+            f"{key} is a {kind.__module__}.{kind.__qualname__}, which would come back as a plain tensor: give the "
+            "plain tensors that it is made of, or an object with state_dict() and load_state_dict()"
+        )
+
+
+def _bytes_of(array: Any) -> torch.Tensor:
+    """A numpy array's bytes, row-major, in memory of their own."""
+    return (
+        torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        if array.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def view_of(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor of `entry` in `data` (uint8), sharing its memory.
+
+    Raises:
+        ProtocolError: it lies outside, or its sizes contradict its type.
+    """
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype) or entry.nbytes != entry.numel * dtype.itemsize:
+        raise ProtocolError(f"{entry.key}: {entry.nbytes} bytes of {entry.dtype} for the shape {entry.shape}")
+    if entry.offset + entry.nbytes > data.numel():
+        raise ProtocolError(f"{entry.key} ends behind the {data.numel()} bytes of its state")
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=dtype)
+    return data[entry.offset : entry.offset + entry.nbytes].view(dtype).view(entry.shape)
+
+
+@dataclass
+class Target:
+    """A tensor to be filled, part by part.
+
+    Attributes:
+        key: its name in the state.
+        value: what the state gets in the end; a `DTensor` where `local` is a part of one.
+        local: where parts are copied to, never memory of a slot.
+        starts: where `local` begins in the whole.
+        missing: elements not filled yet.
+    """
+
+    key: str
+    value: torch.Tensor
+    local: torch.Tensor
+    starts: Shape
+    missing: int
+
+    @classmethod
+    def of(cls, key: str, value: torch.Tensor) -> Target:
+        """Fill `value`, or this rank's part of it."""
+        local, starts = box_of(value)
+        return cls(key, value, local, starts, local.numel())
+
+    @torch.no_grad()
+    def fill(self, starts: Shape, part: torch.Tensor) -> None:
+        """Take from `part`, which begins at `starts` of the whole, what belongs here."""
+        if not self.local.dim():
+            self.local.copy_(part)
+            self.missing = 0
+            return
+        common = overlap(self.starts, self.local.shape, starts, part.shape)
+        if common is not None:
+            mine = self.local[common[0]]
+            mine.copy_(part[common[1]])
+            self.missing -= mine.numel()
+
+
+@dataclass(frozen=True)
+class LiveTensors:
+    """What there is of a state while another is restored into it, by keys.
+
+    Attributes:
+        in_place: tensors that are filled where they are.
+        alike: tensors in whose place new ones are made like them.
+        parameters: those that an optimizer's state is shaped and sharded like, by its keys without their last part.
+        meshes: that any of all these is sharded over.
+    """
+
+    in_place: Mapping[str, torch.Tensor]
+    alike: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, torch.Tensor]
+    meshes: LiveMeshes
+
+    def target(self, entry: Entry, layout: Layout | None) -> Target:
+        """Where the tensor of `entry` goes.
+
+        Raises:
+            SettingsError: it was sharded over a mesh that the live state does not use.
+        """
+        return Target.of(entry.key, self._value(entry, layout))
+
+    def _value(self, entry: Entry, layout: Layout | None) -> torch.Tensor:
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ProtocolError(f"{entry.key}: torch has no type {entry.dtype!r}")
+        live = _fitting(entry, self.in_place.get(entry.key))
+        if live is not None and live.dtype == dtype:
+            if live.is_meta:
+                raise SettingsError(
+                    f"{entry.key} is on the meta device, where nothing is restored: call to_empty() first"
+                )
+            return live
+        parameter = _fitting(entry, self.parameters.get(entry.key.rpartition(".")[0]))
+        like = _fitting(entry, self.alike.get(entry.key))
+        for fitting in (parameter, like):
+            if fitting is not None and is_sharded(fitting):
+                return torch.empty_like(fitting, dtype=dtype, requires_grad=False)
+        if layout is not None and parameter is None:
+            made = self.meshes.empty(layout, entry.whole, dtype, _device(entry))
+            if made is not None:
+                return made
+            if like is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise SettingsError(f"{entry.key} cannot be restored: {_NO_MESH.format(layout=layout)}")
+        fitting = like if parameter is None else parameter
+        device = _device(entry) if fitting is None or fitting.is_meta else fitting.device
+        return torch.empty(entry.whole, dtype=dtype, device=device)
+
+
+def _fitting(entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """`tensor` if it has the shape of the saved one."""
+    fits = tensor is not None and not is_lazy(tensor) and tuple(tensor.shape) == entry.whole
+    return tensor if fits else None
+
+
+_NO_MESH = (
+    "it was sharded over a mesh of {layout.mesh_shape} ranks (dimensions: {layout.names}), which nothing in the State "
+    "is sharded over when restore() is called: make it before that, or give the State the module that uses this mesh"
+)
+
+
+def refusal(entry: Entry, layout: Layout) -> SettingsError:
+    """The error of a save that no restart could make use of."""
+    return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
+
+
+def _device(entry: Entry) -> torch.device:
+    """The device that a tensor was on, if there is one of its type here."""
+    here = None if entry.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    return here if here is not None and here.type == entry.device else torch.device("cpu")

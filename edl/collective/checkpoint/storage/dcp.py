@@ -1,0 +1,204 @@
+"""Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
+
+A file is a row of items; each tensor is one as `torch.save` writes it: a zip archive with the bare bytes in its record
+`data/0`. DCP's `.metadata` says where each item is. It is a pickle, which is DCP's choice: EDL writes it for
+those who load with `dcp.load`, and itself never reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from edl.collective.checkpoint.encoding import decode, from_json
+from edl.collective.checkpoint.memory.slots import Copy
+from edl.collective.checkpoint.state.snapshot import Entry, Meta, parse_meta, read_meta
+from edl.collective.checkpoint.state.tensors import view_of
+from edl.collective.checkpoint.storage.filesystem import SummingWriter
+from edl.collective.checkpoint.storage.manifest import Piece, Summed
+from edl.errors import ProtocolError
+
+__all__ = ["Items", "metadata", "tensor_in", "write_rank"]
+
+_VERSION = "1.0.0"
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a record in a zip archive, up to the lengths of its name and of the extra field."""
+
+
+@dataclass
+class Items:
+    """Where the items of a rank's file are, as they are written; the fields are those of `Piece`."""
+
+    tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
+    values: dict[str, tuple[int, int]] = field(default_factory=dict)
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def piece(self, copy: Copy, file: str, summed: Summed) -> Piece:
+        """The piece that describes the file."""
+        label = copy.label
+        form = from_json(copy.meta)
+        return Piece(label.rank, label.world, file, summed, self.tensors, self.values, self.paths, form)
+
+
+def write_rank(copy: Copy, stream: SummingWriter, items: Items) -> None:
+    """Write what one rank stores: its shards and its own, and with rank 0 what all ranks share."""
+    meta = parse_meta(copy.meta)
+    first = copy.label.rank == 0
+    if first:
+        flat, items.paths = _flat(meta, copy)
+        for key, value in flat.items():
+            if not isinstance(value, torch.Tensor):
+                items.values[key] = _written(value, stream)
+    for entry in meta.entries:
+        if first or entry.scope != "replicated":
+            items.tensors[entry.key] = _written(_own(copy, entry), stream)
+
+
+def _written(value: Any, stream: SummingWriter) -> tuple[int, int]:
+    begin = stream.tell()
+    torch.save(value, stream)  # type: ignore[arg-type]  # any object with write() will do
+    return begin, stream.tell() - begin
+
+
+def _own(copy: Copy, entry: Entry) -> torch.Tensor:
+    """A tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
+    if not entry.nbytes:
+        return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
+    own = torch.frombuffer(copy.data, dtype=torch.uint8, offset=entry.offset, count=entry.nbytes)
+    return view_of(own, replace(entry, offset=0))
+
+
+def _flat(meta: Meta, copy: Copy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """The shared fields as DCP flattens them, and the path of each."""
+    tree = {name: decode(form, lambda number: _own(copy, meta.entries[number])) for name, form in meta.tree.items()}
+    flat: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for name, value in tree.items():
+        try:
+            one, its = flatten_state_dict({name: value})
+        except ValueError:  # keys that differ in type only
+            one, its = {name: value}, {name: (name,)}
+        flat.update(one)
+        paths.update(its)
+    return flat, paths
+
+
+def metadata(pieces: Iterable[Piece]) -> bytes:
+    """DCP's `.metadata` of a checkpoint."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for piece in pieces:
+        for key, (offset, length) in piece.values.items():
+            described[key] = BytesStorageMetadata()
+            stored[MetadataIndex(key)] = _StorageInfo(piece.file, offset, length)
+        paths.update(piece.paths)
+        for entry in read_meta(piece.meta).entries:
+            if entry.key in piece.tensors and not isinstance(described.get(entry.key), BytesStorageMetadata):
+                _describe(piece, entry, described, stored, paths)
+    whole = Metadata(described, planner_data=paths, storage_data=stored)
+    if hasattr(whole, "version"):
+        whole.version = _VERSION
+    return pickle.dumps(whole)
+
+
+def _describe(
+    piece: Piece,
+    entry: Entry,
+    described: dict[str, Any],
+    stored: dict[MetadataIndex, _StorageInfo],
+    paths: dict[str, tuple[Any, ...]],
+) -> None:
+    key = f"rank-{piece.rank}.{entry.key}" if entry.scope == "local" else entry.key
+    index = MetadataIndex(key, entry.starts)
+    if index in stored or (not entry.numel and 0 not in entry.whole):
+        return  # another rank holds the same part, or this one holds nothing of it
+    paths.setdefault(key, (key,))
+    dtype = getattr(torch, entry.dtype)
+    whole = described.setdefault(key, TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry.whole), []))
+    stored[MetadataIndex(key, entry.starts, len(whole.chunks))] = _StorageInfo(piece.file, *piece.tensors[entry.key])
+    whole.chunks.append(ChunkStorageMetadata(torch.Size(entry.starts), torch.Size(entry.shape)))
+
+
+class _ViewFile(io.RawIOBase):
+    """Bytes in memory as a file, without a copy of them."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        if begin + offset < 0:
+            raise OSError(f"seek to {begin + offset}")  # as a file of the system does; zipfile relies on it
+        self._at = begin + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._view[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+def tensor_in(item: memoryview, entry: Entry, *, check: bool) -> torch.Tensor:
+    """The tensor in an item of a file; it shares the item's memory.
+
+    Args:
+        check: compare the checksums that stand in the item.
+
+    Raises:
+        ProtocolError: it is not there, damaged, or another one than `entry` says.
+    """
+    try:
+        with zipfile.ZipFile(_ViewFile(item)) as archive:
+            records = {info: _record(item, info) for info in archive.infolist()}
+        found = next(info for info in records if info.filename.endswith("/data/0"))
+    except (zipfile.BadZipFile, StopIteration, EOFError, OSError, struct.error, NotImplementedError) as exc:
+        raise ProtocolError(f"{entry.key} cannot be read from its file: {exc!r}") from exc
+    if check and any(zlib.crc32(record) != info.CRC for info, record in records.items()):
+        raise ProtocolError(f"{entry.key} is not as it was written")
+    data = records[found]
+    if len(data) != entry.nbytes:
+        raise ProtocolError(f"{entry.key} has {len(data)} bytes in its file, and {entry.nbytes} by its metadata")
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    dtype = getattr(torch, entry.dtype, None)
+    if isinstance(dtype, torch.dtype) and flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()  # torch.save aligns a tensor within its item only
+    return view_of(flat, replace(entry, offset=0))
+
+
+def _record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
+    name, extra = _LOCAL_HEADER.unpack_from(item, info.header_offset)
+    begin = info.header_offset + _LOCAL_HEADER.size + name + extra
+    record = item[begin : begin + info.file_size]
+    if info.compress_type != zipfile.ZIP_STORED or len(record) != info.file_size:
+        raise zipfile.BadZipFile(f"{info.filename} is cut off, or compressed")
+    return record

@@ -1,0 +1,262 @@
+"""A folder of checkpoints on whatever `fsspec` reaches: a local folder, memory, an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import posixpath
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from edl.collective.checkpoint.storage.manifest import MANIFEST, Manifest, Name, Summed, newest_first
+from edl.errors import EDLError, ProtocolError, SettingsError
+
+__all__ = ["Folder", "SummingWriter"]
+
+_CHUNK_NBYTES: Final = 8 << 20
+
+
+class SummingWriter(io.RawIOBase):
+    """Passes bytes on to a file, and counts and checks them on the way; `taken` is told of each few megabytes."""
+
+    def __init__(self, file: Any, taken: Callable[[int], object] = lambda nbytes: None) -> None:
+        super().__init__()
+        self._file = file
+        self._taken = taken
+        self._crc = self._size = 0
+        self.failure: OSError | None = None
+        """What the file system said first: torch makes another error of it."""
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`.
+
+        Raises:
+            OSError: the file system did not take it.
+        """
+        view = memoryview(data).cast("B")
+        for begin in range(0, len(view), _CHUNK_NBYTES):  # torch writes a tensor at once, however large
+            chunk = view[begin : begin + _CHUNK_NBYTES]
+            try:
+                with _translated():
+                    self._file.write(chunk)
+            except OSError as exc:
+                self.failure = exc
+                raise
+            self._crc = zlib.crc32(chunk, self._crc)
+            self._size += len(chunk)
+            self._taken(len(chunk))
+        return len(view)
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size
+
+    @property
+    def summed(self) -> Summed:
+        """Of all that was written so far."""
+        return Summed(self._size, self._crc)
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Around calls of fsspec: some of its file systems raise errors of the library that they are made of."""
+    try:
+        yield
+    except (OSError, EDLError):
+        raise
+    except Exception as exc:
+        raise OSError(f"{type(exc).__name__}: {exc}") from exc
+
+
+class Folder:
+    """Checkpoints under one URL. Errors of the file system, whatever it is, are `OSError`.
+
+    Attributes:
+        taken: how many bytes the storage has taken so far, by which others see that it does.
+    """
+
+    def __init__(self, url: str) -> None:
+        """The folder `url`, which need not exist.
+
+        Raises:
+            SettingsError: nothing here can reach such a URL.
+        """
+        import fsspec.core  # type: ignore[import-untyped]
+
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as exc:
+            raise SettingsError(f"storage {url!r}: {exc}") from exc
+        protocol = self._fs.protocol
+        self.url = url
+        self.taken = 0
+        self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+    def prove(self) -> None:
+        """Write a file, and take it away again.
+
+        Raises:
+            OSError: nothing can be written here.
+        """
+        path = f"{self._root.rstrip('/')}/.edl-{secrets.token_hex(4)}"
+        with _translated():
+            self._fs.makedirs(self._root, exist_ok=True)
+            with self._fs.open(path, "wb") as opened:
+                opened.write(b"EDL can write here\n")
+            self._fs.rm(path)
+
+    def names(self) -> list[Name]:
+        """All checkpoints, complete or not, newest first; last those that their run has given up."""
+        found = [Name.parse(one) for one in self._listed(self._root)]
+        return newest_first(name for name in found if name is not None)
+
+    def working(self, step: int, run: str, generation: int) -> Name:
+        """Where to write a checkpoint before it is complete."""
+        return Name(step, run, generation, temporary=self._local)
+
+    def begin(self, name: Name) -> None:
+        """Make room for a checkpoint."""
+        with _translated():
+            self._fs.makedirs(self._path(name), exist_ok=True)
+
+    def write(self, name: Name, file: str, write: Callable[[SummingWriter], object]) -> Summed:
+        """Write one file of a checkpoint by calling `write`, and have it on disk before returning.
+
+        Raises:
+            FileNotFoundError: `begin` was not called, or another node has published the checkpoint.
+        """
+        with _translated():
+            opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
+        try:
+            writer = SummingWriter(opened, self._count)
+            try:
+                write(writer)
+            except Exception as exc:
+                if writer.failure is not None and writer.failure is not exc:
+                    raise writer.failure from exc
+                raise
+            with _translated():
+                opened.flush()
+                if self._local:
+                    os.fsync(opened.fileno())
+        finally:
+            with _translated():
+                opened.close()
+        return writer.summed
+
+    def put(self, name: Name, file: str, data: bytes) -> Summed:
+        """Write a small file at once: whoever reads it sees what was there before, or all of it.
+
+        Several nodes may write the same one, and a node may be killed while another publishes the checkpoint.
+
+        Raises:
+            FileNotFoundError: as `write`.
+        """
+        if not self._local:
+            return self.write(name, file, lambda stream: stream.write(data))
+        draft = f".{file}.{secrets.token_hex(4)}"
+        try:
+            summed = self.write(name, draft, lambda stream: stream.write(data))
+            Path(self._path(name), draft).replace(Path(self._path(name), file))
+        except OSError:
+            for where in (name, name.final):  # it may have been published meanwhile
+                with contextlib.suppress(OSError):
+                    Path(self._path(where), draft).unlink()
+            raise
+        return summed
+
+    def read(self, name: Name, file: str) -> bytes:
+        """All of a file."""
+        with _translated():
+            data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}")
+        return data
+
+    def read_range(self, name: Name, file: str, offset: int, length: int) -> bytes:
+        """Some bytes of a file; fewer where it ends."""
+        with _translated():
+            data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
+        return data
+
+    def files(self, name: Name) -> set[str]:
+        """The names of a checkpoint's files; empty where there is no such checkpoint."""
+        return self._listed(self._path(name))
+
+    def manifest(self, name: Name) -> Manifest | None:
+        """A checkpoint's manifest, or None where it is not complete.
+
+        Raises:
+            ProtocolError: there is one, and it cannot be read.
+        """
+        try:
+            data = self.read(name, MANIFEST)
+        except FileNotFoundError:
+            return None
+        manifest = Manifest.parse(data)
+        if Name(manifest.step, manifest.run, manifest.generation) != name.final:
+            raise ProtocolError(f"the manifest in {name} is of another checkpoint")
+        return manifest
+
+    def is_published(self, name: Name) -> bool:
+        """Whether the checkpoint is complete, under its final name."""
+        return MANIFEST in self.files(name.final)
+
+    def publish(self, name: Name) -> bool:
+        """Give a checkpoint whose manifest is written its name. Returns whether this call did it.
+
+        No complete checkpoint is touched by that: a final name is of one run, so whatever has it already is the same.
+
+        Raises:
+            OSError: it is neither here nor published.
+        """
+        if not name.temporary:
+            return True
+        here, final = Path(self._path(name)), Path(self._path(name.final))
+        try:
+            self._sync(here)
+            here.rename(final)
+        except OSError:
+            if self.is_published(name):  # another node was faster
+                self.remove(name)
+                return False
+            if not here.exists():
+                raise
+            self.remove(name.final)  # what a removal that was cut short left, with no manifest
+            here.rename(final)
+        self._sync(final.parent)
+        return True
+
+    def remove(self, name: Name) -> None:
+        """Remove a checkpoint, its manifest first, so that half of it is never taken for the whole."""
+        for path in (f"{self._path(name)}/{MANIFEST}", self._path(name)):
+            with contextlib.suppress(FileNotFoundError), _translated():
+                self._fs.rm(path, recursive=True)
+
+    def _count(self, nbytes: int) -> None:
+        self.taken += nbytes
+
+    def _listed(self, path: str) -> set[str]:
+        try:
+            with _translated():
+                self._fs.invalidate_cache()
+                paths = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return set()
+        return {posixpath.basename(str(one).rstrip("/")) for one in paths}
+
+    def _path(self, name: Name) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _sync(self, folder: Path) -> None:
+        opened = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

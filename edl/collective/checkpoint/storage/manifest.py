@@ -1,0 +1,193 @@
+"""What a stored checkpoint says of itself, in JSON: a piece for each rank, and a manifest over all files. Pure.
+
+::
+
+    step-1000.g-3.r-346d06b6a1b2c3d4/
+        __0_0.distcp      a rank's tensors, and with rank 0 what all ranks share
+        piece-0.json      what is where in it, and the rank's metadata
+        .metadata         the same for torch.distributed.checkpoint
+        manifest.json     sizes and checksums of all of these; where it is, the checkpoint is complete
+
+The name carries the step, the generation of the world that saved it, and the run that generation belongs to: pieces of
+two runs, which may count generations alike, never meet in one folder. While a checkpoint is written to a folder, the
+folder's name ends in `.tmp`; a store that has no renaming is written in place, and the manifest comes last. What was
+written before runs had names has none in its own, and loads as well.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.errors import ProtocolError
+
+__all__ = ["MANIFEST", "METADATA", "Manifest", "Name", "Piece", "Summed", "newest_first"]
+
+MANIFEST: Final = "manifest.json"
+METADATA: Final = ".metadata"
+_FORMAT: Final = 1
+_NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
+
+
+@dataclass(frozen=True, order=True)
+class Name:
+    """A checkpoint's name. Names sort from old to new: by the step, then by when the run began.
+
+    Attributes:
+        step: the last one finished.
+        run: 16 hexadecimal digits (`edl.collective.checkpoint.storage.run_id`); empty for what older versions wrote.
+        generation: of the world, counted within the run.
+        temporary: whether it is a folder to be renamed when it is complete.
+    """
+
+    step: int
+    run: str
+    generation: int
+    temporary: bool = False
+
+    def __str__(self) -> str:
+        run = f".r-{self.run}" if self.run else ""
+        return f"step-{self.step}.g-{self.generation}{run}{'.tmp' if self.temporary else ''}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """The name of a folder, or None for a folder that is something else."""
+        match = _NAME.fullmatch(text)
+        return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
+
+    @property
+    def final(self) -> Name:
+        """The name when it is complete."""
+        return replace(self, temporary=False)
+
+
+def newest_first(names: Iterable[Name]) -> list[Name]:
+    """Sort checkpoints, and put those behind all others that their own run has given up.
+
+    A later generation of a run that has stored the same step or an earlier one went on from before that: what the
+    earlier generation did from there on is not part of the training any more, though it had got further.
+    """
+    ordered = sorted(names, reverse=True)
+    reached: dict[str, list[Name]] = {}
+    for name in ordered:
+        reached.setdefault(name.run, []).append(name)
+    abandoned = {
+        name
+        for run, of_run in reached.items()
+        if run  # without one, generations of several runs cannot be compared
+        for name in of_run
+        if any(later.generation > name.generation and later.step <= name.step for later in of_run)
+    }
+    return [name for name in ordered if name not in abandoned] + [name for name in ordered if name in abandoned]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A file's size in bytes, and the CRC32 of its contents."""
+
+    size: int
+    crc32: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Summed:
+        """Of these contents."""
+        return cls(len(data), zlib.crc32(data))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank stored.
+
+    Attributes:
+        rank, world: whose it is, of how many.
+        file: name of its data.
+        summed: of that file.
+        tensors: where in the file each tensor lies, by key: offset and length in bytes.
+        values: the same for plain values (rank 0).
+        paths: where each of both is in the nested state (rank 0).
+        meta: the metadata of the rank's snapshot, as JSON has it.
+        run: the one that it is of.
+    """
+
+    rank: int
+    world: int
+    file: str
+    summed: Summed
+    tensors: dict[str, tuple[int, int]]
+    values: dict[str, tuple[int, int]]
+    paths: dict[str, tuple[Any, ...]]
+    meta: Any
+    run: str = ""
+
+    @staticmethod
+    def name(rank: int) -> str:
+        """Of the file that a rank's piece stands in."""
+        return f"piece-{rank}.json"
+
+    def pack(self) -> bytes:
+        """As JSON."""
+        return to_json({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Piece:
+        """Read one.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        form = _form(data)
+        try:
+            return cls(
+                rank=int(form["rank"]),
+                world=int(form["world"]),
+                file=str(form["file"]),
+                summed=Summed(**form["summed"]),
+                tensors={key: (int(offset), int(length)) for key, (offset, length) in form["tensors"].items()},
+                values={key: (int(offset), int(length)) for key, (offset, length) in form["values"].items()},
+                paths={key: tuple(path) for key, path in form["paths"].items()},
+                meta=form["meta"],
+                run=str(form.get("run", "")),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise ProtocolError(f"a piece of a checkpoint cannot be read: {exc!r}") from exc
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint's files."""
+
+    step: int
+    generation: int
+    world: int
+    files: dict[str, Summed]
+    run: str = ""
+
+    def pack(self) -> bytes:
+        """As JSON."""
+        return to_json({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """Read one.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        form = _form(data)
+        try:
+            files = {str(name): Summed(**one) for name, one in form["files"].items()}
+            step, generation, world = (int(form[key]) for key in ("step", "generation", "world"))
+            return cls(step, generation, world, files, run=str(form.get("run", "")))
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise ProtocolError(f"a manifest cannot be read: {exc!r}") from exc
+
+
+def _form(data: bytes) -> dict[str, Any]:
+    form = from_json(data)
+    if not isinstance(form, dict) or form.get("format") != _FORMAT:
+        raise ProtocolError(f"of another format than {_FORMAT}: another version of EDL wrote it")
+    return form

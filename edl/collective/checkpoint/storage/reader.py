@@ -1,0 +1,304 @@
+"""Restoring from storage: the newest checkpoint that is whole, into a world of any size.
+
+Every byte that is needed is read once, in ranges of megabytes and several at a time: what a rank needs alone by that
+rank, and what all need by one of them, which gives it to the others over the process group. It waits in memory until
+all ranks have found the checksums of what they read right. So a damaged checkpoint leaves the state as it was, and that
+takes no more memory than the slots that the first save needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from edl.collective.checkpoint.encoding import from_json, to_json
+from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.restore import Restored
+from edl.collective.checkpoint.state.snapshot import Entry, Meta, overlap, read_meta
+from edl.collective.checkpoint.state.state import Loading, State
+from edl.collective.checkpoint.storage.filesystem import Folder
+from edl.collective.checkpoint.storage.manifest import Manifest, Name, Piece, Summed
+from edl.collective.ranks import rank_of, world_of
+from edl.errors import ProtocolError, TemporaryError
+
+__all__ = ["newest", "restore"]
+
+_log = logging.getLogger(__name__)
+
+_SPAN_NBYTES: Final = 32 << 20
+"""Items up to so many bytes are read at once: enough for a storage to be busy with, and in a broadcast to be quick."""
+_BLOCK_NBYTES: Final = 16 << 20
+"""Of one read: smaller ones cost an object store a request each, larger ones leave less to do beside each other."""
+_GAP_NBYTES: Final = 64 << 10
+"""Bytes between two items that are read along rather than in two reads: metadata, and values that are not tensors."""
+_READS: Final = 8
+"""At a time."""
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor in a rank's file."""
+
+    piece: Piece
+    entry: Entry
+
+    @property
+    def begin(self) -> int:
+        return self.piece.tensors[self.entry.key][0]
+
+    @property
+    def end(self) -> int:
+        return sum(self.piece.tensors[self.entry.key])
+
+
+@dataclass
+class _Span:
+    """Items that stand close to each other in a file, and are read together."""
+
+    file: str
+    begin: int
+    end: int
+    items: list[_Item]
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def tensor(self, item: _Item, *, check: bool = False) -> torch.Tensor:
+        """One of the items, sharing the memory of what was read."""
+        from edl.collective.checkpoint.storage.dcp import tensor_in  # torch's part for that, which only this needs
+
+        view = memoryview(self.data)[item.begin - self.begin : item.end - self.begin]
+        return tensor_in(view, item.entry, check=check)
+
+
+def restore(state: State, url: str, group: transfer.Group = None) -> Restored | None:
+    """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
+
+    Returns:
+        What was restored, or None if there is no whole checkpoint.
+
+    Raises:
+        TemporaryError: the storage cannot be read.
+    """
+    folder = Folder(url)
+    try:
+        for name in _shared(folder, group):
+            pieces = _pieces(folder, name, group)
+            if pieces and _load(state, folder, name, pieces, group):
+                return Restored(name.step, pieces[0].world)
+    except OSError as exc:
+        raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
+    return None
+
+
+def newest(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
+    """Generation and step of the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
+
+    Args:
+        run: of this run only, if given.
+
+    Returns:
+        (-1, -1) if there is none.
+
+    Raises:
+        TemporaryError: the storage cannot be read.
+    """
+    try:
+        names = (name for name in _shared(Folder(url), group) if name.run == run or not run)
+        return next(((name.generation, name.step) for name in names), (-1, -1))
+    except OSError as exc:
+        raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
+
+
+def _shared(folder: Folder, group: transfer.Group) -> Iterator[Name]:
+    """The names of the complete ones that the first rank sees, so that all ranks look at the same."""
+    mine = folder.names() if rank_of(group) == 0 else []
+    names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
+    src = transfer.global_rank(0, group)
+    for text in transfer.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
+        name = Name.parse(text)
+        if name is not None:
+            yield name
+
+
+def _pieces(folder: Folder, name: Name, group: transfer.Group) -> list[Piece]:
+    """What each rank stored of a checkpoint, as the first rank here reads it; none if it is incomplete or damaged."""
+    said = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
+    found = from_json(transfer.broadcast_bytes(said, transfer.global_rank(0, group), group))
+    if "failed" in found:
+        raise OSError(found["failed"])
+    if "wrong" in found:
+        _warn(folder, name, found["wrong"])
+    return [Piece.parse(text.encode()) for text in found.get("pieces", [])]
+
+
+def _look(folder: Folder, name: Name) -> dict[str, Any]:
+    """The pieces of a checkpoint, or what is wrong with it, or what failed."""
+    try:
+        manifest = folder.manifest(name)
+        if manifest is None:
+            return {}
+        with ThreadPoolExecutor(_READS) as pool:
+            files = [Piece.name(rank) for rank in range(manifest.world)]
+            texts = list(pool.map(lambda file: folder.read(name, file), files))
+        for rank, (file, text) in enumerate(zip(files, texts, strict=True)):
+            if manifest.files.get(file) != Summed.of(text) or not _fits(Piece.parse(text), rank, manifest):
+                return {"wrong": file}
+    except FileNotFoundError as exc:
+        return {"wrong": str(exc)}
+    except ProtocolError as exc:
+        return {"wrong": str(exc)}
+    except OSError as exc:
+        return {"failed": str(exc) or type(exc).__name__}
+    return {"pieces": [text.decode() for text in texts]}
+
+
+def _fits(piece: Piece, rank: int, manifest: Manifest) -> bool:
+    """Whether a piece is the one of `rank` in this checkpoint, and its items lie in its file."""
+    ends = [begin + length for begin, length in piece.tensors.values()]
+    return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
+        end <= piece.summed.size for end in ends
+    )
+
+
+def _warn(folder: Folder, name: Name, wrong: str) -> None:
+    _log.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
+
+
+def _load(state: State, folder: Folder, name: Name, pieces: Sequence[Piece], group: transfer.Group) -> bool:
+    """Read what all ranks need, and if it is whole on all, put it into the state. Returns whether it was."""
+    rank, world = rank_of(group), world_of(group)
+    same = len(pieces) == world
+    metas = [read_meta(piece.meta) for piece in pieces]
+    loading = state.begin_load(metas[rank if same else 0], local=same)
+    items = list(_items(pieces, metas))
+    # Whether a tensor is the same on all ranks was said when it was saved, so all ranks share out the same ones.
+    common = [item for item in items if item.entry.scope == "replicated" and world > 1]
+    own = [
+        item
+        for item in items
+        if not (item.entry.scope == "replicated" and world > 1)
+        and (item.entry.scope != "local" or (same and item.piece.rank == rank))
+        and _touches(loading, item.entry)
+    ]
+    shared = _shared_out(_spans(common), world)
+    mine = _spans(own)
+    wrong, failed = "", None
+    try:
+        wrong = _read(folder, name, [*mine, *(span for span, reader in shared if reader == rank)])
+    except OSError as exc:
+        failed = exc
+    verdict = 2 if failed is not None else int(bool(wrong))
+    if world > 1:  # so that no rank waits for one that has given up
+        (verdict,) = transfer.agree_on_most([verdict], group)
+    if wrong:
+        _warn(folder, name, wrong)
+    if verdict == 2:
+        raise failed or OSError("another rank could not read its part")
+    if verdict:
+        return False
+    for span in mine:
+        _fill(loading, span)
+    for span, reader in shared:
+        span.data = span.data or bytearray(span.nbytes)
+        whole = torch.frombuffer(span.data, dtype=torch.uint8)
+        transfer.broadcast_tensor(whole, transfer.global_rank(reader, group), group)
+        _fill(loading, span)
+    loading.finish()
+    return True
+
+
+def _items(pieces: Sequence[Piece], metas: Sequence[Meta]) -> Iterator[_Item]:
+    """Every stored tensor, or part of one, that is not empty; of what several ranks stored alike, the first."""
+    seen = set()
+    for piece, meta in zip(pieces, metas, strict=True):
+        for entry in meta.entries:
+            place = (entry.key, entry.starts, piece.rank if entry.scope == "local" else -1)
+            if entry.key in piece.tensors and entry.nbytes and place not in seen:
+                seen.add(place)
+                yield _Item(piece, entry)
+
+
+def _spans(items: Iterable[_Item]) -> list[_Span]:
+    """Items put together to what is read at once."""
+    spans: list[_Span] = []
+    for item in sorted(items, key=lambda item: (item.piece.rank, item.begin)):
+        last = spans[-1] if spans else None
+        if (
+            last is not None
+            and last.file == item.piece.file
+            and item.begin - last.end <= _GAP_NBYTES
+            and item.end - last.begin <= _SPAN_NBYTES
+        ):
+            last.items.append(item)
+            last.end = max(last.end, item.end)
+        else:
+            spans.append(_Span(item.piece.file, item.begin, item.end, [item]))
+    return spans
+
+
+def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
+    """Spans, each with the rank that reads it: the one that has least to read before."""
+    loads = [0] * world
+    shared = []
+    for span in spans:
+        reader = loads.index(min(loads))
+        loads[reader] += span.nbytes
+        shared.append((span, reader))
+    return shared
+
+
+def _read(folder: Folder, name: Name, spans: Sequence[_Span]) -> str:
+    """Read spans, each once. Returns what is wrong with them, empty if nothing is."""
+    blocks = [
+        (span, begin, min(begin + _BLOCK_NBYTES, span.end))
+        for span in spans
+        for begin in range(span.begin, span.end, _BLOCK_NBYTES)
+    ]
+
+    def read(block: tuple[_Span, int, int]) -> None:
+        span, begin, end = block
+        data = folder.read_range(name, span.file, begin, end - begin)
+        if len(data) != end - begin:
+            raise ProtocolError(f"{span.file} ends before {end}")
+        span.data[begin - span.begin : end - span.begin] = data
+
+    def check(span: _Span) -> None:
+        for item in span.items:
+            span.tensor(item, check=True)
+
+    for span in spans:
+        span.data = bytearray(span.nbytes)
+    with ThreadPoolExecutor(_READS, thread_name_prefix="edl-read") as pool:
+        try:
+            list(pool.map(read, blocks))
+            list(pool.map(check, spans))
+        except FileNotFoundError as exc:
+            return f"{exc}"
+        except ProtocolError as exc:
+            return str(exc)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return ""
+
+
+def _fill(loading: Loading, span: _Span) -> None:
+    """Put a span's tensors where they belong, and let go of its memory."""
+    for item in span.items:
+        loading.fill(item.entry, span.tensor(item))
+    span.data = bytearray()
+
+
+def _touches(loading: Loading, entry: Entry) -> bool:
+    """Whether this rank needs any of a stored part."""
+    target = loading.targets.get(entry.key)
+    if target is None or not entry.nbytes:
+        return False
+    return overlap(target.starts, target.local.shape, entry.starts, entry.shape) is not None

@@ -1,0 +1,302 @@
+"""Storing checkpoints: from the slots of one node's workers to a folder that outlives the node.
+
+`Persister` is used by the agent, or by a thread of the worker where there is no agent. It needs no process group and
+never makes a worker wait. Every node writes the files of its own ranks; whoever finds all ranks' pieces there completes
+the checkpoint. A world that was given up must not do that, so `fence` is asked last. What belongs together is told by
+the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage.run_id`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edl.collective.checkpoint.memory.slots import Copy, Found, find, find_marked, marked_path, storing_path
+from edl.collective.checkpoint.storage.filesystem import Folder
+from edl.collective.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, Name, Piece, Summed
+from edl.errors import ProtocolError, SettingsError, TemporaryError
+
+if TYPE_CHECKING:
+    from edl.collective.checkpoint.storage.filesystem import SummingWriter
+
+__all__ = ["Outcome", "Persister"]
+
+_log = logging.getLogger(__name__)
+
+State = tuple[int, int, int]
+_WRITERS = 4
+"""Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
+one, where each more makes the first to be complete later."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was stored.
+
+    Attributes:
+        step, generation, world: which state.
+        committed: whether the checkpoint is complete now; if not, other nodes have not written their parts yet.
+    """
+
+    step: int
+    generation: int
+    world: int
+    committed: bool
+
+
+class Persister:
+    """Writes one node's part of checkpoints to a URL. One thread at a time."""
+
+    def __init__(
+        self, url: str, *, run: Callable[[], str], keep: int = 3, fence: Callable[[], bool] | None = None
+    ) -> None:
+        """A writer to `url`, a folder or any URL of fsspec.
+
+        Args:
+            run: names the run that the slots are of, the same on all ranks and never again; "" if that is not known
+                yet, and then nothing is stored. May raise a TemporaryError.
+            keep: how many complete checkpoints to keep there.
+            fence: says whether this node's world is still the current one; asked before a checkpoint is completed.
+
+        Raises:
+            SettingsError: nothing here can reach such a URL.
+        """
+        self._folder = Folder(url)
+        self._run = run
+        self._keep = max(1, keep)
+        self._fence = fence or (lambda: True)
+        self._done: State | None = None
+
+    @property
+    def taken(self) -> int:
+        """How many bytes the storage has taken so far. May be asked by another thread."""
+        return self._folder.taken
+
+    def prove(self) -> None:
+        """See that something can be stored there, before it has to be.
+
+        Raises:
+            SettingsError: nothing can.
+        """
+        try:
+            self._folder.prove()
+        except OSError as exc:
+            raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
+
+    def persist(
+        self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False
+    ) -> Outcome | None:
+        """Store the newest state that all of `slots` hold and that was not stored yet.
+
+        Args:
+            slots: `EDL_SLOTS` of each worker of this node.
+            step: only this one.
+            generation: only this one.
+            marked: only one that the workers marked for storage, which they do at the same steps on all nodes.
+
+        Returns:
+            What was stored; None if there was nothing to store, or it was overwritten too soon, or the fence says no.
+
+        Raises:
+            TemporaryError: the storage failed, or memory is short. What was stored before is as it was.
+        """
+        chosen = self._choose(slots, step, generation, marked)
+        run = self._run() if chosen is not None else ""
+        if chosen is None or not run:
+            return None
+        state, found = chosen
+        generation, step, world = state
+        name = self._folder.working(step, run, generation)
+        try:
+            if not self._store(name, dict(zip(slots, found, strict=True))):
+                _log.warning("the state after step %d was overwritten before it was stored: the next one will be", step)
+                return None
+            committed = self._complete(name, world)
+            self._done = state
+            _unmark(slots, state)
+            if committed:
+                self._prune(name.final)
+        except OSError as exc:
+            raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
+        except MemoryError as exc:
+            raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
+        return None if committed is None else Outcome(step, generation, world, committed)
+
+    def _choose(
+        self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
+    ) -> tuple[State, list[Found]] | None:
+        """The newest state in all slots, and where it is."""
+        held: list[dict[State, Found]] = []
+        for prefix in slots:
+            here = find_marked(prefix) if marked else find(prefix)
+            held.append({_state_of(found): found for found in reversed(here)})
+        common = set.intersection(*map(set, held)) if held else set()
+        wanted = [
+            state
+            for state in common
+            if (step is None or state[1] == step)
+            and (generation is None or state[0] == generation)
+            and (self._done is None or state > self._done)
+        ]
+        return (max(wanted), [labels[max(wanted)] for labels in held]) if wanted else None
+
+    def _store(self, name: Name, found: Mapping[Path, Found]) -> bool:
+        """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
+
+        All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
+        """
+        try:
+            if self._folder.is_published(name):
+                return True  # by this agent's predecessor, or by the other nodes with its part
+            self._folder.begin(name)
+            there = self._folder.files(name)
+            wanted = {
+                prefix: slot
+                for prefix, slot in found.items()
+                if Piece.name(slot.label.rank) not in there or not self._has(name, slot)
+            }
+            pinned: list[Copy] = []
+            for prefix, slot in wanted.items():
+                copy = slot.pin(storing_path(prefix))
+                if copy is None:
+                    return False
+                pinned.append(copy)
+            self._write_together(name, pinned)
+        except FileNotFoundError:
+            if not self._folder.is_published(name):
+                raise
+        finally:
+            for prefix in found:
+                storing_path(prefix).unlink(missing_ok=True)
+        return True
+
+    def _write_together(self, name: Name, copies: Sequence[Copy]) -> None:
+        """Write several ranks' parts at a time. Raises the first error when all have ended.
+
+        The threads are daemons, as the one that calls is under an agent: a storage that hangs must not keep a process
+        from its end, as an executor's threads would.
+        """
+        waiting, errors = deque(copies), deque[BaseException]()
+
+        def write() -> None:
+            while not errors:
+                try:
+                    copy = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    self._write(name, copy)
+                except BaseException as exc:  # noqa: BLE001 - raised again below, in the thread that asked
+                    errors.append(exc)
+
+        several = min(len(copies), _WRITERS) - 1
+        threads = [threading.Thread(target=write, name="edl-store", daemon=True) for _ in range(several)]
+        for thread in threads:
+            thread.start()
+        write()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    def _has(self, name: Name, found: Found) -> bool:
+        """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
+        try:
+            piece = Piece.parse(self._folder.read(name, Piece.name(found.label.rank)))
+        except ProtocolError:
+            return False
+        return (piece.run, piece.world) == (name.run, found.label.world)
+
+    def _write(self, name: Name, copy: Copy) -> None:
+        from edl.collective.checkpoint.storage.dcp import Items, write_rank  # torch, which only this needs
+
+        rank, items = copy.label.rank, Items()
+        file = f"__{rank}_0.distcp"
+
+        def write(stream: SummingWriter) -> None:
+            write_rank(copy, stream, items)
+
+        summed = self._folder.write(name, file, write)
+        piece = replace(items.piece(copy, file, summed), run=name.run)
+        self._folder.put(name, Piece.name(rank), piece.pack())
+
+    def _complete(self, name: Name, world: int) -> bool | None:
+        """Complete the checkpoint if every rank's piece is there. None if the fence says no.
+
+        What a world that was given up has written stays, incomplete: the fence also says no where it cannot tell, and
+        other nodes may be writing there. A newer checkpoint removes it.
+        """
+        if self._folder.is_published(name):
+            return True
+        try:
+            there = self._folder.files(name)
+            if not all(Piece.name(rank) in there for rank in range(world)):
+                return self._folder.is_published(name)
+            manifest = self._manifest(name, world)
+            if not self._fence():
+                _log.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
+                return None
+            self._folder.put(name, MANIFEST, manifest.pack())
+            self._folder.publish(name)
+        except ProtocolError as exc:
+            _log.info("not complete yet: %s", exc)  # another node is just writing its piece
+            return False
+        except FileNotFoundError:
+            if not self._folder.is_published(name):
+                raise
+        return True  # or another node was faster
+
+    def _manifest(self, name: Name, world: int) -> Manifest:
+        from edl.collective.checkpoint.storage.dcp import metadata
+
+        files: dict[str, Summed] = {}
+        pieces = []
+        for rank in range(world):
+            data = self._folder.read(name, Piece.name(rank))
+            piece = Piece.parse(data)
+            if (piece.run, piece.world) != (name.run, world):
+                raise ProtocolError(
+                    f"{name} has a piece of another run, or of a world of {piece.world} ranks, not {world}"
+                )
+            pieces.append(piece)
+            files[Piece.name(rank)] = Summed.of(data)
+            files[piece.file] = piece.summed
+        packed = metadata(pieces)
+        files[METADATA] = self._folder.put(name, METADATA, packed)
+        return Manifest(name.step, name.generation, world, files, name.run)
+
+    def _prune(self, newest: Name) -> None:
+        """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
+        complete = []
+        names = self._folder.names()
+        older = names[names.index(newest) :] if newest in names else []  # what is newer than that is left alone
+        for name in older:
+            if not name.temporary and self._is_complete(name):
+                complete.append(name)
+            elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
+                self._folder.remove(name)  # of a run that began later, somebody may be just writing it
+        for name in complete[self._keep :]:
+            self._folder.remove(name)
+
+    def _is_complete(self, name: Name) -> bool:
+        try:
+            return self._folder.manifest(name) is not None
+        except ProtocolError:
+            return False
+
+
+def _state_of(found: Found) -> State:
+    return found.label.generation, found.label.step, found.label.world
+
+
+def _unmark(slots: Sequence[Path], stored: State) -> None:
+    """Let go of marked states up to the one that is stored."""
+    for prefix in slots:
+        for found in find_marked(prefix):
+            if _state_of(found) <= stored:
+                marked_path(prefix).unlink(missing_ok=True)

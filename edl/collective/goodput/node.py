@@ -1,0 +1,293 @@
+"""One node's ledger, fed by its agent with what the workers' boards say: what each stretch of time is charged to.
+
+A board counts seconds in each phase exactly, so that a copy of 20 ms is charged though the agent looks once a second.
+Of several workers of the node the slowest counts, the one that trained least: the others wait for it.
+
+Time in TRAIN is charged to steps that finish:
+
+- A step that had been finished before the worker was replaced, and is now done again, was ROLLBACK.
+- When the agent goes back to the rendezvous in the middle of a step, that step is lost. As much as a step usually takes
+  was work (ROLLBACK); the rest waited for a rank that hung or was gone (IDLE).
+
+Times are of `time.monotonic()`, as on the boards; the wall clock is read once, when the ledger begins.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edl.collective.goodput.spans import MAX_SPANS, Span, State, append, apportion, fitted, plain
+from edl.collective.worker_status import Phase, Reading
+
+__all__ = ["Doing", "Ledger", "Mark", "NodeRecord"]
+
+_MICRO: Final = 1_000_000
+_MAX_MARKS: Final = 300
+_RATE_OVER_S: Final = 15.0
+
+_STATE_OF: Final = {
+    Phase.START: State.LOAD,
+    Phase.LOAD: State.LOAD,
+    Phase.TRAIN: State.TRAIN,
+    Phase.SAVE: State.SAVE,
+    Phase.ROLLBACK: State.ROLLBACK,
+    Phase.PAUSE: State.RENDEZVOUS,
+    Phase.EXIT: State.IDLE,
+    Phase.AGREE: State.TRAIN,
+    Phase.BUSY: State.TRAIN,
+}
+
+
+class Doing(enum.Enum):
+    """What an agent does from now on."""
+
+    STARTING = "starting"
+    """It imports what workers will need, and has not joined yet."""
+    RENDEZVOUS = "rendezvous"
+    """It waits for others, or agrees with them on the next world; whatever workers it has are being replaced."""
+    RUNNING = "running"
+    """It has workers, whose boards say more."""
+    IDLE = "idle"
+    """It has none and needs none: they ended, or this node is in reserve."""
+
+
+_WITHOUT_WORKERS: Final = {
+    Doing.STARTING: State.LOAD,
+    Doing.RENDEZVOUS: State.RENDEZVOUS,
+    Doing.RUNNING: State.LOAD,
+    Doing.IDLE: State.IDLE,
+}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far the node was at a moment: microseconds since its ledger began, last step, samples processed."""
+
+    at_us: int
+    step: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """One life of one node's agent, as others see it.
+
+    Attributes:
+        began_us: wall clock (microseconds since 1970) at which the ledger began.
+        spans: all the time from then until the last observation.
+        marks: progress over time, oldest first, thinned out as they become many.
+        generation, step: -1 before there is one.
+        steps_per_s, samples_per_s: over the last 15 seconds, 0 where nothing moved.
+        ended: the agent said goodbye. If not, it lives or was killed.
+        reached: the last step that the job is known to have ever finished before `generation`, -1 for none.
+        replicated_us: wall clock of the newest state of this node of which another node has a replica, 0 for none.
+    """
+
+    node: str
+    began_us: int
+    workers: int
+    spans: tuple[Span, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    generation: int = -1
+    step: int = -1
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    ended: bool = False
+    reached: int = -1
+    replicated_us: int = 0
+
+    @property
+    def until_us(self) -> int:
+        """Wall clock of the last sign of life."""
+        return self.began_us + sum(span.length_us for span in self.spans)
+
+
+class _Worker:
+    """What one local rank has finished, through all the processes that were it."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.last = reading
+        self._highest = reading.step
+
+    def repeated(self, reading: Reading, highest: int) -> float | None:
+        """Which part of the steps finished since the last call had been finished before; None: none was finished.
+
+        Args:
+            highest: the last step that the job had ever finished before the present generation.
+        """
+        before, self.last = self.last, reading
+        self._highest = max(self._highest, highest)
+        if reading.step_at == before.step_at:
+            return None
+        went_on = (reading.pid, reading.first) == (before.pid, before.first) and reading.step > before.step
+        # The page shows the step of the process before until the new one finishes its first.
+        done = min(before.step if went_on else reading.first - 1, reading.step - 1)
+        again = min(max(self._highest - done, 0), reading.step - done)
+        self._highest = max(self._highest, reading.step)
+        return again / (reading.step - done)
+
+
+class Ledger:
+    """One node's time from `now_s` on.
+
+    Args:
+        node: the agent's name, the same when it comes back.
+        workers: that it has or wants to have.
+        now_s: `time.monotonic()`.
+        wall_s: `time.time()` at the same moment, to join this ledger with those of other nodes.
+    """
+
+    def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
+        self.node = node
+        self._began_us = round(wall_s * _MICRO)
+        self._base_s = now_s
+        self._at_us = 0
+        self._workers = workers
+        self._doing = Doing.STARTING
+        self._boards: list[_Worker] = []
+        self._spans: list[Span] = []
+        self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
+        self._highest = self._reached = -1
+        self._usual_step_s = 0.0
+        self._marks: list[Mark] = []
+        self._mark_every_us = 0
+        self._recent: deque[Mark] = deque()
+        self._ended = False
+
+    def observe(self, now_s: float, doing: Doing, readings: Sequence[Reading], highest: int = -1) -> None:
+        """Charge the time since the last observation, and take note of what the agent does from now on.
+
+        Call it about once a second and whenever `doing` changes. A clock that stands or goes back charges nothing.
+
+        Args:
+            readings: of the boards of all local ranks, in their order; empty where there are none.
+            highest: the last step that any node of the job ever finished before the workers' generation, where the
+                agent knows it.
+        """
+        length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
+        self._at_us += length_us
+        self._highest, self._reached = max(self._highest, highest), max(self._reached, highest)
+        known = len(readings) == len(self._boards)
+        befores = [worker.last for worker in self._boards] if known else list(readings)
+        if not known:
+            self._boards = [_Worker(reading) for reading in readings]
+        if any(one.generation != before.generation for one, before in zip(readings, befores, strict=True)):
+            self._lose_open_step()
+            self._reached = self._highest
+        repeats = [worker.repeated(one, self._reached) for worker, one in zip(self._boards, readings, strict=True)]
+        if self._doing is not Doing.RUNNING or not readings:
+            self._charge(plain(_WITHOUT_WORKERS[self._doing], length_us))
+        else:
+            shares = [_amounts(length_us, *pair) for pair in zip(befores, readings, strict=True)]
+            slowest = min(range(len(shares)), key=lambda index: shares[index][State.TRAIN])
+            self._train(Span(shares[slowest]), readings[slowest], repeats[slowest], now_s)
+        if doing is Doing.RENDEZVOUS:
+            self._lose_open_step()
+        self._note(readings)
+        self._doing = doing
+        if len(self._spans) > MAX_SPANS:
+            self._spans = fitted(self._spans)
+
+    def end(self, now_s: float) -> None:
+        """The agent says goodbye."""
+        self.observe(now_s, Doing.IDLE, [worker.last for worker in self._boards])
+        self._ended = True
+
+    def record(self) -> NodeRecord:
+        """All until the last observation."""
+        newest = [worker.last for worker in self._boards]
+        steps_per_s, samples_per_s = self._rates()
+        return NodeRecord(
+            node=self.node,
+            began_us=self._began_us,
+            workers=self._workers,
+            spans=tuple(self._spans),
+            marks=tuple(self._marks),
+            generation=max((one.generation for one in newest), default=-1),
+            step=min((one.step for one in newest), default=-1),
+            reached=self._reached,
+            steps_per_s=steps_per_s,
+            samples_per_s=samples_per_s,
+            ended=self._ended,
+        )
+
+    def _charge(self, span: Span) -> None:
+        running = self._doing is Doing.RUNNING
+        append(self._spans, Span(span.amounts, self._workers, running))
+
+    def _train(self, span: Span, reading: Reading, repeated: float | None, now_s: float) -> None:
+        """Charge an interval with workers, and move what turned out to be repeated to ROLLBACK."""
+        self._charge(span)
+        whole_us = self._open_us + span.amounts[State.TRAIN]
+        open_us = 0
+        if _STATE_OF[reading.phase] is State.TRAIN:
+            open_us = round((now_s - max(reading.step_at, reading.phase_since)) * _MICRO)
+        self._open_us = min(max(open_us, 0), whole_us)
+        if repeated is None:
+            return
+        # A worker may know by itself that it repeats steps, and then said so.
+        known_us = span.amounts[State.ROLLBACK]
+        self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, State.ROLLBACK)
+        if reading.durations_s:
+            self._usual_step_s = statistics.median(reading.durations_s)
+
+    def _lose_open_step(self) -> None:
+        usual_us = round(self._usual_step_s * _MICRO)
+        work_us = min(self._open_us, usual_us) if usual_us else self._open_us
+        self._move(self._open_us - work_us, State.IDLE)
+        self._move(work_us, State.ROLLBACK)
+        self._open_us = 0
+
+    def _move(self, amount_us: int, state: State) -> None:
+        """Charge the newest `amount_us` of TRAIN to `state` instead. It keeps its place in time, about."""
+        later: list[Span] = []
+        while amount_us > 0 and self._spans:
+            span = self._spans.pop()
+            moved_us = min(amount_us, span.amounts[State.TRAIN])
+            amount_us -= moved_us
+            kept = (span.amounts[State.TRAIN] - moved_us, *span.amounts[1:])
+            later += [plain(state, moved_us, span.workers, span.running), Span(kept, span.workers, span.running)]
+        for span in reversed(later):
+            append(self._spans, span)
+
+    def _note(self, readings: Sequence[Reading]) -> None:
+        """Keep how far the node is: thinned out for the picture, closely for the rates."""
+        if not readings:
+            return
+        step = min(one.step for one in readings)
+        mark = Mark(self._at_us, step, sum(one.samples for one in readings))
+        self._highest = max(self._highest, step)
+        self._recent.append(mark)
+        while self._recent[0].at_us < self._at_us - _RATE_OVER_S * _MICRO:
+            self._recent.popleft()
+        if self._marks and mark.at_us - self._marks[-1].at_us < self._mark_every_us:
+            return
+        self._marks.append(mark)
+        if len(self._marks) > _MAX_MARKS:
+            del self._marks[1::2]
+            self._mark_every_us = max(2 * self._mark_every_us, self._at_us // _MAX_MARKS)
+
+    def _rates(self) -> tuple[float, float]:
+        if not self._recent:
+            return 0.0, 0.0
+        first, last = self._recent[0], self._recent[-1]
+        passed_s = (last.at_us - first.at_us) / _MICRO
+        if passed_s <= 0:
+            return 0.0, 0.0
+        return max(last.step - first.step, 0) / passed_s, max(last.samples - first.samples, 0) / passed_s
+
+
+def _amounts(length_us: int, before: Reading, after: Reading) -> tuple[int, ...]:
+    """What `length_us` between two readings of a board went into."""
+    spent = [0.0] * len(State)
+    for phase, state in _STATE_OF.items():
+        spent[state] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
+    # Where the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
+    if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
+        return plain(_STATE_OF[after.phase], length_us).amounts
+    return apportion(length_us, spent)

@@ -1,0 +1,142 @@
+"""A job's ledger in the Store, written by its agents and read by whoever asks how the job is.
+
+::
+
+    jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
+    jobs/JOB/ledger/NODE/BEGAN      one life of one node's agent: all of its time, rewritten about once a second
+    jobs/JOB/left-out/HOST          a host that the job leaves out (edl.collective.job_records)
+    jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it, the last ones
+
+None of it has a lease: it stays when the agents are gone, until `forget`. BEGAN is when that life began, so that an
+agent which comes back writes beside what it wrote before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import quote
+
+from edl.collective.goodput.codec import Event, decode_events, decode_record, encode_events, encode_record
+from edl.collective.goodput.node import Ledger, NodeRecord
+from edl.collective.job_records import Exclusion, World, prefix
+from edl.discovery.store import Store
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["JobRecord", "LedgerWriter", "finished_before", "forget", "jobs", "read_job"]
+
+MAX_EVENTS: Final = 300
+
+
+class LedgerWriter:
+    """Writes one agent's ledger and events. All methods are single puts and raise what `Store.put` does.
+
+    What could not be written is in the next put, so a caller may ignore a `DiscoveryError`.
+    """
+
+    def __init__(self, store: Store, job: str, ledger: Ledger) -> None:
+        self._store, self._ledger = store, ledger
+        life = f"{quote(ledger.node, safe='')}/{ledger.record().began_us}"
+        self._ledger_key = f"{_prefix(job)}ledger/{life}"
+        self._events_key = f"{_prefix(job)}events/{life}"
+        self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
+
+    def write(self, record: NodeRecord | None = None) -> None:
+        """Put the ledger as it was last observed: the agent's sign of life.
+
+        Args:
+            record: of the ledger, if another thread changes that meanwhile.
+        """
+        self._store.put(self._ledger_key, encode_record(record or self._ledger.record()))
+
+    def tell(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
+        """Put an event that happens now, to this node if no other is named. Kinds: see `Event`."""
+        self._events.append(Event(round(time.time() * 1e6), node or self._ledger.node, kind, text, generation))
+        self._store.put(self._events_key, encode_events(self._events))
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """All that the Store has of a job.
+
+    Attributes:
+        world: None where no agent wrote one yet.
+        nodes: one for each life of an agent, in the order in which they began.
+        events: oldest first.
+        exclusions: hosts that it leaves out, in the order in which their GPUs failed.
+    """
+
+    job: str
+    world: World | None
+    nodes: tuple[NodeRecord, ...]
+    events: tuple[Event, ...]
+    exclusions: tuple[Exclusion, ...] = ()
+
+
+def read_job(store: Store, job: str) -> JobRecord:
+    """Read what the Store has of a job.
+
+    Raises:
+        SettingsError: it has nothing; the message names the jobs that it has.
+        ProtocolError: what it has cannot be read by this version.
+    """
+    folder = _prefix(job)
+    world: World | None = None
+    nodes: list[NodeRecord] = []
+    events: list[Event] = []
+    exclusions: list[Exclusion] = []
+    found = store.list(folder)
+    if not found:
+        known = ", ".join(jobs(store)) or "none at all"
+        raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
+    for entry in found:
+        part = entry.key.removeprefix(folder)
+        if part == "world":
+            world = World.decode(entry.value)
+        elif part.startswith("ledger/"):
+            nodes.append(decode_record(entry.value, entry.key))
+        elif part.startswith("events/"):
+            events += decode_events(entry.value, entry.key)
+        elif part.startswith("left-out/"):
+            exclusions.append(Exclusion.decode(entry.value))
+    nodes.sort(key=lambda record: (record.began_us, record.node))
+    events.sort(key=lambda event: event.at_us)
+    exclusions.sort(key=lambda exclusion: exclusion.at_s)
+    return JobRecord(job, world, tuple(nodes), tuple(events), tuple(exclusions))
+
+
+def finished_before(store: Store, job: str, generation: int) -> int:
+    """The last step that any node of the job ever finished before a generation, -1 for none.
+
+    Others may be at work in that generation already, and their steps in it do not count.
+
+    Raises:
+        DiscoveryError: the store does not answer.
+    """
+    highest = -1
+    for entry in store.list(f"{_prefix(job)}ledger/"):
+        with contextlib.suppress(ProtocolError):  # whoever asks how the job is, is told of that one
+            record = decode_record(entry.value, entry.key)
+            highest = max(highest, record.reached, record.step if record.generation < generation else -1)
+    return highest
+
+
+def jobs(store: Store) -> list[str]:
+    """The names of all jobs that the Store has anything of."""
+    return sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
+
+
+def forget(store: Store, job: str) -> None:
+    """Delete a job's ledgers and events, for one that begins anew under the same name."""
+    for part in ("ledger/", "events/"):
+        for entry in store.list(_prefix(job) + part):
+            store.delete(entry.key)
+
+
+def _prefix(job: str) -> str:
+    if not job or "/" in job or not job.isprintable() or job in (".", ".."):
+        raise SettingsError(f"job {job!r:.80}: a name has at least one printable character, and no '/'")
+    return prefix(job)

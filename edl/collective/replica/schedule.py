@@ -1,0 +1,98 @@
+"""When a node's agent sends a state to its peer, and when it has the workers keep another one: pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from edl.collective.checkpoint.memory.replica_slots import NOTHING, Stamp
+from edl.errors import SettingsError
+from edl.settings import positive_float, read
+
+__all__ = ["Act", "Course", "ReplicaPace"]
+
+
+@dataclass(frozen=True)
+class ReplicaPace:
+    """How often.
+
+    Attributes:
+        interval_s: from the beginning of one transfer to the next, at least.
+        share: of the time that transfers may take, at most. A replica is as old as two transfers by 1 / share and one
+            more at worst: with a half, three times what a transfer takes.
+        retry_s: how long to leave a peer alone that did not take a state.
+        patience_s: how long to wait for workers of this node that have not kept what others have. After that the state
+            is passed over: they died, or saved it elsewhere.
+    """
+
+    interval_s: float = 10.0
+    share: float = 0.5
+    retry_s: float = 10.0
+    patience_s: float = 30.0
+
+    @classmethod
+    def from_env(cls) -> ReplicaPace:
+        """As `EDL_REPLICA_SHARE` says, or else as it is.
+
+        Raises:
+            SettingsError: it is not above 0 and up to 1.
+        """
+        return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
+
+    def __post_init__(self) -> None:
+        if not (self.interval_s >= 0 and 0 < self.share <= 1 and self.retry_s >= 0 and self.patience_s >= 0):
+            raise SettingsError(f"{self}: give durations that are not negative, and a share above 0 and up to 1")
+
+
+class Act(Enum):
+    """What to do now."""
+
+    WAIT = "wait"
+    SEND = "send"
+    """Send the newest state that all workers have kept."""
+    WANT = "want"
+    """Have the workers keep a newer one than any has."""
+
+
+class Course:
+    """What one node has sent to its present peer, and what comes next. All times are of one clock, in seconds."""
+
+    def __init__(self, pace: ReplicaPace) -> None:
+        self._pace = pace
+        self._sent = NOTHING
+        self._due = self._retry = -math.inf
+        self._passed_over: tuple[Stamp, float] = (NOTHING, -math.inf)
+
+    def begin(self, *, same_peer: bool) -> None:
+        """A new world: its first state is kept at once, and a new peer gets what there is before that."""
+        if not same_peer:
+            self._sent = NOTHING
+        self._due = self._retry = -math.inf
+
+    def next(self, now: float, common: Stamp, newest: Stamp) -> Act:
+        """What to do.
+
+        Args:
+            common: the newest state that all workers of this node have kept.
+            newest: the newest that any of them has.
+        """
+        if common > self._sent:
+            return Act.SEND if now >= self._retry else Act.WAIT
+        if newest > max(common, self._sent):
+            stamp, since = self._passed_over
+            if stamp != newest:
+                self._passed_over = (newest, now)
+                return Act.WAIT
+            if now - since < self._pace.patience_s:
+                return Act.WAIT
+        return Act.WANT if now >= self._due else Act.WAIT
+
+    def sent(self, stamp: Stamp, began: float, ended: float) -> None:
+        """The peer has this state of all workers."""
+        self._sent = stamp
+        self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)
+
+    def failed(self, now: float) -> None:
+        """The peer did not take it."""
+        self._retry = now + self._pace.retry_s

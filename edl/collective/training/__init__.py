@@ -1,0 +1,32 @@
+"""The data and the update: what a step trains, and what it does to the parameters, whoever is present.
+
+`sampler` and `split` say which rank trains what; `trainer` makes the update; `learning_rate`, `schedule` and
+`batch_size` say what changes when the batch does. What does not belong here: who is present, and what survives.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edl.collective.training.batch_size.objective import AutoBatch
+    from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot
+    from edl.collective.training.schedule import SampleSchedule
+
+__all__ = ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"]
+
+_HOMES = {
+    "AdaScale": "learning_rate",
+    "AutoBatch": "batch_size.objective",
+    "Linear": "learning_rate",
+    "SampleSchedule": "schedule",
+    "SquareRoot": "learning_rate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch only when a name that needs it is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,138 @@
+"""Which batch makes the most progress a second: throughput times statistical efficiency. Pure.
+
+Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021, section 3: with a
+step time T (`step_time`), a noise scale of phi samples (`noise`) and the base batch B0 that the learning rate was
+chosen for, the goodput of a batch B is B/T · (phi + B0)/(phi + B). T is here with the wait for the loader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from edl.collective.training.batch_size.step_time import Measured, fit, fit_loader
+from edl.errors import SettingsError
+
+__all__ = ["AutoBatch", "Decision", "choose", "efficiency", "shape"]
+
+_LEAST_EFFICIENCY = 0.5
+_GROWTH = 2.0
+
+
+@dataclass(frozen=True)
+class AutoBatch:
+    """Lets the trainer choose the global batch.
+
+    Attributes:
+        least, most: bounds of the global batch.
+        every_steps: how often to think about it.
+        margin: by how much the goodput must be better than now's for a change.
+    """
+
+    least: int
+    most: int
+    every_steps: int = 100
+    margin: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise SettingsError(f"least={self.least}, most={self.most}: must be 1 <= least <= most")
+        if self.every_steps < 1 or self.margin < 0:
+            raise SettingsError(f"every_steps={self.every_steps}, margin={self.margin}: at least 1, and not below 0")
+
+
+def efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
+    """Progress of one sample in a batch of `batch`, relative to one in a batch of `base_batch`."""
+    if math.isinf(noise_scale):
+        return 1.0
+    return (noise_scale + base_batch) / (noise_scale + batch)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The global batch from now on, and why, in one line."""
+
+    batch: int
+    reason: str
+
+
+def choose(
+    settings: AutoBatch,
+    measured: Sequence[Measured],
+    noise_scale: float | None,
+    *,
+    batch: int,
+    base_batch: int,
+    world: int,
+    max_micro_batch: int | None = None,
+) -> Decision:
+    """Choose the global batch with the largest goodput that the model predicts.
+
+    It never more than doubles at once, since the model is fitted to what was seen. As long as only one micro-batch size
+    was seen, which cannot tell a step's fixed cost from that of its rows, it is doubled where that wastes little.
+
+    Args:
+        noise_scale: in samples, None if not known yet.
+        batch: the present one.
+        max_micro_batch: the smallest of all ranks'.
+    """
+    inside = min(max(batch, settings.least), settings.most)
+    if inside != batch:
+        return Decision(inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}")
+    if noise_scale is None or not measured:
+        missing = "gradient noise" if noise_scale is None else "step times"
+        return Decision(batch, f"batch {batch} stays: no {missing} measured yet")
+    limit = min(settings.most, max(int(batch * _GROWTH), world))
+    phi = f"noise scale {noise_scale:.4g}"
+    if len({(one.rows, one.parts) for one in measured}) < 2 and limit > batch:
+        worth = efficiency(noise_scale, limit, batch)
+        if worth < _LEAST_EFFICIENCY + 0.1:
+            return Decision(batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})")
+        return Decision(limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})")
+    model, loader = fit(measured), fit_loader(measured)
+
+    def seconds(size: int) -> float:
+        rows, parts = shape(size, world, max_micro_batch)
+        step_s = model.seconds(world, rows, parts)
+        return step_s + loader.waited_s(rows * parts, step_s)
+
+    def goodput(size: int) -> float:
+        return size / seconds(size) * efficiency(noise_scale, size, base_batch)
+
+    now = goodput(batch)
+    best = max(_candidates(settings.least, limit, batch, world, max_micro_batch), key=goodput)
+    gain = goodput(best) / now - 1
+    share = efficiency(noise_scale, best, batch)
+    if best == batch or gain < settings.margin:
+        why = f"best is {best}, {gain:+.1%} goodput, below the margin of {settings.margin:.0%}"
+        return Decision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
+    faster = (best / seconds(best)) / (batch / seconds(batch))
+    return Decision(
+        best, f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})"
+    )
+
+
+def shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
+    """(rows of a micro-batch, micro-batches) of the rank that has most.
+
+    A single rank makes at least two micro-batches: with one group of samples, noise could not be measured.
+    """
+    rows = -(-batch // world)
+    parts = -(-rows // max_micro_batch) if max_micro_batch else 1
+    if world == 1:
+        parts = max(parts, min(rows, 2))
+    return -(-rows // parts), parts
+
+
+def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: int | None) -> list[int]:
+    """Sizes between the bounds, about a tenth apart, and those that fill the ranks' memory exactly."""
+    sizes = {least, batch, most}
+    size = float(least)
+    while size < most:
+        sizes.add(min(max(round(size / world) * world, least), most))
+        size *= 1.1
+    full = world * (max_micro_batch or 0)
+    if full:
+        sizes.update(range(full * max(-(-least // full), 1), most + 1, full * max(1, most // full // 64)))
+    return sorted(sizes)

@@ -1,0 +1,171 @@
+"""Gradients between backward and the optimizer's step: summed over ranks, and measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edl.collective.training.batch_size.noise import Groups
+from edl.collective.training.preconditioner import divisor_of, is_adaptive, is_warm
+from edl.errors import SettingsError
+
+__all__ = ["NoiseMeter", "average_gradients"]
+
+logger = logging.getLogger("edl.collective")
+
+_BUCKET_BYTES = 25 * 2**20  # as DDP's: the copy of the gradients that is sent stays small
+
+
+@torch.no_grad()
+def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Replace each gradient by its mean over all ranks of `group`; every rank must call it with as many parameters.
+
+    A rank without a gradient counts as zeros; where no rank has one there is none after it either, since an optimizer
+    treats zeros otherwise (weight decay, moments).
+    """
+    world = dist.get_world_size(group)
+    for bucket in _buckets(parameters):
+        grads = [torch.zeros_like(one, dtype=_dtype_of(one)) if one.grad is None else one.grad for one in bucket]
+        if any(grad.layout is not torch.strided for grad in grads):
+            raise SettingsError("sparse gradients cannot be averaged: build the embedding with sparse=False")
+        present = torch.tensor([one.grad is not None for one in bucket], dtype=grads[0].dtype, device=grads[0].device)
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
+        dist.all_reduce(flat.div_(world), group=group)  # divided before, as by DDP: half floats have little room above
+        *sums, counts = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
+        for parameter, total, found in zip(bucket, sums, counts.tolist(), strict=True):
+            if not found:
+                continue
+            if parameter.grad is None:
+                parameter.grad = total.clone().view_as(parameter)
+            else:
+                parameter.grad.copy_(total.view_as(parameter))
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        bucket = kinds.setdefault((_dtype_of(parameter), parameter.device), [])
+        if bucket and sum(one.nbytes for one in bucket) + parameter.nbytes > _BUCKET_BYTES:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(parameter)
+    yield from kinds.values()
+
+
+def _dtype_of(parameter: Tensor) -> torch.dtype:
+    """Of the parameter's gradients, which newer versions of PyTorch let one choose."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+class NoiseMeter:
+    """Measures the squared norm of each micro-batch's gradient, and of their mean.
+
+    Hooks on the parameters see what one backward adds, before it is accumulated and before DDP averages it, so that no
+    copy of a gradient is kept and nothing is sent but two numbers a step.
+
+    A parameter of an adaptive optimizer counts once the optimizer's scale for it says something: divided by the first
+    gradients alone, or by an empty sum, a gradient can be of any size, and such a step would outweigh a hundred others.
+
+    Args:
+        parameters: those that require a gradient and belong to `optimizer`.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._chosen: dict[Tensor, dict[str, Any]] | None = None
+        self._warm: dict[Tensor, dict[str, Any]] = {}
+        self._measuring = False
+        self._squares: list[Tensor] = []
+        self._weighted: list[Tensor] = []
+        self._warned = False
+        for parameter in parameters:
+            parameter.register_hook(self._hook(parameter))  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
+        """Around the backward of a micro-batch that counts as `rows` rows, whose loss was multiplied by `factor`."""
+        self._measuring = rows > 0
+        try:
+            yield
+        finally:
+            if self._squares:
+                square = torch.stack(self._squares).sum(dtype=torch.float64)
+                self._weighted.append(square * (rows / factor**2))
+            self._measuring = False
+            self._squares.clear()
+
+    def finish(self, samples: int, group: dist.ProcessGroup | None, world: int) -> Groups:
+        """What this step's gradients say, over all ranks; a collective if there are any.
+
+        Args:
+            samples: in the global batch.
+        """
+        mine = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
+        if self._weighted:
+            mine[0], mine[1] = torch.stack(self._weighted).sum(), len(self._weighted)
+        if world > 1:
+            dist.all_reduce(mine, group=group)
+        squares = [self._square(one, one.grad) for one in self._measured() if one.grad is not None]
+        total = torch.stack(squares).sum(dtype=torch.float64) if squares else mine.new_zeros(())
+        weighted, count, square = torch.cat([mine, total.reshape(1)]).tolist()
+        self.forget()
+        return Groups(int(count), samples, weighted, square)
+
+    def forget(self) -> None:
+        """The step under way is finished, or was given up."""
+        self._weighted.clear()
+        self._chosen = None
+
+    def _hook(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        def seen(grad: Tensor) -> None:
+            if self._measuring and parameter in self._measured():
+                self._squares.append(self._square(parameter, grad))
+
+        return seen
+
+    def _square(self, parameter: Tensor, grad: Tensor) -> Tensor:
+        grad = grad.detach()
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        divisor = divisor_of(self._optimizer.state.get(parameter, {}), self._measured()[parameter])
+        grad = grad.to(wide) if divisor is None else grad.to(wide) / divisor
+        norm: Tensor = torch.linalg.vector_norm(grad)
+        return norm.square()
+
+    def _measured(self) -> dict[Tensor, dict[str, Any]]:
+        """The parameters that count in this step, the same on every rank, each with its options in the optimizer."""
+        if self._chosen is None:
+            options = {one: group for group in self._optimizer.param_groups for one in group["params"]}
+            self._chosen = {
+                one: options[one] for one in self._parameters if one in options and self._counts(one, options[one])
+            }
+        return self._chosen
+
+    def _counts(self, parameter: Tensor, options: dict[str, Any]) -> bool:
+        if isinstance(self._optimizer, torch.optim.SGD):
+            return True
+        state = self._optimizer.state.get(parameter)
+        if not state:
+            return False
+        if not is_adaptive(state, options):
+            self._warn(state)
+            return True
+        if self._warm.get(parameter) is not state:  # only until it is, since it may have to wait for a GPU
+            if not is_warm(state, options):
+                return False
+            self._warm[parameter] = state
+        return True
+
+    def _warn(self, state: dict[str, Any]) -> None:
+        if not self._warned and "momentum_buffer" not in state:
+            self._warned = True
+            logger.warning(
+                "gradient noise is measured without %s's own scaling, which EDL does not know; if it is an adaptive "
+                "optimizer, choose another policy than AdaScale and no automatic batch",
+                type(self._optimizer).__name__,
+            )

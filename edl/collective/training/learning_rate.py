@@ -1,0 +1,182 @@
+"""What happens to the learning rate when the global batch is not the one that the rate was chosen for: pure rules.
+
+With a scale of S = batch / base batch, each policy says by what the rate of the user's schedule is multiplied:
+
+| policy | factor | for |
+| --- | --- | --- |
+| `None` | 1 | a rate that was chosen for every batch there will be |
+| `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) and LARS |
+| `SquareRoot` | √S, after a warm-up if one is wanted | Adam and RMSprop, whose decays and epsilon follow; LAMB |
+| `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
+| a function of S | what it returns | anything else |
+
+LARS (You et al., "Large Batch Training of Convolutional Networks", 2017) scales rates layer by layer, on top of the
+linear rule with its warm-up. LAMB (You et al., "Large Batch Optimization for Deep Learning", 2020) takes the
+square root rule, with a warm-up that lasts as many more epochs as the batch is larger.
+
+Nothing here touches the optimizer's state: moments are of gradients, whose mean does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from edl.collective.training.batch_size.noise import Noise
+from edl.errors import SettingsError
+
+__all__ = ["AdaScale", "Linear", "Policy", "Scaling", "SquareRoot", "decay_for", "epsilon_for", "needs_noise"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The rate grows as the batch does; a larger factor is reached step by step over `warmup_samples` samples.
+
+    Goyal et al. 2017, sections 2.1 and 2.2, where five epochs of warm-up go with factors up to 32. A smaller factor
+    takes effect at once. PyTorch's momentum is of gradients without the rate, so that no correction (their section 3)
+    is needed when it changes.
+    """
+
+    warmup_samples: int
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_samples)
+
+
+@dataclass(frozen=True)
+class SquareRoot:
+    """The rate grows as the square root of the batch, so that the noise of a step stays the same.
+
+    For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS
+    2022 (its square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for each decay β, and
+    epsilon divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, the rate alone.
+
+    Attributes:
+        warmup_samples: over which a larger rate is reached step by step; a smaller one takes effect at once.
+        moments: whether decays and epsilon are scaled as well; None for PyTorch's Adam, AdamW and RMSprop, which the
+            rule was derived for.
+    """
+
+    warmup_samples: int = 0
+    moments: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_warmup(self.warmup_samples)
+
+
+@dataclass(frozen=True)
+class AdaScale:
+    """The rate grows by AdaScale's gain, and so does the progress that schedules see: see `Noise.gain`."""
+
+
+Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | None
+
+
+def decay_for(decay: float, scale: float) -> float:
+    """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any more.
+
+    Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
+    """
+    return 1 - scale * (1 - decay)
+
+
+def epsilon_for(epsilon: float, scale: float) -> float:
+    """Return what is added to the root of the second moment at `scale` times the batch.
+
+    Malladi et al. 2022: ε/√S, as that root shrinks where it is mostly noise.
+    """
+    return epsilon / math.sqrt(scale)
+
+
+def _check_warmup(samples: int) -> None:
+    if samples < 0:
+        raise SettingsError(f"warmup_samples={samples}: must not be negative")
+
+
+def needs_noise(policy: Policy) -> bool:
+    """Whether the policy looks at the gradients' noise."""
+    return isinstance(policy, AdaScale)
+
+
+class Scaling:
+    """The rate's factor and the progress of one training run.
+
+    Attributes:
+        batch: the global batch of now.
+        samples: trained so far.
+        progress: what schedules are a function of, in samples at the base batch: the samples trained or, with
+            `AdaScale`, its scale-invariant steps times the base batch.
+    """
+
+    def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
+        if base_batch < 1 or batch < 1:
+            raise SettingsError(f"base_batch={base_batch}, global_batch={batch}: both must be at least 1")
+        self.policy, self.base_batch, self.batch = policy, base_batch, batch
+        self.samples = 0
+        self.progress = 0.0
+        self._from, self._since = 1.0, 0  # a warm-up begins at this factor, after so many samples
+
+    def resize(self, batch: int, noise: Noise) -> None:
+        """The global batch is `batch` from the next step on."""
+        if batch != self.batch:
+            self._from, self._since = self.factor(noise), self.samples
+            self.batch = batch
+
+    @property
+    def scale(self) -> float:
+        """S: the batch divided by the base batch."""
+        return self.batch / self.base_batch
+
+    def factor(self, noise: Noise) -> float:
+        """By what the next step's learning rate is multiplied.
+
+        Raises:
+            SettingsError: the user's function returned something that is not a positive number.
+        """
+        scale = self.scale
+        if self.policy is None:
+            return 1.0
+        if isinstance(self.policy, Linear):
+            return self._warmed(scale, self.policy.warmup_samples)
+        if isinstance(self.policy, SquareRoot):
+            return self._warmed(math.sqrt(scale), self.policy.warmup_samples)
+        if isinstance(self.policy, AdaScale):
+            return self._gain(noise)
+        factor = self.policy(scale)
+        if not (math.isfinite(factor) and factor > 0):
+            raise SettingsError(f"the policy returned {factor!r} for a scale of {scale:g}: must be a positive number")
+        return float(factor)
+
+    def trained(self, samples: int, noise: Noise) -> None:
+        """A step over `samples` samples is finished; the last of an epoch may have fewer than the global batch."""
+        worth = self.base_batch / self.batch * self._gain(noise) if isinstance(self.policy, AdaScale) else 1.0
+        self.samples += samples
+        self.progress += worth * samples
+
+    def _warmed(self, target: float, over: int) -> float:
+        done = (self.samples - self._since) / over if over else 1.0
+        if target <= self._from or done >= 1:
+            return target
+        return self._from + (target - self._from) * done
+
+    def _gain(self, noise: Noise) -> float:
+        if not noise.known:  # the careful end of what it can be
+            return min(1.0, self.batch / self.base_batch)
+        return noise.gain(self.batch, self.base_batch)
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers."""
+        return {
+            "batch": self.batch,
+            "samples": self.samples,
+            "progress": self.progress,
+            "from": self._from,
+            "since": self._since,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from there. The policy and the base batch are the user's, not the state's."""
+        self.batch, self.samples, self._since = int(state["batch"]), int(state["samples"]), int(state["since"])
+        self.progress, self._from = float(state["progress"]), float(state["from"])

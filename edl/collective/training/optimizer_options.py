@@ -1,0 +1,91 @@
+"""The options of an optimizer for one step: its learning rates, and what else depends on the batch, by the policy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from edl.collective.training.learning_rate import AdaScale, Policy, SquareRoot, decay_for, epsilon_for
+
+__all__ = ["OptionScaling"]
+
+logger = logging.getLogger("edl.collective")
+
+
+class OptionScaling:
+    """Scales the options of an optimizer for the time of a step: schedules and checkpoints see the user's.
+
+    Args:
+        optimizer: any of PyTorch's, or another one whose parameter groups have `lr`.
+        policy: decides whether more than the rate is scaled.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+        self._optimizer = optimizer
+        self._moments = isinstance(policy, SquareRoot) and _scales_moments(optimizer, policy)
+        self._warned = False
+        if isinstance(policy, AdaScale) and _is_adaptive(optimizer):
+            logger.warning(
+                "AdaScale is derived for SGD (Johnson et al. 2020), where a step is the rate times the gradient; %s "
+                "divides the gradient by its own scale, so its gain says little there: SquareRoot() is the rule for "
+                "Adam and RMSprop",
+                type(optimizer).__name__,
+            )
+
+    @contextmanager
+    def applied(self, factor: float, scale: float) -> Iterator[None]:
+        """Use other options for the block only.
+
+        Args:
+            factor: of every learning rate.
+            scale: the batch divided by the base batch.
+        """
+        groups = self._optimizer.param_groups
+        changed = [self._scaled(group, factor, scale) for group in groups]
+        before = [{name: group[name] for name in new} for group, new in zip(groups, changed, strict=True)]
+        try:
+            for group, new in zip(groups, changed, strict=True):
+                group.update(new)
+            yield
+        finally:
+            for group, old in zip(groups, before, strict=True):
+                group.update(old)
+
+    def _scaled(self, group: dict[str, Any], factor: float, scale: float) -> dict[str, Any]:
+        new: dict[str, Any] = {"lr": group["lr"] * factor} if factor != 1.0 else {}
+        if not self._moments or scale == 1.0:
+            return new
+        if "betas" in group:
+            new["betas"] = tuple(self._decay(beta, scale) for beta in group["betas"])
+        if "alpha" in group:
+            new["alpha"] = self._decay(group["alpha"], scale)
+        if "eps" in group:
+            new["eps"] = epsilon_for(group["eps"], scale)
+        return new
+
+    def _decay(self, decay: float, scale: float) -> float:
+        new = decay_for(float(decay), scale)
+        if new < 0 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a batch of %.4g times the base batch is more than the square root rule is for: 1 - %g times that is "
+                "above 1, and 0 is taken for the decay. Choose a larger base_batch, or SquareRoot(moments=False)",
+                scale,
+                decay,
+            )
+        return max(new, 0.0)
+
+
+def _scales_moments(optimizer: torch.optim.Optimizer, policy: SquareRoot) -> bool:
+    if policy.moments is not None:
+        return policy.moments
+    return isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop))
+
+
+def _is_adaptive(optimizer: torch.optim.Optimizer) -> bool:
+    kinds = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta)
+    return isinstance(optimizer, kinds) or any("betas" in group for group in optimizer.param_groups)

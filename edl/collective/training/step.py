@@ -1,0 +1,212 @@
+"""One optimizer step under way: how many samples it has over all ranks, and how this rank cuts its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edl.collective.ranks import exchange, rank_of, world_of
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.split import micro_sizes
+from edl.errors import SettingsError
+
+__all__ = ["ONE_ROW", "How", "Step", "begin_counted", "begin_sampled", "weigh"]
+
+
+ONE_ROW: Final = (
+    "BatchNorm1d cannot be trained with one row, whose variance is not defined; SyncBatchNorm and GroupNorm can"
+)
+
+
+@dataclass(frozen=True)
+class How:
+    """What this rank must heed.
+
+    Attributes:
+        most: rows of a micro-batch, None for no limit.
+        parts: groups of samples that the step must have over all ranks, if there are as many samples.
+        all_backward: every rank needs a backward, also one without a sample.
+        lockstep: every rank needs as many micro-batches as the others.
+        least: rows that a micro-batch has to have.
+        strict: the module fails with fewer.
+    """
+
+    most: int | None
+    parts: int
+    all_backward: bool
+    lockstep: bool
+    least: int = 1
+    strict: bool = False
+
+
+@dataclass
+class Step:
+    """A step under way.
+
+    Attributes:
+        samples: of the global batch.
+        world: ranks.
+        sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
+        stand_in: rows of the batch that such a one is computed with, for no weight.
+        weights: of this rank's micro-batches; over all ranks they add up to `samples`. Rows, if nobody says otherwise.
+        left: micro-batches without a backward yet.
+        due: rows of the micro-batch that is in the user's hands, None if there is none.
+        mark: of the sampler when the step began, None without a sampler.
+        begun: whether a backward was begun.
+        synchronized: gradients are those of the global batch.
+        began_at: `time.perf_counter()`.
+    """
+
+    samples: int
+    world: int
+    sizes: list[int]
+    left: int = field(init=False)
+    weights: list[float] = field(init=False)
+    due: int | None = None
+    mark: tuple[int, int, int] | None = None
+    begun: bool = False
+    synchronized: bool = False
+    stand_in: int = 1
+    began_at: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.sizes)
+        self.weights = [float(size) for size in self.sizes]
+
+    @property
+    def due_weight(self) -> float:
+        """Of the micro-batch whose backward comes next."""
+        return self.weights[len(self.sizes) - self.left]
+
+    def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
+        """Whether a new iteration over the sampler, which has this `mark` now, began with the batch of this step.
+
+        So it is after an error that made `stay` call the training loop anew, with a trainer from outside of it.
+        """
+        return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
+
+
+def begin_sampled(
+    given: int,
+    told: int | None,
+    sampler: ElasticSampler,
+    how: How,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Step:
+    """A step over the next global batch of `sampler`, of which this rank was `given` so many rows.
+
+    Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
+
+    Args:
+        told: how many of them count, as the user says; None for what the sampler says.
+
+    Raises:
+        SettingsError: the rows are not the sampler's.
+    """
+    mine, samples, world = sampler.share_rows, sampler.batch_samples, world_of(group)
+    if sampler.place != (rank_of(group), world):
+        raise SettingsError(
+            f"the sampler gives the share of rank {sampler.place[0]} of {sampler.place[1]}, but this is rank "
+            f"{rank_of(group)} of {world} in the trainer's group: iterate over the sampler in this world, or give it "
+            "the rank= and world= of the group"
+        )
+    if told is not None and told != mine:
+        raise SettingsError(
+            f"rows={told}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), since "
+            "rows= is for training without a sampler"
+        )
+    if given != sampler.handed_rows or not samples:
+        raise SettingsError(
+            f"a batch of {given} rows, but this rank's share is {mine} of {samples}: use DataLoader(batch_sampler="
+            "sampler), and let nobody but step() advance it"
+        )
+    _check_rows([samples], how)
+    sizes = _sizes(mine, world, how)
+    if how.lockstep and world > 1:
+        counts = exchange([len(sizes)], group, device)
+        sizes = micro_sizes(mine, how.most, max(count for (count,) in counts), how.least)
+    return Step(samples, world, sizes or [0], mark=sampler.mark, stand_in=min(how.least, given))
+
+
+def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | None, device: torch.device) -> Step:
+    """A step over whatever the ranks bring: this one `given` rows, of which the first `mine` count.
+
+    Raises:
+        SettingsError: no rank has a sample, or one has no row and must have a backward; on all ranks alike.
+    """
+    if not 0 <= mine <= given:
+        raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
+    world = world_of(group)
+    sizes = _sizes(mine, world, how)
+    everyone = exchange([mine, len(sizes), given], group, device)
+    samples = sum(rows for rows, _, _ in everyone)
+    _check_rows([rows or rows_given for rows, _, rows_given in everyone if rows_given], how)
+    if how.lockstep and world > 1:
+        sizes = micro_sizes(mine, how.most, max(count for _, count, _ in everyone), how.least)
+    if how.all_backward and not all(rows for _, _, rows in everyone):
+        raise SettingsError(
+            "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
+            "micro_batches(batch, rows=0), as ElasticSampler does"
+        )
+    if not samples:
+        raise SettingsError("no rank has a sample for this step")
+    return Step(samples, world, sizes or [0] * min(given, 1), stand_in=min(how.least, given))
+
+
+def _sizes(mine: int, world: int, how: How) -> list[int]:
+    # With one group of samples in all there is no telling the noise from the gradient; several ranks are several.
+    return micro_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
+
+
+def _check_rows(counts: list[int], how: How) -> None:
+    """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for who fails.
+
+    Raises:
+        SettingsError: there is one.
+    """
+    if how.strict and any(0 < count < how.least for count in counts):
+        raise SettingsError(
+            f"a rank has one row for this step, and {ONE_ROW}: let every rank have {how.least} rows or none (for the "
+            'last batch of an epoch ElasticSampler(tail="drop") or tail="pad")'
+        )
+
+
+def weigh(
+    step: Step, weights: Tensor | Sequence[float], given: int, group: dist.ProcessGroup | None, device: torch.device
+) -> None:
+    """Weight a step's micro-batches by what its rows weigh in place of their number. Collective.
+
+    Args:
+        weights: of each row of this rank's batch, in order; those of rows that only stand in do not count.
+        given: rows of that batch.
+
+    Raises:
+        SettingsError: they are not one finite number from 0 on for each row, or all are 0; on all ranks alike.
+    """
+    rows = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
+    fits = len(rows) == given and bool((rows.isfinite() & (rows >= 0)).all())
+    ends = itertools.accumulate(step.sizes)
+    parts = [float(rows[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
+    # As bits: the sums must be the same on every rank, and counts of tokens are exact.
+    (bits,) = struct.unpack("<q", struct.pack("<d", sum(parts) if fits else math.nan))
+    everyone = [struct.unpack("<d", struct.pack("<q", each))[0] for (each,) in exchange([bits], group, device)]
+    if any(math.isnan(each) for each in everyone):
+        ranks = [rank for rank, each in enumerate(everyone) if math.isnan(each)]
+        raise SettingsError(
+            f"weights= of rank {ranks[0]}: wanted is one finite number from 0 on for each row of the batch"
+            + (f"; here are {len(rows)} for {given} rows" if len(rows) != given else "")
+        )
+    total = sum(everyone)
+    if not total:
+        raise SettingsError("weights= are 0 for all rows of all ranks: there is nothing to train in this step")
+    step.weights = [part * (step.samples / total) for part in parts]

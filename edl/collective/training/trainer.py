@@ -1,0 +1,415 @@
+"""The optimizer step that does not depend on who is present: one process's update, computed by any number of ranks.
+
+A step's gradient is the mean over the samples of a global batch, or a mean weighted by what the script says that each
+sample weighs, such as its tokens. Each rank cuts its share into as many micro-batches as
+its memory asks for. The mean loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over
+W ranks of what they accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are.
+Gradients are averaged once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
+
+What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of one
+rank. Its running statistics are a rank's own, and with DDP those of rank 0 everywhere. GroupNorm and LayerNorm have no
+such dependence; SyncBatchNorm has it only between micro-batches. Modules with collectives in their forward pass
+(SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from edl.collective.ranks import exchange
+from edl.collective.training.batch_size.noise import Noise
+from edl.collective.training.batch_size.objective import AutoBatch
+from edl.collective.training.batch_size.tuner import Now, Tuner
+from edl.collective.training.gradients import NoiseMeter, average_gradients
+from edl.collective.training.learning_rate import Policy, Scaling, needs_noise
+from edl.collective.training.loss_scale import LossScale
+from edl.collective.training.optimizer_options import OptionScaling
+from edl.collective.training.rows import count_rows, cut_rows
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.schedule import SampleSchedule
+from edl.collective.training.split import micro_sizes
+from edl.collective.training.step import ONE_ROW, How, Step, begin_counted, begin_sampled, weigh
+from edl.collective.training.wrapping import (
+    averages_itself,
+    check_averaged,
+    check_wrapping,
+    fails_with_one_row,
+    in_lockstep,
+    is_sharded,
+    least_rows,
+    without_averaging,
+)
+from edl.collective.worker_status import Board
+from edl.errors import ProtocolError, SettingsError
+
+__all__ = ["ElasticTrainer"]
+
+logger = logging.getLogger("edl.collective")
+
+B = TypeVar("B")
+
+_VERSION = 1
+
+
+class ElasticTrainer:
+    """Makes optimizer steps over global batches.
+
+    ::
+
+        trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=64)
+        for epoch in sampler.epochs(90):
+            for batch in loader:
+                for images, labels in trainer.micro_batches(batch):
+                    loss = cross_entropy(model(images), labels)     # the mean over the micro-batch
+                    trainer.backward(loss)
+                trainer.step()
+
+    Args:
+        model: a module, also wrapped as a whole in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
+        optimizer: any of PyTorch's, of parameters of the model. If there are others that it does not have, their
+            gradients are averaged, too, and left to you: step another optimizer between `synchronize` and `step`.
+        sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
+        global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
+            each step, by one small exchange.
+        base_batch: the global batch that the learning rate was chosen for; by default the one that is asked for, so
+            that a policy matters only once the batch has changed.
+        max_micro_batch: samples that fit into this rank's memory at once; ranks may differ. None for no limit.
+        policy: what the rate does when the batch is not the base batch, see `edl.collective.training.learning_rate`.
+        auto: choose the global batch by itself, within these bounds; needs a policy that says what the rate does then.
+        schedule: moved on by the samples trained, after every step.
+        scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
+        clip_norm: largest norm of the whole gradient of a step, of the optimizer's parameters.
+        group: the process group of the ranks, the default one if None. With DDP it must be its own.
+
+    Raises:
+        SettingsError: arguments contradict each other, or gradients would not be averaged once over the ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        sampler: ElasticSampler | None = None,
+        global_batch: int | None = None,
+        base_batch: int | None = None,
+        max_micro_batch: int | None = None,
+        policy: Policy = None,
+        auto: AutoBatch | None = None,
+        schedule: SampleSchedule | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        clip_norm: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if (sampler is None) == (global_batch is None):
+            raise SettingsError("pass either sampler, which has a global batch, or global_batch")
+        if auto is not None and policy is None:
+            raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
+        asked = sampler.asked if sampler is not None else global_batch or 0
+        micro_sizes(1, max_micro_batch)  # refuses what cannot be
+        self.model, self.optimizer, self.sampler = model, optimizer, sampler
+        self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
+        self.noise = Noise()
+        self._scaling = Scaling(policy, base_batch or asked, asked)
+        self._options = OptionScaling(optimizer, policy)
+        if auto is not None and sampler is not None and auto.most > sampler.length:
+            raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
+        self._check_least_rows()
+        self._scale, self._group, self._asked = LossScale(scaler), group, asked
+        measures = needs_noise(policy) or auto is not None
+        check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
+        self._parameters = list(model.parameters())
+        check_averaged(self._updated(), self._parameters)
+        self._meter: NoiseMeter | None = None
+        if measures:
+            if is_sharded(model):
+                raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
+            self._meter = NoiseMeter([one for one in self._updated() if one.requires_grad], optimizer)
+        self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
+        self._step: Step | None = None
+        self._stepped_at: float | None = None
+        self._cuts: Generator[Any, None, None] | None = None
+        self._board = Board.from_env()
+
+    @property
+    def samples(self) -> int:
+        """Trained so far, over all ranks and epochs."""
+        return self._scaling.samples
+
+    @property
+    def progress(self) -> float:
+        """What the schedule is moved to, in samples; see `Scaling.progress`."""
+        return self._scaling.progress
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step over all ranks, unless it is the last of an epoch."""
+        return self.sampler.global_batch if self.sampler is not None else self._scaling.batch
+
+    @property
+    def rate_factor(self) -> float:
+        """By what the policy multiplies the optimizer's learning rates in the next step."""
+        return self._scaling.factor(self.noise)
+
+    # --- One step. ---
+
+    def micro_batches(
+        self, batch: B, rows: int | None = None, *, weights: Tensor | Sequence[float] | None = None
+    ) -> Iterator[B]:
+        """Cut this rank's share of a global batch; call `backward` once for each micro-batch that comes.
+
+        A rank without a sample of its own gets a micro-batch of one row all the same if its module needs a backward to
+        take part. It weighs nothing, as long as its loss is finite.
+
+        Args:
+            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.training.rows`.
+            rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
+                batch. A sampler knows that by itself.
+            weights: what each row of the batch weighs in the mean loss, such as how many of its tokens are no padding;
+                on every rank, or on none. The ranks add them up, by one small exchange. Without them all rows weigh the
+                same. The loss that `backward` gets is then the weighted mean over the micro-batch.
+
+        Raises:
+            SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, no
+                rank has a sample, or the weights are no finite numbers from 0 on.
+        """
+        if self._step is not None:
+            if not self._step.comes_again(self.sampler.mark if self.sampler is not None else None):
+                raise SettingsError("the step before was not finished: call step(), or discard() after an error")
+            self._forget()
+        if self._tuner is not None and self._stepped_at is not None:
+            self._tuner.waited(time.perf_counter() - self._stepped_at)
+        self._stepped_at = None
+        given = count_rows(batch)
+        step = self._begin(given, rows)
+        if weights is not None:
+            weigh(step, weights, given, self._group, self._device)
+        self._step = step
+        self._cuts = self._cut(batch, self._step)
+        return self._cuts
+
+    def _cut(self, batch: B, step: Step) -> Generator[B, None, None]:
+        begin = 0
+        for number, size in enumerate(step.sizes, 1):
+            with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
+                step.due = size
+                yield cut_rows(batch, begin, begin + size) if size else cut_rows(batch, 0, step.stand_in)
+                if step.due is not None:
+                    raise SettingsError("backward() was not called for a micro-batch")
+            begin += size
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: its mean over the micro-batch's rows, or over their `weights`; a scalar.
+
+        Raises:
+            SettingsError: no micro-batch is due, or one without weight has a loss that is not finite.
+        """
+        step = self._step
+        if step is None or step.due is None:
+            raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
+        rows, step.due, step.begun = step.due_weight, None, True
+        if not rows and not bool(torch.isfinite(loss)):
+            raise SettingsError(
+                f"the loss of a micro-batch without weight is {float(loss)}: it takes part for no weight, and 0 times "
+                "that is no number. A mean over no token is not finite: divide a sum by max(tokens, 1)"
+            )
+        weight = step.world * rows / step.samples
+        scaled = self._scale.scaled(loss * weight)
+        began = time.perf_counter()
+        if self._meter is None:
+            scaled.backward()  # type: ignore[no-untyped-call]
+        else:
+            with self._meter.micro_batch(rows, weight * self._scale.factor):
+                scaled.backward()  # type: ignore[no-untyped-call]
+        step.left -= 1
+        if not step.left and step.world > 1 and averages_itself(self.model):
+            self._waited(began)  # the last backward is in it, on every rank
+
+    def synchronize(self) -> None:
+        """Make every rank's gradients those of the whole global batch, unscaled and clipped.
+
+        `step` does this. Call it before only to look at the gradients, or to change them in the same way on each rank.
+        """
+        step = self._step
+        if step is None or step.left:
+            left = "no" if step is None else f"{step.left} of {len(step.sizes)}"
+            raise SettingsError(f"{left} micro-batches are under way: go through micro_batches() before step()")
+        if step.synchronized:
+            return
+        if step.world > 1 and not averages_itself(self.model):
+            began = time.perf_counter()
+            average_gradients([one for one in self._parameters if one.requires_grad], self._group)
+            self._waited(began)
+        self._scale.unscale(self.optimizer)
+        if self._meter is not None:
+            self.noise.add(self._meter.finish(step.samples, self._group, step.world))
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self._updated(), self.clip_norm)
+        step.synchronized = True
+
+    def step(self) -> None:
+        """Update the parameters, forget the optimizer's gradients, and count the samples as trained."""
+        self.synchronize()
+        step = self._step
+        assert step is not None
+        batch = self.global_batch
+        with self._options.applied(self.rate_factor, self._scaling.scale):
+            updated = self._scale.step(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._scaling.trained(step.samples, self.noise)
+        if self.sampler is not None:
+            self.sampler.advance()
+        self._step = self._cuts = None
+        if self.schedule is not None and updated:
+            self.schedule.move_to(self.progress)
+        if self._tuner is not None:
+            usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
+            seconds = time.perf_counter() - step.began_at if usual else None
+            now = Now(step.world, batch, self.max_micro_batch, self.noise)
+            wanted = self._tuner.stepped(now, seconds, self._group, self._device)
+            if wanted != batch:
+                self.resize(wanted)
+            self._stepped_at = time.perf_counter()
+
+    def discard(self, *, retry: bool = False) -> None:
+        """Forget a step that was begun, after an error. Every rank must do this, in the same step.
+
+        With DDP none may have begun its last micro-batch unless all have, with FSDP all must have got equally far: a
+        forward pass sends there, and a rank that did so alone stays out of step.
+
+        The loader has moved on. So the step's samples are left out of this epoch, by all ranks alike, which one warning
+        says; the next batch follows, and `samples` and schedules do not count those that were not trained. With `retry`
+        they are still due: give `micro_batches` the same batch again, after lowering `max_micro_batch` for instance.
+
+        Nothing is left out where the sampler was restored or iterated over anew since the step began: then the samples
+        come again. Without a step under way only gradients are forgotten.
+
+        Raises:
+            SettingsError: FSDP keeps gradients of the step where nobody can reach them.
+        """
+        step = self._step
+        self._forget()
+        if step is None or retry or self.sampler is None or step.mark != self.sampler.mark:
+            return
+        self.sampler.advance()
+        logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
+
+    def _forget(self) -> None:
+        """Be as before the step under way."""
+        step = self._step
+        if step is not None and step.begun and step.left and is_sharded(self.model):
+            raise SettingsError(
+                "a step of a module sharded by fully_shard was broken off between two micro-batches, and FSDP cannot "
+                "forget the gradients of the first: let the error end this worker, and go on from a saved state"
+            )
+        self._step = None
+        cuts, self._cuts = self._cuts, None
+        if cuts is not None:
+            cuts.close()  # or it would keep DDP from averaging until an exception lets go of it
+        self.model.zero_grad(set_to_none=True)
+        self._scale.forget()
+        if self._meter is not None:
+            self._meter.forget()
+
+    # --- The batch. ---
+
+    def resize(self, global_batch: int) -> None:
+        """Use another global batch, as soon as what the ranks' loaders have read ahead is trained.
+
+        Every rank must call it after the same step. With a sampler the ranks agree on when by one small exchange.
+        """
+        if self.sampler is None:
+            self._scaling.resize(global_batch, self.noise)
+            return
+        with self.sampler.hold() as handed:
+            places = exchange([handed], self._group, self._device)
+            self.sampler.resize(global_batch, at=max(place for (place,) in places))
+
+    # --- State. ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive beside model, optimizer and sampler; the same on every rank."""
+        return {
+            "version": _VERSION,
+            "asked": self._asked,
+            "scaling": self._scaling.state_dict(),
+            "noise": self.noise.state_dict(),
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            "scaler": self._scale.state_dict(),
+            "tuner": self._tuner.state_dict() if self._tuner is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, also in another world. Load the sampler's state as well.
+
+        As with the sampler, a `global_batch` argument that is not the one of the saved run holds from here on.
+
+        Raises:
+            ProtocolError: it is of another version of EDL.
+        """
+        if state.get("version") != _VERSION:
+            raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
+        self._forget()
+        self._scaling.load_state_dict(state["scaling"])
+        self.noise.load_state_dict(state["noise"])
+        if self.sampler is None and state["asked"] != self._asked:
+            self._scaling.resize(self._asked, self.noise)
+        self._scale.load_state_dict(state["scaler"])
+        for part, saved in ((self.schedule, state["schedule"]), (self._tuner, state["tuner"])):
+            if part is not None and saved is not None:
+                part.load_state_dict(saved)
+
+    # --- Inside. ---
+
+    @property
+    def _device(self) -> torch.device:
+        return self._parameters[0].device
+
+    def _updated(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    def _check_least_rows(self) -> None:
+        """Let no rank, and no micro-batch, have a single row where the model normalizes over rows.
+
+        Raises:
+            SettingsError: some would all the same.
+        """
+        self._least, self._strict = least_rows(self.model), fails_with_one_row(self.model)
+        if self.sampler is not None:
+            self.sampler.require_rows(self._least)
+        if not self._strict:
+            return
+        if self.max_micro_batch is not None and self.max_micro_batch < 3:  # three rows are cut into two and one
+            raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would be of one row, and {ONE_ROW}")
+        one = self.sampler
+        if one is not None and (one.asked == 1 or (one.tail == "keep" and one.length % one.asked == 1)):
+            raise SettingsError(
+                f"of {one.length} samples in batches of {one.asked} the last batch of an epoch has one, and {ONE_ROW}. "
+                'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
+            )
+
+    def _waited(self, began: float) -> None:
+        """Gradients were synchronized since `began`. On a GPU the host's clock tells when kernels were started."""
+        if self._device.type == "cpu":
+            self._board.waited(time.perf_counter() - began)
+
+    def _begin(self, given: int, rows: int | None) -> Step:
+        parts = 2 if self._meter is not None else 1
+        lockstep = in_lockstep(self.model)
+        how = How(self.max_micro_batch, parts, averages_itself(self.model), lockstep, self._least, self._strict)
+        if self.sampler is None:
+            return begin_counted(given, given if rows is None else rows, how, self._group, self._device)
+        self._scaling.resize(self.sampler.global_batch, self.noise)
+        return begin_sampled(given, rows, self.sampler, how, self._group, self._device)

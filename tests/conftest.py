@@ -41,24 +41,24 @@ SERIAL = (
     "integration/test_example_elastic.py",
     "integration/test_example_paddle.py",
     "integration/test_soak.py",
-    "integration/distill/test_limits.py",
+    "integration/distill/teachers/test_limits.py",
 )
 """Folders and files of tests that run two at a time, beside no others (`python -m tests`)."""
 
 ALONE = (
     f"{JOBS}health/test_nodecheck.py",  # how long a node's work takes
-    "integration/distill/test_limits.py",  # one student's time beside another's
+    "integration/distill/teachers/test_limits.py",  # one student's time beside another's
     "integration/test_demo.py",
 )
 """Those of them that measure time, and run one by one."""
 
 LONG = (
     "integration/test_readme.py",
-    "integration/distill/test_interrupted.py",
+    "integration/distill/reader/test_interrupted.py",
     "integration/test_examples.py",
-    "integration/distill/test_lost_memory.py",
-    "integration/distill/test_triton_versions.py",
-    "integration/distill/test_tls_rotation.py",
+    "integration/distill/transport/test_lost_memory.py",
+    "integration/distill/versions/test_triton_versions.py",
+    "integration/distill/tls/test_tls_rotation.py",
     "integration/serving/test_fuzz.py",
     "integration/collective/checkpoint",
     "unit/test_notifier.py",

@@ -14,7 +14,7 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.testing import LocalTeacher
-from tests.integration.distill.test_lost_memory import clients, registered_names
+from tests.integration.distill.transport.test_lost_memory import clients, registered_names
 
 CLIENT = """
 import json, os, sys

@@ -12,7 +12,7 @@ from edl.distill import DistillReader, Options
 from edl.distill.dispatch.policy import Policy
 from edl.errors import BadOutputError
 from edl.protocol import codec, kserve
-from tests.integration.distill.test_foreign_versions import Foreign
+from tests.integration.distill.versions.test_foreign_versions import Foreign
 
 ROWS = 12
 

@@ -13,7 +13,7 @@ from edl.protocol.transport import grpc
 from tests.certificates import HERE, Authority, Pair
 from tests.integration.distill.conftest import Start
 from tests.integration.distill.reading import check, reader_of, samples
-from tests.integration.distill.trust import believing, read, serving, why_not
+from tests.integration.distill.tls.trust import believing, read, serving, why_not
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.distill.conftest import Start
-from tests.integration.distill.memory_student import ROWS
+from tests.integration.distill.reader.memory_student import ROWS
 
 MIB = 1 << 20
 ANSWER = 32 * MIB
@@ -26,8 +26,8 @@ def test_process_grows_by_few_answers(start: Start) -> None:
     for teacher in teachers:
         teacher.wait_ready()
     student = subprocess.run(
-        [sys.executable, "-m", "tests.integration.distill.memory_student", *(t.endpoint for t in teachers)],
-        cwd=Path(__file__).parents[3],
+        [sys.executable, "-m", "tests.integration.distill.reader.memory_student", *(t.endpoint for t in teachers)],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=100,

@@ -10,7 +10,7 @@ import pytest
 from edl.distill import DistillReader
 from edl.errors import EDLError, NoTeacherError
 from edl.protocol.transport import grpc
-from tests.integration.distill.hostile import NASTY, HostileServer
+from tests.integration.distill.answers.hostile import NASTY, HostileServer
 from tests.integration.distill.reading import reader_of, samples
 
 

@@ -172,7 +172,7 @@ def test_readers_that_close_leave_nothing(start: Start, delay_s: float) -> None:
 
 STUDENT = """
 import sys
-import tests.integration.distill.test_lost_memory as module
+import tests.integration.distill.transport.test_lost_memory as module
 
 reader = module.DistillReader(["x", None], ["y"], teachers=[sys.argv[1]], teacher_batch_size=4)
 epoch = reader.set_sample_generator(module.samples)()
@@ -210,7 +210,7 @@ def test_a_teacher_that_hangs_keeps_nobody(start: Start) -> None:
 
 
 IN_SMALL_MEMORY = """
-import tests.integration.distill.test_lost_memory as module
+import tests.integration.distill.transport.test_lost_memory as module
 from edl.testing import LocalTeacher
 
 with LocalTeacher("fingerprint", shape=[1000]) as teacher:

@@ -10,7 +10,7 @@ from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options
 from edl.protocol import names
 from tests.integration.distill.conftest import Start, until
-from tests.integration.distill.test_reader import check, samples
+from tests.integration.distill.reading import check, samples
 
 
 @pytest.mark.parametrize("streamed", [True, False])

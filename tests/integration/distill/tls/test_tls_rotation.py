@@ -16,7 +16,7 @@ from edl.distill import Credentials, DistillReader
 from edl.testing import LocalTeacher
 from tests.certificates import Authority, put
 from tests.integration.distill.conftest import Start, until
-from tests.integration.distill.trust import believing, read, reader, serving, why_not
+from tests.integration.distill.tls.trust import believing, read, reader, serving, why_not
 
 OLD, NEW = "old-token-0123456789", "new-token-0123456789"
 

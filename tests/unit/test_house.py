@@ -150,13 +150,10 @@ REPEATED = {
     "Checkpointer",
     "Entry",
     "Found",
-    "Kind",
     "Model",
-    "Output",
     "Place",
     "Plan",
     "State",
-    "Verdict",
 }
 """Class names that have more than one meaning still. Names leave this list, and none is added to it."""
 

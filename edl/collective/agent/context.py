@@ -16,11 +16,11 @@ from pathlib import Path
 
 from edl.collective.agent.checkpoint_persister import JobRun, Storing
 from edl.collective.agent.exit_codes import Exit
-from edl.collective.agent.health.peer_monitor import Tethers
+from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import Launch, MeetingPlace, meeting_place
 from edl.collective.agent.membership.node_records import Membership
-from edl.collective.agent.processes.pool import Exited, ZygoteLost
+from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.signals import Signals
 from edl.collective.agent.status_publisher import Chronicle
 from edl.collective.agent.worker_group import Crew
@@ -44,7 +44,7 @@ class Gone:
     node: str
 
 
-Event = Exited | ZygoteLost | Gone | None
+Event = WorkerExit | ZygoteLost | Gone | None
 """None: something changed that has to be looked at."""
 Events = queue.SimpleQueue[Event]
 
@@ -90,7 +90,7 @@ class Part:
     chronicle: Chronicle
     storing: Storing
     replicas: Replication
-    tethers: Tethers
+    tethers: PeerConnections
     crew: Crew
     spare: MeetingPlace
     ending: Ending = field(default_factory=Ending)
@@ -137,7 +137,7 @@ def take_part(
         secret = JobSecret(store, told.job)
         replicas = Replication(name, host.replicas, [Path(each) for each in slots], secret, say, tls=told.tls)
         stack.callback(replicas.close)
-        tethers = Tethers(name, lambda node: events.put(Gone(node)), told.tls)
+        tethers = PeerConnections(name, lambda node: events.put(Gone(node)), told.tls)
         stack.callback(tethers.close)  # not before the workers are gone: others go on at once
         membership.update(replica_port=replicas.port, tether_port=tethers.port)
         crew = Crew(told, host, events.put, say, signals.heed)

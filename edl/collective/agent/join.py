@@ -13,7 +13,7 @@ from edl.collective.agent.checkpoint_persister import JobRun
 from edl.collective.agent.context import Part
 from edl.collective.agent.exit_codes import Exit
 from edl.collective.agent.health.node_check.gate import check_before_joining
-from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
 from edl.collective.checkpoint.memory.slots import make_room
 from edl.collective.job_records import State, World, prefix
@@ -137,7 +137,7 @@ def _said_after(seconds: float, say: Callable[[str], None], line: str) -> Iterat
         timer.cancel()
 
 
-def _check(part: Part, settings: CheckSettings) -> int | None:
+def _check(part: Part, settings: NodeCheckSettings) -> int | None:
     """Test this node and others that wait. Returns the exit code of one that is faulty."""
     told = part.told
     settings = replace(settings, heed=part.signals.heed)

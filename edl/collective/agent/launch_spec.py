@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.health.worker_watch import HangLimits
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.membership.rendezvous import Rules
-from edl.collective.agent.processes.zygote import Fork, Warm
+from edl.collective.agent.membership.rendezvous import RendezvousSettings
+from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 from edl.collective.job_records import Member, World
 from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, paddle_environment
 
@@ -61,9 +61,9 @@ class Launch:
     """
 
     job: str
-    warm: Warm
+    warm: ProgramSpec
     workers: int
-    rules: Rules
+    rules: RendezvousSettings
     addr: str
     store: str = ""
     ttl_s: float = 1.5
@@ -75,7 +75,7 @@ class Launch:
     role: str = "default"
     hang: HangLimits = field(default_factory=HangLimits)
     readmit: bool = False
-    check: CheckSettings | None = None
+    check: NodeCheckSettings | None = None
     logs: Any = None
     environ: Mapping[str, str] = field(default_factory=dict)
     tls: PeerTLS | None = None
@@ -139,7 +139,7 @@ def _threads(world: World, member: Member) -> dict[str, str]:
 
 def forks(
     launch: Launch, world: World, member: Member, host: HostFolder, since: int = 0
-) -> tuple[dict[int, Fork], Any]:
+) -> tuple[dict[int, ForkRequest], Any]:
     """The workers of a generation on this node, and the `LogsDest` that tells where their output goes.
 
     Args:
@@ -161,7 +161,7 @@ def forks(
         environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
         environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
         environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
-        result[local_rank] = Fork(
+        result[local_rank] = ForkRequest(
             environ,
             stacks=str(host.stacks(local_rank)),
         )

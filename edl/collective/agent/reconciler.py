@@ -12,14 +12,14 @@ from typing import Any
 
 from edl.collective.agent.context import Part, is_member
 from edl.collective.agent.exit_codes import Exit
-from edl.collective.agent.health.failures import Verdict
-from edl.collective.agent.health.peer_monitor import neighbours
+from edl.collective.agent.health.failures import RecoveryDecision
+from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MeetingPlace, meeting_place
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
-from edl.collective.agent.membership.membership_timer import Sightings, is_held
-from edl.collective.agent.membership.node_records import Records
-from edl.collective.agent.membership.quorum_wait import Shortage
-from edl.collective.agent.membership.rendezvous import Moment, failed, next_world
+from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
+from edl.collective.agent.membership.node_records import JobRecords
+from edl.collective.agent.membership.quorum_wait import QuorumWait
+from edl.collective.agent.membership.rendezvous import LocalObservation, failed, next_world
 from edl.collective.agent.worker_group import HANGING
 from edl.collective.checkpoint.memory.slots import nbytes_of
 from edl.collective.goodput.node import Doing
@@ -38,8 +38,8 @@ class Conduct:
         self._membership, self._signals = part.membership, part.signals
         self._spare: MeetingPlace = part.spare
         self._meeting: MeetingPlace | None = None
-        self._sightings = Sightings(time.monotonic())
-        self._shortage = Shortage(part.told.rules.min_nodes, part.told.join_timeout_s)
+        self._sightings = MembershipTimer(time.monotonic())
+        self._shortage = QuorumWait(part.told.rules.min_nodes, part.told.join_timeout_s)
         self._exclusions = Exclusions(part.store, part.told.job, host_key())
         self._excluded: Exclusion | None = None
         self._unreachable_since: float | None = None
@@ -65,7 +65,7 @@ class Conduct:
             return Doing.RUNNING
         return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
 
-    def act(self, records: Records) -> int | None:
+    def act(self, records: JobRecords) -> int | None:
         """Do what follows from the records. Returns the exit code if this node's part is over.
 
         Raises:
@@ -75,7 +75,7 @@ class Conduct:
             self._unreachable_since = None
             self._say("the store answers again")
         world = records.world
-        self._sightings.note(world, records.nodes, time.monotonic(), held=is_held(world, records.nodes))
+        self._sightings.note(world, records.nodes, time.monotonic(), held=is_join_deferred(world, records.nodes))
         others = (node for name, node in records.nodes.items() if name != self._part.id)
         self._part.ending.alone = all(node.leaving for node in others)
         if world.ended:
@@ -160,10 +160,10 @@ class Conduct:
             # What follows is no training of the old workers.
             self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew, self._part.replicas.replicated_us)
         self._part.replicas.world_changed(world)
-        self._part.tethers.follow(neighbours(world, position))
+        self._part.tethers.follow(choose_peers(world, position))
         self._crew.begin(world, position)
 
-    def _wait(self, records: Records) -> int | None:
+    def _wait(self, records: JobRecords) -> int | None:
         """This node is not a member now. Returns the exit code if it is not to wait for that."""
         if self._crew.running and self._signals.asked and not self._crew.terminate(self._signals.number):
             return None
@@ -182,7 +182,7 @@ class Conduct:
             return self._signals.exit_code
         return self._wait_for_more(records) if records.world.state is State.FORMING else None
 
-    def _wait_for_more(self, records: Records) -> int | None:
+    def _wait_for_more(self, records: JobRecords) -> int | None:
         """The job waits for enough nodes. Returns the exit code if it has done so for too long."""
         now = time.monotonic()
         here = sum(not node.leaving for node in records.nodes.values())
@@ -216,7 +216,7 @@ class Conduct:
         self._say(f"job {self._told.job} has failed: {world.message}")
         return Exit.FAILED
 
-    def _decide(self, records: Records) -> int | None:
+    def _decide(self, records: JobRecords) -> int | None:
         """Propose what the job's record should become."""
         world = records.world
         nodes = records.nodes
@@ -231,7 +231,7 @@ class Conduct:
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
-            moment = self._moment(verdict or Verdict(restart=self._stopped_before(world)))
+            moment = self._moment(verdict or RecoveryDecision(restart=self._stopped_before(world)))
             proposal = next_world(world, records.nodes, moment, self._told.rules)
         if proposal is None or proposal == world:
             return None
@@ -247,7 +247,7 @@ class Conduct:
             self._part.chronicle.tell(kind, text, world.generation)
         return self.act(self._membership.read())  # the others learn of it by their watches
 
-    def _exclude(self, verdict: Verdict) -> Verdict:
+    def _exclude(self, verdict: RecoveryDecision) -> RecoveryDecision:
         """Leave this host out because of its GPU. Returns another verdict where the fault was on another host before.
 
         Raises:
@@ -258,7 +258,7 @@ class Conduct:
         other = None if clear else self._exclusions.same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
-            return Verdict(fatal=f"{verdict.restart} ({where})\n{verdict.traceback}", unclear=True)
+            return RecoveryDecision(fatal=f"{verdict.restart} ({where})\n{verdict.traceback}", unclear=True)
         self._exclusions.add(exclusion)
         self._excluded = exclusion
         surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
@@ -268,7 +268,7 @@ class Conduct:
         self._part.storing.store_newest()
         return verdict
 
-    def _leave_faulty(self, records: Records, exclusion: Exclusion, *, member: bool) -> int | None:
+    def _leave_faulty(self, records: JobRecords, exclusion: Exclusion, *, member: bool) -> int | None:
         """Leave a job that goes on without this node; first the others get what only this node's memory has."""
         if member:
             if not self._part.replicas.hand_over():
@@ -276,7 +276,7 @@ class Conduct:
             if not self._membership.node.leaving:
                 self._membership.update(leaving=True)
             nodes = records.nodes | {self._part.id: self._membership.node}
-            moment = replace(self._moment(Verdict()), restart=f"a GPU of {self._part.id} failed")
+            moment = replace(self._moment(RecoveryDecision()), restart=f"a GPU of {self._part.id} failed")
             proposal = next_world(records.world, nodes, moment, self._told.rules)
             if proposal is not None and self._membership.propose(proposal, records.version):
                 return self.act(self._membership.read())
@@ -295,9 +295,9 @@ class Conduct:
         stopped = same and is_member(world, self._part.id) and not over
         return "its workers were stopped while the store was away" if stopped else ""
 
-    def _moment(self, verdict: Verdict) -> Moment:
+    def _moment(self, verdict: RecoveryDecision) -> LocalObservation:
         now = time.monotonic()
-        return Moment(
+        return LocalObservation(
             node=self._part.id,
             quiet_s=self._sightings.quiet_s(now),
             pausing_s=self._sightings.pausing_s(now),

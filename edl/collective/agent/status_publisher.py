@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from edl.collective.agent.health.stragglers import share
-from edl.collective.agent.health.worker_watch import Stragglers
+from edl.collective.agent.health.worker_watch import StragglerDetector
 from edl.collective.agent.worker_group import Crew
 from edl.collective.goodput.node import Doing, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, finished_before
@@ -32,7 +32,7 @@ class Chronicle:
     def __init__(self, store: Store, job: str, node: str, workers: int, say: Callable[[str], None]) -> None:
         self._store, self._job, self._node, self._say = store, job, node, say
         self._times: tuple[int, dict[int, float], bool] | None = None
-        self._stragglers = Stragglers()
+        self._stragglers = StragglerDetector()
         self._compared = -1
         self._ledger = Ledger(node, workers, time.monotonic(), time.time())
         self._writer = LedgerWriter(store, job, self._ledger)
@@ -152,7 +152,7 @@ class Chronicle:
 
     def _compare(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
         if generation != self._compared:
-            self._compared, self._stragglers = generation, Stragglers()
+            self._compared, self._stragglers = generation, StragglerDetector()
         stragglers = self._stragglers if leads else None
         for change in share(self._store, self._job, self._node, generation, own_s, stragglers):
             self._say(str(change))

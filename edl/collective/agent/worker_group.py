@@ -11,18 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from edl.collective.agent.health import failures
-from edl.collective.agent.health.failure_policy import Restarts
-from edl.collective.agent.health.failures import Failure, Kind, Verdict
+from edl.collective.agent.health.failure_policy import RestartPolicy
+from edl.collective.agent.health.failures import ExitCause, RecoveryDecision, WorkerFailure
 from edl.collective.agent.health.gpu_faults import KernelLog
 from edl.collective.agent.health.hang_detector import HangDetector
-from edl.collective.agent.health.heartbeat import Heart
+from edl.collective.agent.health.heartbeat import Heartbeat
 from edl.collective.agent.health.process_activity import read_queued_s
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import Launch, errors_of, forks
 from edl.collective.agent.membership import pause as pausing
-from edl.collective.agent.processes.log_tee import Output
-from edl.collective.agent.processes.pool import Exited, Workers, ZygoteLost
-from edl.collective.agent.processes.regroup_timer import Regrouping
+from edl.collective.agent.processes.log_tee import LogTee
+from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.regroup_timer import RegroupTimer
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.job_records import World
 from edl.collective.worker_status import Board, Reading
@@ -44,8 +44,8 @@ class Crew:
     Args:
         told: this node's part of the job.
         host: the node's folder in memory.
-        report: called from another thread with each `Exited` and `ZygoteLost`, which `take` wants to have; with None
-            when the job's records have to be looked at before `go_on` can be said again.
+        report: called from another thread with each `WorkerExit` and `ZygoteLost`, which `take` wants to have; with
+            None when the job's records have to be looked at before `go_on` can be said again.
         say: called with each line that a person should see.
         heed: called again and again while imports are waited for; may raise, to wait no longer.
     """
@@ -54,7 +54,7 @@ class Crew:
         self,
         told: Launch,
         host: HostFolder,
-        report: Callable[[Exited | ZygoteLost | None], None],
+        report: Callable[[WorkerExit | ZygoteLost | None], None],
         say: Callable[[str], None],
         heed: Callable[[], object],
     ) -> None:
@@ -63,16 +63,16 @@ class Crew:
         self._report = report
         self._say = say
         self._heed = heed
-        self._workers = Workers(told.warm, report)
-        self._output = Output(told.role)
+        self._workers = WorkerPool(told.warm, report)
+        self._output = LogTee(told.role)
         self._boards = {rank: Board.create(host.board(rank)) for rank in range(told.workers)}
         self._errors: dict[int, Path] = {}
-        self._failures: list[Failure] = []
+        self._failures: list[WorkerFailure] = []
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
-        self._regrouping = Regrouping(_REGROUP_S)
-        self._restarts = Restarts(told.max_restarts)
+        self._regrouping = RegroupTimer(_REGROUP_S)
+        self._restarts = RestartPolicy(told.max_restarts)
         self._kernel_log = KernelLog()
         self._began_at = 0.0
         self.hangs = HangDetector(told.hang)
@@ -83,7 +83,7 @@ class Crew:
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
-        self._heart = Heart(told.ttl_s / 2, self._beat, host.touch, lambda: report(None))
+        self._heart = Heartbeat(told.ttl_s / 2, self._beat, host.touch, lambda: report(None))
 
     # --- Starting and stopping. ---
 
@@ -163,17 +163,17 @@ class Crew:
 
     # --- What is heard of them. ---
 
-    def take(self, event: Exited | ZygoteLost) -> None:
+    def take(self, event: WorkerExit | ZygoteLost) -> None:
         """A worker or all of them ended."""
         if isinstance(event, ZygoteLost):
-            self._fail(Failure(self.first_rank, -signal.SIGKILL, "", "the process that forks workers died"))
+            self._fail(WorkerFailure(self.first_rank, -signal.SIGKILL, "", "the process that forks workers died"))
         elif event.generation == self.generation and self.running:
             rank = self.first_rank + event.local_rank
             if event.status == 0:
                 self._ended_well.add(event.local_rank)
             else:
-                text = failures.read_error(self._errors[event.local_rank])
-                self._fail(Failure(rank, event.status, text, f"{event} (rank {rank})"))
+                text = failures.read_error_file(self._errors[event.local_rank])
+                self._fail(WorkerFailure(rank, event.status, text, f"{event} (rank {rank})"))
 
     def look(self) -> None:
         """Find workers that neither work nor end."""
@@ -232,7 +232,9 @@ class Crew:
         """How long the steps until a pause may take, where steps are long."""
         return pausing.pause_needs_s(self.readings().values())
 
-    def verdict(self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False) -> Verdict | None:
+    def verdict(
+        self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False
+    ) -> RecoveryDecision | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
 
         Args:
@@ -245,7 +247,7 @@ class Crew:
         waited_s = time.monotonic() - self._failed_at
         ended = {*others_ended, *(self.first_rank + rank for rank in self._ended_well)}
         contact_s = _ECHO_S if ended else self._told.ttl_s + 1.0
-        verdict = failures.judge(
+        verdict = failures.decide_recovery(
             self._failures,
             waited_s,
             echo_s=_ECHO_S,
@@ -267,7 +269,7 @@ class Crew:
 
     def _forget(self) -> None:
         """What was heard of the last generation."""
-        if any(failure.kind in (Kind.UNCLEAR, Kind.MISSING) for failure in self._failures):
+        if any(failure.kind in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
             self._restarts.count_unclear_fault()  # whichever node was first to begin anew because of it
         self._failures.clear()
         self._ended_well.clear()
@@ -277,7 +279,7 @@ class Crew:
         """Have another process to fork workers from; one that imports nothing where forks did not begin."""
         self._workers.close()
         warm = self._told.warm if self._forks_begin else replace(self._told.warm, prewarm=False)
-        self._workers = Workers(warm, self._report)
+        self._workers = WorkerPool(warm, self._report)
         self._workers.warm_up(heed=self._heed)
 
     def _beat(self) -> None:
@@ -289,7 +291,7 @@ class Crew:
         """The last step that any worker finished, -1 if they report none."""
         return max(reading.step for reading in self.readings().values())
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: WorkerFailure) -> None:
         if not self._failures:
             self._failed_at = time.monotonic()
         self._failures.append(failure)
@@ -310,7 +312,7 @@ class Crew:
             elif now - self._stopped_since.setdefault(pid, now) > _STOPPED_S:
                 rank = self.first_rank + local_rank
                 what = f"worker {local_rank} (rank {rank}) was stopped"
-                self._fail(Failure(rank, -signal.SIGSTOP, "", what))
+                self._fail(WorkerFailure(rank, -signal.SIGSTOP, "", what))
 
     def _look_for_begun(self) -> None:
         """Replace forks that never get to the first line of the script by processes that import everything themselves.
@@ -326,7 +328,7 @@ class Crew:
                 what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
                 self._say(f"{what}: workers are no longer forked from a process that has imported anything")
                 self._forks_begin = False
-                self._fail(Failure(rank, -signal.SIGKILL, "", what))
+                self._fail(WorkerFailure(rank, -signal.SIGKILL, "", what))
                 return
 
     def _look_for_hanging(self) -> None:
@@ -342,7 +344,7 @@ class Crew:
         found = self.hangs.find_hung(watched, time.monotonic())
         if found is not None:
             rank = self.first_rank + found[0]
-            self._fail(Failure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {found[1]}"))
+            self._fail(WorkerFailure(rank, -signal.SIGKILL, "", f"{HANGING}: rank {rank}, {found[1]}"))
 
     def _look_for_regrouped(self) -> None:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""
@@ -351,7 +353,7 @@ class Crew:
         late = self._regrouping.late(time.monotonic(), lambda rank: read_queued_s(running.get(rank, 0)))
         if late and not self._failures:
             what = f"worker {late[0]} took more than {_REGROUP_S:g} s to go on in process"
-            self._fail(Failure(self.first_rank + late[0], -signal.SIGKILL, "", what))
+            self._fail(WorkerFailure(self.first_rank + late[0], -signal.SIGKILL, "", what))
 
     def _note_regrouped(self) -> None:
         for rank in self._regrouping.awaited:

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.agent.health.failures import Kind, kind_of
-from edl.collective.agent.processes.redirection import redirect
+from edl.collective.agent.health.failures import ExitCause, find_exit_cause
+from edl.collective.agent.processes.redirection import redirect_output
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
@@ -193,7 +193,7 @@ class _Stay:
                 _log.warning("%s; this worker makes way for a new one", what)
             raise ConnectionError(f"{LEFT}: {what}") if isinstance(lost, _Regroup) else lost
         os.environ.update(environ)
-        redirect(environ)
+        redirect_output(environ)
         _log.info("left in %.3f s, told of the next generation %.3f s later", left - began, time.monotonic() - left)
         if not self._boundary.undo():
             self._report = regroup.Report()
@@ -261,7 +261,9 @@ class _Stay:
             return False
         if isinstance(exc, _Regroup) or self._control.coming:
             return True
-        return any(kind_of(1, f"{one}\n{type(one).__name__}: {one}") is Kind.CONTACT for one in _chain(exc))
+        return any(
+            find_exit_cause(1, f"{one}\n{type(one).__name__}: {one}") is ExitCause.CONTACT for one in _chain(exc)
+        )
 
 
 def _check_state(state: State) -> None:

@@ -14,7 +14,7 @@ import sys
 
 from edl.collective.agent.command_line import cli as run
 from edl.collective.agent.health import failure_policy as restarts
-from edl.collective.agent.membership.rendezvous import Rules
+from edl.collective.agent.membership.rendezvous import RendezvousSettings
 
 if __name__ == "__main__":
     limits: dict[str, float] = {}
@@ -27,6 +27,6 @@ if __name__ == "__main__":
         for key, name in (("pause", "pause_timeout"), ("takeover", "takeover"))
         if key in limits
     }
-    run.Rules = functools.partial(Rules, **rules)  # type: ignore[assignment,misc]
+    run.RendezvousSettings = functools.partial(RendezvousSettings, **rules)  # type: ignore[assignment,misc]
     restarts._FRUITLESS = int(limits.get("fruitless", restarts._FRUITLESS))  # type: ignore[misc]
     sys.exit(run.main(arguments))

@@ -31,12 +31,12 @@ from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
 from edl.collective.agent.exit_codes import Exit
-from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.health.worker_watch import HangLimits
 from edl.collective.agent.launch_spec import Launch
-from edl.collective.agent.membership.rendezvous import Rules
-from edl.collective.agent.processes.log_folder import kept_logs, temporary_logs
-from edl.collective.agent.processes.zygote import Warm
+from edl.collective.agent.membership.rendezvous import RendezvousSettings
+from edl.collective.agent.processes.log_folder import kept_log_folder, temporary_log_folder
+from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import Store, open_store
 from edl.errors import SettingsError
@@ -148,7 +148,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         job=job,
         warm=_warm(options),
         workers=workers,
-        rules=Rules(minimum, maximum, last_call_s=last_call),
+        rules=RendezvousSettings(minimum, maximum, last_call_s=last_call),
         addr=options.local_addr or "",
         store=url,
         ttl_s=options.lease_ttl,
@@ -160,7 +160,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         role=options.role,
         hang=HangLimits(floor_s=options.hang_after, begin_s=min(_BEGIN_S, options.hang_after)),
         readmit=options.readmit,
-        check=CheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
+        check=NodeCheckSettings(timeout_s=options.node_check_timeout) if options.node_check else None,
         logs=_logs(options, stack),
         framework=options.framework,
         resumable=not options.standalone and (options.rdzv_id != _NO_NAME or url.startswith(_SERVED)),
@@ -228,7 +228,7 @@ def _command(options: argparse.Namespace) -> str:
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _warm(options: argparse.Namespace) -> Warm:
+def _warm(options: argparse.Namespace) -> ProgramSpec:
     target, arguments = options.training_script, tuple(options.training_script_args)
     # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
     preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())
@@ -240,17 +240,17 @@ def _warm(options: argparse.Namespace) -> Warm:
     if options.no_python and shutil.which(target) is None:
         raise SettingsError(f"there is no program {target!r} on the PATH")
     if options.no_python:
-        return Warm("program", target, arguments)
+        return ProgramSpec("program", target, arguments)
     if not options.module and not Path(target).is_file() and not Path(target, "__main__.py").is_file():
         raise SettingsError(f"there is no script {target!r} in {Path.cwd()}")
     interpreter = read("PYTHON_EXEC", str)  # torchrun's variable
     if interpreter is not None and interpreter != sys.executable:
         if shutil.which(interpreter) is None:
             raise SettingsError(f"PYTHON_EXEC={interpreter!r}: there is no such program")
-        return Warm("program", interpreter, ("-u", *(["-m"] if options.module else []), target, *arguments))
+        return ProgramSpec("program", interpreter, ("-u", *(["-m"] if options.module else []), target, *arguments))
     if options.module:
-        return Warm("module", target, arguments, prewarm, options.framework, preload)
-    return Warm("script", target, arguments, prewarm, options.framework, preload)
+        return ProgramSpec("module", target, arguments, prewarm, options.framework, preload)
+    return ProgramSpec("script", target, arguments, prewarm, options.framework, preload)
 
 
 def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
@@ -262,10 +262,10 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
         raise SettingsError(f"--redirects, --tee or --local-ranks-filter cannot be used: {exc}") from exc
     folder = options.log_dir
     if not folder and (_any(redirects) or _any(tee)):
-        folder = stack.enter_context(kept_logs())
+        folder = stack.enter_context(kept_log_folder())
         _say(f"what the workers print is kept in {folder} (--log-dir FOLDER)")
     elif not folder:
-        folder = stack.enter_context(temporary_logs())
+        folder = stack.enter_context(temporary_log_folder())
     try:
         return DefaultLogsSpecs(folder, redirects, tee, local_ranks_filter=ranks)
     except OSError as exc:

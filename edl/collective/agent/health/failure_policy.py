@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from edl.collective.agent.health.failures import Verdict
+from edl.collective.agent.health.failures import RecoveryDecision
 
-__all__ = ["Restarts"]
+__all__ = ["RestartPolicy"]
 
 _FRUITLESS: Final = 10
 _FRUITFUL_S: Final = 60.0
 
 
-class Restarts:
+class RestartPolicy:
     """Of one node's workers.
 
     Args:
@@ -26,7 +26,7 @@ class Restarts:
         self._best_step = -1
         self._unclear_faults = 0
 
-    def limited(self, verdict: Verdict, forgiven: int, step: int) -> Verdict:
+    def limited(self, verdict: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
         """What follows from a verdict, after all that was before it.
 
         Args:
@@ -36,9 +36,11 @@ class Restarts:
         if verdict.unclear and self._unclear_faults:
             return replace(verdict, leave_out=True)
         if verdict.fatal and forgiven < self._most_forgiven:
-            return Verdict(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
+            return RecoveryDecision(restart=verdict.fatal.split("\n", 1)[0], after_error=True)
         if verdict.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
-            return Verdict(fatal=f"{_FRUITLESS} restarts in a row led nowhere; the last because {verdict.restart}")
+            return RecoveryDecision(
+                fatal=f"{_FRUITLESS} restarts in a row led nowhere; the last because {verdict.restart}"
+            )
         return verdict
 
     def count_unclear_fault(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edl.collective.agent.health.gpu_faults import GpuFault, find_gpu_fault, is_nccl_misuse
 
-__all__ = ["Failure", "Kind", "Verdict", "judge", "kind_of", "read_error"]
+__all__ = ["WorkerFailure", "ExitCause", "RecoveryDecision", "decide_recovery", "find_exit_cause", "read_error_file"]
 
 # What torch raises in a rank whose peer is gone: its own types, and else words that only gloo, NCCL and torch say. Such
 # an error counts also where the script raised another one because of it. A script's own ConnectionError does not.
@@ -37,7 +37,7 @@ _READER_ERROR = re.compile(
 _NAMED = 4
 
 
-class Kind(Enum):
+class ExitCause(Enum):
     """Why a worker ended that did not end well."""
 
     KILLED = "killed"
@@ -56,7 +56,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """One worker that did not end well; `text` is its traceback, as far as it left one."""
 
     rank: int
@@ -65,9 +65,9 @@ class Failure:
     what: str
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ExitCause:
         """What this failure is, by itself."""
-        return kind_of(self.status, self.text)
+        return find_exit_cause(self.status, self.text)
 
     @property
     def reason(self) -> str:
@@ -78,7 +78,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RecoveryDecision:
     """What follows: a new generation because of `restart`, or the end of the job because of `fatal`.
 
     Attributes:
@@ -95,7 +95,7 @@ class Verdict:
     traceback: str = ""
 
 
-def kind_of(status: int, text: str) -> Kind:
+def find_exit_cause(status: int, text: str) -> ExitCause:
     """The kind of a worker's end.
 
     Args:
@@ -103,22 +103,24 @@ def kind_of(status: int, text: str) -> Kind:
         text: the exception's type and message, best with its traceback; empty if unknown.
     """
     if status == -signal.SIGABRT:
-        return Kind.CONTACT
+        return ExitCause.CONTACT
     if status < 0 or (
         _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
     ):
-        return Kind.KILLED
+        return ExitCause.KILLED
     if is_nccl_misuse(text):
-        return Kind.ERROR
+        return ExitCause.ERROR
     if found := find_gpu_fault(text):
-        return {GpuFault.HARDWARE: Kind.HARDWARE, GpuFault.UNCLEAR: Kind.UNCLEAR, GpuFault.MISSING: Kind.MISSING}[
-            found[0]
-        ]
-    return Kind.CONTACT if _CONTACT.search(text) else Kind.ERROR
+        return {
+            GpuFault.HARDWARE: ExitCause.HARDWARE,
+            GpuFault.UNCLEAR: ExitCause.UNCLEAR,
+            GpuFault.MISSING: ExitCause.MISSING,
+        }[found[0]]
+    return ExitCause.CONTACT if _CONTACT.search(text) else ExitCause.ERROR
 
 
-def judge(
-    failures: Sequence[Failure],
+def decide_recovery(
+    failures: Sequence[WorkerFailure],
     waited_s: float,
     *,
     echo_s: float,
@@ -127,7 +129,7 @@ def judge(
     missing: bool = False,
     trained: bool = False,
     xids: Sequence[str] = (),
-) -> Verdict | None:
+) -> RecoveryDecision | None:
     """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
 
     Args:
@@ -140,17 +142,21 @@ def judge(
             have failed then.
         xids: what the kernel said of failed hardware of this node in this generation.
     """
-    errors = [each for each in failures if each.kind is Kind.ERROR or (each.kind is Kind.MISSING and not trained)]
-    killed = [each for each in failures if each.kind is Kind.KILLED]
-    unclear = [each for each in failures if each.kind is Kind.UNCLEAR or (each.kind is Kind.MISSING and trained)]
-    broken = next((each for each in failures if each.kind is Kind.HARDWARE), None)
+    errors = [
+        each for each in failures if each.kind is ExitCause.ERROR or (each.kind is ExitCause.MISSING and not trained)
+    ]
+    killed = [each for each in failures if each.kind is ExitCause.KILLED]
+    unclear = [
+        each for each in failures if each.kind is ExitCause.UNCLEAR or (each.kind is ExitCause.MISSING and trained)
+    ]
+    broken = next((each for each in failures if each.kind is ExitCause.HARDWARE), None)
     if broken is not None:
-        return Verdict(restart=broken.reason, leave_out=True, traceback=broken.text)
+        return RecoveryDecision(restart=broken.reason, leave_out=True, traceback=broken.text)
     # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
     if xids and len(errors) < len(failures):
-        return Verdict(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
+        return RecoveryDecision(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
     if killed:
-        return Verdict(restart=killed[0].reason)
+        return RecoveryDecision(restart=killed[0].reason)
     if errors:
         error = next((one for one in errors if one.text), errors[0])
         # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
@@ -159,17 +165,17 @@ def judge(
             return None
         limit_s = echo_s if error.text else contact_s
         fatal = f"rank {error.rank}: {error.what}\n{error.text or error.what}"
-        return Verdict(fatal=fatal) if waited_s >= limit_s else None
+        return RecoveryDecision(fatal=fatal) if waited_s >= limit_s else None
     if unclear:
         first = unclear[0]
-        verdict = Verdict(restart=first.reason, unclear=True, traceback=first.text)
+        verdict = RecoveryDecision(restart=first.reason, unclear=True, traceback=first.text)
         return verdict if waited_s >= echo_s else None
     if failures and waited_s >= contact_s:
         first = failures[0]
         what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
         if ended and not missing and all(one.status > 0 for one in failures):  # by a signal: perhaps of its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
-        return Verdict(restart=what)
+        return RecoveryDecision(restart=what)
     return None
 
 
@@ -185,7 +191,7 @@ def _ranks(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
-def read_error(path: Path) -> str:
+def read_error_file(path: Path) -> str:
     """The traceback that a worker left in torchrun's error file, empty if there is none."""
     try:
         message = json.loads(path.read_text())["message"]

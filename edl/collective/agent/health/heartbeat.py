@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Heart"]
+__all__ = ["Heartbeat"]
 
 _BEAT_EVERY_S = 0.2
 
 
-class Heart:
+class Heartbeat:
     """A thread that beats from now until `close`, as long as it may. It beats on while the agent waits for the store.
 
     Args:

@@ -27,7 +27,7 @@ from edl.discovery.served.listening import open_listener
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["Address", "Tethers", "neighbours"]
+__all__ = ["Address", "PeerConnections", "choose_peers"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ _KEEPALIVE: Final = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """Firewalls forget connections that are idle for minutes; hosts that vanished would be held for ever."""
 
 
-def neighbours(world: World, position: int) -> dict[str, Address]:
+def choose_peers(world: World, position: int) -> dict[str, Address]:
     """Whom the node at `position` is tied to: the members behind it, around the ring, by id; eight at most."""
     around = [*world.nodes[position + 1 :], *world.nodes[:position]][:_NEIGHBOURS]
     return {member.id: (member.addr, member.tether_port) for member in around if member.tether_port}
 
 
 @dataclass(eq=False)
-class _Tether:
+class _PeerConnection:
     """A connection to one agent, or the attempt to make one.
 
     `proven` is set once the agent has said its name there: a refusal from any other address means nothing.
@@ -70,7 +70,7 @@ class _Tether:
     """When to give up connecting; None if not connecting."""
 
 
-class Tethers:
+class PeerConnections:
     """This agent's ties to others, and theirs to it. Its own thread does the work.
 
     Args:
@@ -88,7 +88,7 @@ class Tethers:
         self.port: int = self._listener.getsockname()[1]
         """Where others tie themselves to this agent."""
         self._wanted: Mapping[str, Address] = {}
-        self._tethers: dict[str, _Tether] = {}
+        self._tethers: dict[str, _PeerConnection] = {}
         self._held = 0
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -191,14 +191,14 @@ class Tethers:
                 del self._tethers[node]
         now = time.monotonic()
         for node, address in wanted.items():
-            one = self._tethers.setdefault(node, _Tether(node, address))
+            one = self._tethers.setdefault(node, _PeerConnection(node, address))
             if one.until is not None and now >= one.until:
                 self._cut(one)  # no answer at all: the host is gone, or the way to it
                 one.again_at = now + _UNREACHED_AGAIN_S
             elif one.again_at is not None and now >= one.again_at:
                 self._connect(one)
 
-    def _connect(self, one: _Tether) -> None:
+    def _connect(self, one: _PeerConnection) -> None:
         one.again_at, one.until = None, time.monotonic() + _CONNECT_S
         try:
             family, kind, protocol, _, place = socket.getaddrinfo(*one.address, type=socket.SOCK_STREAM)[0]
@@ -213,12 +213,12 @@ class Tethers:
         else:
             self._settled(one, code)
 
-    def _connected(self, one: _Tether) -> None:
+    def _connected(self, one: _PeerConnection) -> None:
         assert one.socket is not None
         self._selector.unregister(one.socket)
         self._settled(one, one.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
-    def _settled(self, one: _Tether, code: int) -> None:
+    def _settled(self, one: _PeerConnection, code: int) -> None:
         """An attempt to connect has ended."""
         if code == 0 and one.socket is not None:
             self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
@@ -235,7 +235,7 @@ class Tethers:
         else:
             one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.refusals else _UNREACHED_AGAIN_S)
 
-    def _begin_tls(self, one: _Tether, tls: PeerTLS) -> None:
+    def _begin_tls(self, one: _PeerConnection, tls: PeerTLS) -> None:
         """`one.until` still holds: a host that is silent here is as good as one that is not there."""
         assert one.socket is not None
         self._selector.unregister(one.socket)
@@ -248,7 +248,7 @@ class Tethers:
         self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._go_on_tls(one))
         self._go_on_tls(one)
 
-    def _go_on_tls(self, one: _Tether) -> None:
+    def _go_on_tls(self, one: _PeerConnection) -> None:
         assert one.socket is not None
         try:
             waits_for = _shake(one.socket)
@@ -264,7 +264,7 @@ class Tethers:
             one.until = None
             self._selector.modify(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
 
-    def _heard(self, one: _Tether) -> None:
+    def _heard(self, one: _PeerConnection) -> None:
         """The agent said its name, or the connection has ended: which proves nothing. Does anybody listen there?"""
         assert one.socket is not None
         try:
@@ -280,7 +280,7 @@ class Tethers:
         self._cut(one)
         one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.proven else _UNREACHED_AGAIN_S)
 
-    def _cut(self, one: _Tether) -> None:
+    def _cut(self, one: _PeerConnection) -> None:
         if one.socket is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(one.socket)

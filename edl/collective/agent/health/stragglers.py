@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from edl.collective.agent.health.worker_watch import Straggler, Stragglers, own_step_s
+from edl.collective.agent.health.worker_watch import StragglerChange, StragglerDetector, own_step_s
 from edl.collective.job_records import prefix
 from edl.collective.worker_status import Reading
 from edl.discovery.store import Entry, Store
@@ -42,7 +42,7 @@ def encode(generation: int, own_s: Mapping[int, float]) -> bytes:
     return json.dumps({"generation": generation, "own_s": {str(rank): own_s[rank] for rank in own_s}}).encode()
 
 
-def compare(entries: Iterable[Entry], generation: int, stragglers: Stragglers) -> list[Straggler]:
+def compare(entries: Iterable[Entry], generation: int, stragglers: StragglerDetector) -> list[StragglerChange]:
     """What follows from all nodes' times of `generation`; entries that are something else are left out."""
     own: dict[int, float] = {}
     for entry in entries:
@@ -56,8 +56,8 @@ def compare(entries: Iterable[Entry], generation: int, stragglers: Stragglers) -
 
 
 def share(
-    store: Store, job: str, node: str, generation: int, own_s: Mapping[int, float], stragglers: Stragglers | None
-) -> list[Straggler]:
+    store: Store, job: str, node: str, generation: int, own_s: Mapping[int, float], stragglers: StragglerDetector | None
+) -> list[StragglerChange]:
     """Tell of this node's ranks and, with `stragglers`, compare those of all nodes.
 
     Raises:

@@ -22,9 +22,9 @@ from edl.collective.worker_status import Phase, Reading
 __all__ = [
     "HangLimits",
     "ProgressLimit",
-    "Straggler",
-    "StragglerRules",
-    "Stragglers",
+    "StragglerChange",
+    "StragglerSettings",
+    "StragglerDetector",
     "hang",
     "is_working",
     "own_step_s",
@@ -167,7 +167,7 @@ def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None
 
 
 @dataclass(frozen=True)
-class StragglerRules:
+class StragglerSettings:
     """Who is called a straggler.
 
     Attributes:
@@ -183,7 +183,7 @@ class StragglerRules:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class StragglerChange:
     """A rank was named, or is one no more."""
 
     rank: int
@@ -197,14 +197,14 @@ class Straggler:
 
 
 @dataclass
-class Stragglers:
+class StragglerDetector:
     """Names ranks that are slow persistently. Feed it one window after another; begin anew with each world."""
 
-    rules: StragglerRules = field(default_factory=StragglerRules)
+    rules: StragglerSettings = field(default_factory=StragglerSettings)
     named: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
 
-    def observe(self, own_s: Mapping[int, float]) -> list[Straggler]:
+    def observe(self, own_s: Mapping[int, float]) -> list[StragglerChange]:
         """What follows from one window.
 
         Args:
@@ -221,7 +221,7 @@ class Stragglers:
                 self._counts[rank] = 0
                 self.named ^= {rank}
                 what: Literal["named", "cleared"] = "named" if rank in self.named else "cleared"
-                changes.append(Straggler(rank, what, mine_s, others_s))
+                changes.append(StragglerChange(rank, what, mine_s, others_s))
         return changes
 
     def _deviates(self, rank: int, mine_s: float, others_s: float) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from edl.collective.job_records import Node, World
 
-__all__ = ["Sightings", "is_held"]
+__all__ = ["MembershipTimer", "is_join_deferred"]
 
 
-class Sightings:
+class MembershipTimer:
     """Remembers the nodes that were seen last, and the wish to pause. Without a clock: `now_s` is the caller's."""
 
     def __init__(self, now_s: float) -> None:
@@ -45,7 +45,7 @@ class Sightings:
         return now_s - self._pause_at if self.pausing else 0.0
 
 
-def is_held(world: World, nodes: Mapping[str, Node]) -> bool:
+def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
     """Return whether who wants to join waits for a member that is busy, with an evaluation, say.
 
     Who leaves cannot wait: a host is preempted within seconds.

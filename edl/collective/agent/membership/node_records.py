@@ -13,7 +13,7 @@ from edl.collective.job_records import Node, World, prefix
 from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
-__all__ = ["Membership", "Records"]
+__all__ = ["Membership", "JobRecords"]
 
 _RETRY_S = 2.0
 _GONE_S = 8.0
@@ -21,7 +21,7 @@ _GONE_S = 8.0
 
 
 @dataclass(frozen=True)
-class Records:
+class JobRecords:
     """The job's record, and all live nodes', read after it."""
 
     world: World
@@ -81,7 +81,7 @@ class Membership:
         if self._joined:
             self._write()
 
-    def read(self) -> Records:
+    def read(self) -> JobRecords:
         """The records as they are now. A node that lost its lease gets another one here, under its old name.
 
         When the store was away, nodes' leases have ended, one after another, and one node is the first to be back. For
@@ -108,7 +108,7 @@ class Membership:
             nodes = {name: node for name, node in self._known.items() if name in members} | nodes
         self._known = nodes
         self._look()
-        return Records(world, entry.version if entry is not None else None, nodes)
+        return JobRecords(world, entry.version if entry is not None else None, nodes)
 
     def _believed(self, entry: Entry | None) -> World:
         """The job's record. That it is gone is not believed for a while: a store that was started again may say so."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["Shortage"]
+__all__ = ["QuorumWait"]
 
 _AGAIN_S: Final = 60.0
 
 
-class Shortage:
+class QuorumWait:
     """One wait after another, each until enough nodes are there. Without a clock: `now_s` is the caller's.
 
     Args:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 
 from edl.collective.job_records import Member, Node, State, World
 
-__all__ = ["Moment", "Rules", "arrange", "failed", "next_world"]
+__all__ = ["LocalObservation", "RendezvousSettings", "assign_ranks", "failed", "next_world"]
 
 _MESSAGE = 16_000
 
 
 @dataclass(frozen=True)
-class Rules:
+class RendezvousSettings:
     """What the user said.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Moment:
+class LocalObservation:
     """What the agent that asks knows besides the records.
 
     Attributes:
@@ -71,7 +71,9 @@ class Moment:
     dead: frozenset[str] = frozenset()
 
 
-def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+def next_world(
+    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+) -> World | None:
     """What the record of the job should become, None if it is right as it is.
 
     Args:
@@ -91,10 +93,10 @@ def next_world(world: World, nodes: Mapping[str, Node], moment: Moment, rules: R
     if len(lost) == len(members) and not moment.dead.issuperset(lost) and moment.quiet_s < rules.takeover_s:
         return None
     if lost:
-        return _successor(world, nodes, rules, f"lost {_names(lost)}")
+        return _next_generation(world, nodes, rules, f"lost {_names(lost)}")
     if moment.restart:
         forgiven = replace(world, forgiven=world.forgiven + moment.forgives)
-        return _successor(forgiven, nodes, rules, moment.restart)
+        return _next_generation(forgiven, nodes, rules, moment.restart)
     return _changed(world, nodes, moment, rules)
 
 
@@ -106,17 +108,21 @@ def failed(world: World, message: str) -> World:
     return replace(world, state=State.FAILED, message=kept, pause_at=None)
 
 
-def _formed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+def _formed(
+    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+) -> World | None:
     ready = [node for node in nodes.values() if not node.leaving]
     enough = len(ready) >= rules.min_nodes and moment.quiet_s >= rules.last_call_s
     if enough or len(ready) >= rules.max_nodes:
-        return _successor(
+        return _next_generation(
             world, nodes, rules, "one node is there" if len(ready) == 1 else f"{len(ready)} nodes are there"
         )
     return None
 
 
-def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rules) -> World | None:
+def _changed(
+    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+) -> World | None:
     """Members that want to leave, or nodes that want to join: pause first, then the next world."""
     members = {member.id for member in world.nodes}
     if moment.node and moment.node not in members:
@@ -124,7 +130,7 @@ def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rul
     leaving = [name for name in members if nodes[name].leaving]
     ending = any(nodes[name].finished == world.generation for name in members)
     if ending and leaving:
-        return _successor(world, nodes, rules, f"{_names(leaving)} left")  # nobody makes steps to pause after
+        return _next_generation(world, nodes, rules, f"{_names(leaving)} left")  # nobody makes steps to pause after
     room = rules.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
     if ending:
@@ -135,12 +141,12 @@ def _changed(world: World, nodes: Mapping[str, Node], moment: Moment, rules: Rul
         part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
     )
     if moment.pause_step is None and world.pause_at is None:
-        return _successor(world, nodes, rules, why)  # the script saves nothing that could be gone on from
+        return _next_generation(world, nodes, rules, why)  # the script saves nothing that could be gone on from
     if world.pause_at is None:
         return replace(world, pause_at=moment.pause_step)
     paused = all(nodes[name].paused == world.generation for name in members)
     if paused or moment.pausing_s >= max(rules.pause_timeout_s, moment.pause_needs_s):
-        return _successor(world, nodes, rules, why)
+        return _next_generation(world, nodes, rules, why)
     return None
 
 
@@ -149,7 +155,7 @@ def _unpaused(world: World) -> World | None:
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
-def _successor(world: World, nodes: Mapping[str, Node], rules: Rules, why: str) -> World | None:
+def _next_generation(world: World, nodes: Mapping[str, Node], rules: RendezvousSettings, why: str) -> World | None:
     """The next generation, of the members that stay and of nodes that wait.
 
     None while its first node has not yet replaced the port that this generation uses: its store holds this
@@ -162,14 +168,14 @@ def _successor(world: World, nodes: Mapping[str, Node], rules: Rules, why: str) 
     if len(present) < rules.min_nodes:
         why = f"{why}; {len(present)} of at least {rules.min_nodes} nodes are there"
         return World(generation, State.FORMING, (), why, forgiven=world.forgiven)
-    order = arrange([member.id for member in world.nodes], present)
+    order = assign_ranks([member.id for member in world.nodes], present)
     if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:
         return None
     members = tuple(_ranked(nodes[name] for name in order))
     return World(generation, State.RUNNING, members, why, forgiven=world.forgiven)
 
 
-def arrange(before: list[str], present: Iterable[str]) -> list[str]:
+def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
     """Put the nodes that are `present` in order, so that as many as can keep the place that they had `before`.
 
     Whoever cannot, because fewer nodes are left, and whoever is new fill the gaps, in their order.

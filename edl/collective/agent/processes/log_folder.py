@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["kept_logs", "temporary_logs"]
+__all__ = ["kept_log_folder", "temporary_log_folder"]
 
 _LOGS = "edl-logs-"
 _KEPT = "edl-output-"
@@ -19,7 +19,7 @@ _ABANDONED_S = 3600.0
 
 
 @contextmanager
-def temporary_logs() -> Iterator[str]:
+def temporary_log_folder() -> Iterator[str]:
     """A folder for the files of workers, locked while it is in use; those of killed agents are removed."""
     base = Path(tempfile.gettempdir())
     for path in base.glob(f"{_LOGS}*"):
@@ -31,7 +31,7 @@ def temporary_logs() -> Iterator[str]:
 
 
 @contextmanager
-def kept_logs() -> Iterator[str]:
+def kept_log_folder() -> Iterator[str]:
     """A folder for the files of workers that stays, unless nothing came into it."""
     folder = tempfile.mkdtemp(prefix=_KEPT)
     try:

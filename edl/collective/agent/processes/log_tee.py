@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
-__all__ = ["Output"]
+__all__ = ["LogTee"]
 
 
-class Output:
+class LogTee:
     """Follows the files of one generation at a time.
 
     Args:

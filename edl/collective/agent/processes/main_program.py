@@ -116,10 +116,10 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
     _write_error_file(exc, text)
     with suppress(Exception):
         sys.stdout.flush()
-    from edl.collective.agent.health.failures import Kind, kind_of
+    from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 
     if (
-        sys.excepthook is sys.__excepthook__ and kind_of(1, text) is Kind.CONTACT
+        sys.excepthook is sys.__excepthook__ and find_exit_cause(1, text) is ExitCause.CONTACT
     ):  # the agent will tell of the other end
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"rank {rank} lost contact with another one ({type(exc).__name__})\n")

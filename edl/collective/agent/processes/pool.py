@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.collective.agent.processes.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
-from edl.collective.agent.processes.preload import Preloaded
-from edl.collective.agent.processes.zygote import Fork, Warm, zygote_command
+from edl.collective.agent.processes.preload import PreloadResult
+from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec, zygote_command
 from edl.errors import EDLError
 
-__all__ = ["Exited", "Workers", "ZygoteLost"]
+__all__ = ["WorkerExit", "WorkerPool", "ZygoteLost"]
 
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
@@ -32,7 +32,7 @@ _ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
-class Exited:
+class WorkerExit:
     """A worker ended.
 
     Attributes:
@@ -57,20 +57,20 @@ class ZygoteLost:
     """The process that forks workers died, and all workers with it."""
 
 
-class Workers:
+class WorkerPool:
     """The zygote of a node and the workers that it forked.
 
     Args:
         warm: what they run.
-        report: called from a thread of this object with each `Exited` and `ZygoteLost`.
+        report: called from a thread of this object with each `WorkerExit` and `ZygoteLost`.
         environ: of the zygote.
         gpu_devices: patterns of the files that a process opens to use a GPU.
     """
 
     def __init__(
         self,
-        warm: Warm,
-        report: Callable[[Exited | ZygoteLost], None],
+        warm: ProgramSpec,
+        report: Callable[[WorkerExit | ZygoteLost], None],
         environ: Mapping[str, str] | None = None,
         gpu_devices: Sequence[str] = GPU_DEVICES,
     ) -> None:
@@ -83,7 +83,7 @@ class Workers:
         self._ended: set[int] = set()  # workers since the last `replace`, whose children may hold a GPU
         self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready: Preloaded | None = None
+        self._ready: PreloadResult | None = None
         self._gone = True
         self._closing = False
         self.complaint = ""
@@ -135,7 +135,7 @@ class Workers:
                 return signal.Signals(-code).name
         return "its output above says why" if code is None else f"exit code {code}; its output above says why"
 
-    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> Preloaded:
+    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> PreloadResult:
         with self._lock:
             while self._ready is None and not self._gone:
                 left = deadline - time.monotonic()
@@ -147,7 +147,7 @@ class Workers:
                 raise EDLError(f"the process that forks workers died while it imported ({self._how_it_ended()})")
             return self._ready
 
-    def start(self, generation: int, forks: Mapping[int, Fork]) -> None:
+    def start(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
         """Fork a worker for each local rank.
 
         Raises:
@@ -167,7 +167,7 @@ class Workers:
                 self._asked.clear()
                 raise EDLError("the process that forks workers has died, or does not answer")
 
-    def replace(self, generation: int, forks: Mapping[int, Fork], timeout_s: float = 10.0) -> None:
+    def replace(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
         """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
 
         The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
@@ -273,9 +273,9 @@ class Workers:
             if not message:
                 return
 
-    def _take(self, message: dict[str, Any]) -> Exited | None:
+    def _take(self, message: dict[str, Any]) -> WorkerExit | None:
         if "ready" in message:
-            self._ready = Preloaded(dict(message["unfit"]), list(message["failed"]))
+            self._ready = PreloadResult(dict(message["unfit"]), list(message["failed"]))
         elif "pid" in message:
             self._running[message["pid"]] = self._asked.popleft()
         elif "exited" in message:
@@ -284,7 +284,7 @@ class Workers:
             self._ended.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it left behind
-            return Exited(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
+            return WorkerExit(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
         return None
 
     def _lose(self) -> ZygoteLost | None:

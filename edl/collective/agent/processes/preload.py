@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Preloaded", "fork_hazard", "preload", "watched_environ"]
+__all__ = ["PreloadResult", "find_fork_hazard", "preload", "watched_environ"]
 
 _OF_A_WORKER: Final = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -36,7 +36,7 @@ _PARALLEL_ELEMENTS: Final = 1 << 18
 
 
 @dataclass
-class Preloaded:
+class PreloadResult:
     """Say which modules workers cannot have from a fork, and which could not be imported.
 
     Attributes:
@@ -48,21 +48,21 @@ class Preloaded:
     failed: list[str] = field(default_factory=list)
 
 
-def preload(modules: Iterable[tuple[str, str]], without: Collection[str]) -> Preloaded:
+def preload(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
     """Import modules, and find out whether a fork may have them.
 
     Args:
         modules: (module, name in it or ""). A name that is not there is the worker's to complain of.
         without: modules that workers must import by themselves.
     """
-    done = Preloaded()
+    done = PreloadResult()
     for module, name in dict.fromkeys(modules):
         if module not in done.unfit and module not in without:
             _import(module, name, done)
     return done
 
 
-def fork_hazard() -> str:
+def find_fork_hazard() -> str:
     """Why a fork of this process, as it is now, is of no use; empty if it can compute in parallel and use CUDA.
 
     Found out by a fork. Its end is waited for, for ten seconds at most.
@@ -108,7 +108,7 @@ def _compute_in_parallel() -> int:
     return 0
 
 
-def _import(module: str, name: str, done: Preloaded) -> None:
+def _import(module: str, name: str, done: PreloadResult) -> None:
     threads, sockets, tasks = set(threading.enumerate()), _sockets(), _tasks()
     failure: BaseException | None = None
     with watched_environ(_OF_A_WORKER) as asked:
@@ -127,7 +127,7 @@ def _import(module: str, name: str, done: Preloaded) -> None:
         done.unfit[module] = "starts a thread"
     elif _sockets() - sockets:
         done.unfit[module] = "opens a connection"
-    elif not ours and (hazard := fork_hazard()):
+    elif not ours and (hazard := find_fork_hazard()):
         done.unfit[module] = hazard
 
 

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Mapping
 
-__all__ = ["redirect"]
+__all__ = ["redirect_output"]
 
 
-def redirect(environ: Mapping[str, str]) -> None:
+def redirect_output(environ: Mapping[str, str]) -> None:
     """Send this process's output, its children's included, to the files of `EDL_STDOUT` and `EDL_STDERR`, if any."""
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)

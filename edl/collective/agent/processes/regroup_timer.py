@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-__all__ = ["Regrouping"]
+__all__ = ["RegroupTimer"]
 
 _NO_TURN_S = 0.5
 """An agent looks ten times a second, if nothing keeps it from that."""
 
 
-class Regrouping:
+class RegroupTimer:
     """Of one node. Every method that takes the time `now` takes seconds of one clock.
 
     Args:

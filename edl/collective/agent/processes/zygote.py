@@ -2,10 +2,10 @@
 
 Importing torch and making the first optimizer take some two seconds; a fork of a process that has done both takes
 milliseconds. The agent starts `zygote_command`, and both talk JSON over a Unix socket (`SOCK_SEQPACKET`): the agent
-says `Warm` once and then `Fork`; the zygote answers `{"ready": true}` with what went wrong, `{"pid": ...}` and, when a
-worker ended, `{"exited": pid, "status": wait status}`. It must not start threads, run a backward pass or touch CUDA: a
-fork would inherit the wreck. A worker dies when the zygote does; when the agent dies the zygote kills the workers, with
-their children, and ends.
+sends a `ProgramSpec` once and then a `ForkRequest` for each worker; the zygote answers `{"ready": true}` with what went
+wrong, `{"pid": ...}` and, when a worker ended, `{"exited": pid, "status": wait status}`. It must not start threads, run
+a backward pass or touch CUDA: a fork would inherit what is left of them. A worker dies when the zygote does; when the
+agent dies the zygote kills the workers, with their children, and ends.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import Final
 
 from edl.collective.agent.processes.forked_state import limit_threads, renew_state, show_command_line, undo_side_effects
 from edl.collective.agent.processes.main_program import absolute_path, arm_interruption, command_line, run_main
-from edl.collective.agent.processes.preload import Preloaded, fork_hazard, preload, watched_environ
+from edl.collective.agent.processes.preload import PreloadResult, find_fork_hazard, preload, watched_environ
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports, sources_of
-from edl.collective.agent.processes.redirection import redirect
+from edl.collective.agent.processes.redirection import redirect_output
 
-__all__ = ["Fork", "Warm", "main", "zygote_command"]
+__all__ = ["ForkRequest", "ProgramSpec", "main", "zygote_command"]
 
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ _COMMAND: Final = (
 
 
 @dataclass(frozen=True)
-class Warm:
+class ProgramSpec:
     """What workers will run, said once.
 
     Attributes:
@@ -75,7 +75,7 @@ class Warm:
 
 
 @dataclass(frozen=True)
-class Fork:
+class ForkRequest:
     """One worker.
 
     Attributes:
@@ -90,7 +90,7 @@ class Fork:
         return json.dumps({"fork": asdict(self)}).encode()
 
 
-def zygote_command(descriptor: int, warm: Warm) -> list[str]:
+def zygote_command(descriptor: int, warm: ProgramSpec) -> list[str]:
     """Return the command that starts a zygote.
 
     Args:
@@ -116,7 +116,7 @@ def main() -> None:
     request = json.loads(agent.recv(_MESSAGE_BYTES) or "{}")
     if "warm" not in request:
         return
-    warm = Warm(**request["warm"])
+    warm = ProgramSpec(**request["warm"])
     done = _warm_up(warm)
     gc.collect()
     gc.freeze()  # what is here now will not be written to by a worker's collector, and so stays shared
@@ -141,7 +141,7 @@ def _leave_to_agent(number: int, frame: object) -> None:
     """Do nothing: programs that this process starts heed the signal, which they would not if it were ignored here."""
 
 
-def _serve(agent: socket.socket) -> Fork:
+def _serve(agent: socket.socket) -> ForkRequest:
     """Fork workers as they are asked for. Returns in a worker, with what was asked; ends the zygote with its agent."""
     wake, woken = os.pipe()
     os.set_blocking(wake, False)
@@ -165,7 +165,7 @@ def _serve(agent: socket.socket) -> Fork:
                 message = agent.recv(_MESSAGE_BYTES)
                 if not message:
                     break
-                fork = Fork(**json.loads(message)["fork"])
+                fork = ForkRequest(**json.loads(message)["fork"])
                 signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEEDED)  # the worker heeds them from its beginning
                 pid = os.fork()
                 if pid == 0:
@@ -194,19 +194,19 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _warm_up(warm: Warm) -> Preloaded:
+def _warm_up(warm: ProgramSpec) -> PreloadResult:
     """Import what may be imported ahead of time."""
     if warm.kind == "program":
-        return Preloaded()
+        return PreloadResult()
     first = _first_in_path(warm)
     if not getattr(sys.flags, "safe_path", False):  # `-P` or PYTHONSAFEPATH, since Python 3.11
         sys.path.insert(0, first)
     sys.argv = [warm.target, *warm.arguments]  # as a module finds them that a worker imports
     if not warm.prewarm:
-        return Preloaded()
+        return PreloadResult()
     scan = _scan(warm, Path(first))
     named = [(module, "") for module in warm.preload]
-    done = Preloaded()
+    done = PreloadResult()
     with _nvml_check():
         if scan.framework or warm.framework in warm.preload:
             unfit = _import_framework(warm, scan.variables)
@@ -214,7 +214,7 @@ def _warm_up(warm: Warm) -> Preloaded:
             done.unfit |= unfit
         else:
             done = preload(named, warm.without)
-        if not done.unfit and (hazard := fork_hazard()):
+        if not done.unfit and (hazard := find_fork_hazard()):
             done.unfit[warm.framework] = hazard
     if scan.obstacle and warm.framework not in warm.preload:
         what = f"{scan.obstacle} runs before {warm.framework} is imported"
@@ -222,7 +222,7 @@ def _warm_up(warm: Warm) -> Preloaded:
     return done
 
 
-def _first_in_path(warm: Warm) -> str:
+def _first_in_path(warm: ProgramSpec) -> str:
     """Return what the interpreter puts first into `sys.path`."""
     if warm.kind == "module":
         return str(Path.cwd())
@@ -231,7 +231,7 @@ def _first_in_path(warm: Warm) -> str:
     return str(Path(warm.target).resolve().parent)
 
 
-def _scan(warm: Warm, folder: Path) -> ProgramImports:
+def _scan(warm: ProgramSpec, folder: Path) -> ProgramImports:
     """What the program imports before it does anything else. A module is looked for without importing its packages."""
     roots = ("torch" if warm.framework == "torch" else "paddle", "numpy", "edl")
     folders = [folder, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
@@ -243,7 +243,7 @@ def _scan(warm: Warm, folder: Path) -> ProgramImports:
     return scan_imports(files, folders, roots)
 
 
-def _import_framework(warm: Warm, variables: frozenset[str]) -> dict[str, str]:
+def _import_framework(warm: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
     """Import the framework and what the first optimizer imports; return what of it workers must import by themselves.
 
     Args:
@@ -282,10 +282,10 @@ def _nvml_check() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _become(warm: Warm, fork: Fork) -> None:
+def _become(warm: ProgramSpec, fork: ForkRequest) -> None:
     """This process, just forked, becomes a worker and runs the script."""
     os.environ.update(fork.environ)
-    redirect(os.environ)
+    redirect_output(os.environ)
     if warm.kind == "program":
         os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
     renew_state()

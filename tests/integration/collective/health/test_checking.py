@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from edl.collective.agent.health.node_check import gate as checking
-from edl.collective.agent.health.node_check.pairing import Verdict
-from edl.collective.agent.health.node_check.runner import CheckSettings
+from edl.collective.agent.health.node_check.pairing import NodeCheckResult
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.discovery import open_store
 
 
@@ -18,9 +18,11 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
     """Nodes that wait together are checked together."""
     asked: list[tuple[str, str, tuple[str, ...]]] = []
 
-    def check(store: object, prefix: str, node: str, host: str, nodes: list[str], settings: CheckSettings) -> Verdict:
+    def check(
+        store: object, prefix: str, node: str, host: str, nodes: list[str], settings: NodeCheckSettings
+    ) -> NodeCheckResult:
         asked.append((prefix, node, tuple(nodes)))
-        return Verdict({}, {})
+        return NodeCheckResult({}, {})
 
     monkeypatch.setattr(checking, "check_nodes", check)
     url = f"sqlite:///{tmp_path}/store.sqlite"
@@ -30,7 +32,9 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
     def take_part(node: str, quiet_s: float, wait: Callable[[], object]) -> None:
         with open_store(url) as store:
             wait()
-            checking.check_before_joining(store, "job", node, "127.0.0.1", quiet_s, CheckSettings(), lambda line: None)
+            checking.check_before_joining(
+                store, "job", node, "127.0.0.1", quiet_s, NodeCheckSettings(), lambda line: None
+            )
 
     nodes = [threading.Thread(target=take_part, args=(name, 2.0, lambda: together.wait(30))) for name in "abc"]
     for node in nodes:

@@ -25,8 +25,8 @@ from typing import Any
 
 import pytest
 
-from edl.collective.agent.processes.pool import Exited, Workers, ZygoteLost
-from edl.collective.agent.processes.zygote import Fork, Warm
+from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 
 SCRIPTS = Path(__file__).with_name("scripts")
 DEADLINE_S = 100.0
@@ -36,10 +36,10 @@ Ending = tuple[int, str, str]
 
 
 @contextmanager
-def zygote(warm: Warm, environ: Mapping[str, str] | None = None) -> Iterator[Callable[..., list[Ending]]]:
+def zygote(warm: ProgramSpec, environ: Mapping[str, str] | None = None) -> Iterator[Callable[..., list[Ending]]]:
     """A function that forks a worker for each of some environments, and returns how they ended."""
-    ended: queue.Queue[Exited | ZygoteLost] = queue.Queue()
-    workers = Workers(warm, ended.put, {**os.environ, **(environ or {})})
+    ended: queue.Queue[WorkerExit | ZygoteLost] = queue.Queue()
+    workers = WorkerPool(warm, ended.put, {**os.environ, **(environ or {})})
     generation = 0
 
     def run(folder: Path, *environs: Mapping[str, str]) -> list[Ending]:
@@ -50,14 +50,14 @@ def zygote(warm: Warm, environ: Mapping[str, str] | None = None) -> Iterator[Cal
             (folder / f"{generation}-{rank}.out", folder / f"{generation}-{rank}.err") for rank in range(len(environs))
         ]
         forks = {
-            rank: Fork({**environ, "EDL_STDOUT": str(out), "EDL_STDERR": str(err)})
+            rank: ForkRequest({**environ, "EDL_STDOUT": str(out), "EDL_STDERR": str(err)})
             for rank, (environ, (out, err)) in enumerate(zip(environs, outputs, strict=True))
         }
         workers.start(generation, forks)
         statuses: dict[int, int] = {}
         while len(statuses) < len(environs):
             event = ended.get(timeout=DEADLINE_S)
-            assert isinstance(event, Exited), event
+            assert isinstance(event, WorkerExit), event
             statuses[event.local_rank] = event.status
         return [(statuses[rank], out.read_text(), err.read_text()) for rank, (out, err) in enumerate(outputs)]
 
@@ -94,7 +94,7 @@ def test_ends_are_those_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     line = ["ends.py", "--argument", "a b", ""]
     environs = [{"END": end} for end in ENDS]
     theirs = [start_python(tmp_path, str(index), line, environ) for index, environ in enumerate(environs)]
-    with zygote(Warm("script", line[0], tuple(line[1:]), prewarm=False)) as run:
+    with zygote(ProgramSpec("script", line[0], tuple(line[1:]), prewarm=False)) as run:
         ours = run(tmp_path, *environs)
         silent = run(tmp_path, {"END": "interrupt"})
     pairs = {end: (mine, wait()) for end, mine, wait in zip(ENDS, ours, theirs, strict=True)}
@@ -109,7 +109,7 @@ def test_modules_run_as_python_runs_them(tmp_path: Path, monkeypatch: pytest.Mon
     theirs = [start_python(tmp_path, name, ["-m", name, "-m", "x"], {}) for name in ("pack.program", "pack.absent")]
     ours = []
     for name in ("pack.program", "pack.absent"):
-        with zygote(Warm("module", name, ("-m", "x"), prewarm=False)) as run:
+        with zygote(ProgramSpec("module", name, ("-m", "x"), prewarm=False)) as run:
             ours += run(tmp_path, {})
     assert ours == [wait() for wait in theirs]
     assert (ours[0][0], "Point" in ours[0][1], "its traceback is the same" in ours[0][2]) == (1, True, True), ours
@@ -145,7 +145,7 @@ def test_kinds_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     theirs = [start_python(tmp_path, str(index), [target], environ) for index, (target, environ) in enumerate(cases)]
     ours = []
     for target, environ in cases:
-        with zygote(Warm("script", target, prewarm=False), environ) as run:
+        with zygote(ProgramSpec("script", target, prewarm=False), environ) as run:
             ours += run(tmp_path, {})
     pairs = [(target, mine, wait()) for (target, _), mine, wait in zip(cases, ours, theirs, strict=True)]
     assert not [each for each in pairs if each[1] != each[2]]
@@ -160,9 +160,9 @@ def test_everybody_is_asked_to_end(tmp_path: Path) -> None:
         time.sleep(100)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    with zygote(Warm("script", str(tmp_path / "script.py"), prewarm=False)) as run:
-        workers: Workers = run.workers  # type: ignore[attr-defined]
-        workers.start(1, {0: Fork({"HERE": str(tmp_path / "here")})})
+    with zygote(ProgramSpec("script", str(tmp_path / "script.py"), prewarm=False)) as run:
+        workers: WorkerPool = run.workers  # type: ignore[attr-defined]
+        workers.start(1, {0: ForkRequest({"HERE": str(tmp_path / "here")})})
         wait_until((tmp_path / "here").exists)
         (worker,) = workers.running.values()
         parent = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -201,7 +201,7 @@ def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(COUNTED))
     environ = {"PYTHONPATH": str(tmp_path)}
     theirs = start_python(tmp_path, "counted", [str(script)], environ)
-    with zygote(Warm("script", str(script)), environ) as run:
+    with zygote(ProgramSpec("script", str(script)), environ) as run:
         first, restarted = (run(tmp_path, {"OMP_NUM_THREADS": number})[0] for number in ("3", "1"))
     assert first[0] == restarted[0] == theirs()[0] == 0, (first, restarted, theirs())
     assert int(theirs()[1].split()[0]) > 1000, theirs()
@@ -221,7 +221,7 @@ def test_variables_set_after_imports_count(tmp_path: Path) -> None:
         print(torch._inductor.config.max_autotune)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    with zygote(Warm("script", str(tmp_path / "script.py"))) as run:
+    with zygote(ProgramSpec("script", str(tmp_path / "script.py"))) as run:
         assert run(tmp_path, {}) == [(0, "True\n", "")]
         complaint = run.workers.complaint  # type: ignore[attr-defined]
     assert "importing torch.optim reads TORCHINDUCTOR_MAX_AUTOTUNE, which the program may set before" in complaint

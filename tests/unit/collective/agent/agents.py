@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from edl.collective.agent.membership.rendezvous import Moment, Rules, arrange, failed, next_world
+from edl.collective.agent.membership.rendezvous import (
+    LocalObservation,
+    RendezvousSettings,
+    assign_ranks,
+    failed,
+    next_world,
+)
 from edl.collective.job_records import Node, State, World
 
 TTL_S = 1.5
@@ -52,7 +58,7 @@ class SimAgent:
 class Job:
     """The store, the agents and the clock."""
 
-    rules: Rules
+    rules: RendezvousSettings
     now: float = 0.0
     world: World = field(default_factory=World)
     version: int = 0
@@ -175,7 +181,7 @@ class Job:
             if position == 0:
                 agent.spare_port = self._port()
         self._tell(agent, world)
-        moment = Moment(
+        moment = LocalObservation(
             node=agent.name,
             quiet_s=self.now - agent.seen_nodes_at,
             pausing_s=self.now - agent.seen_pause_at if world.pause_at is not None else 0.0,
@@ -234,7 +240,7 @@ class Job:
             first += member.local_world_size
         assert following.size == first
         old = [member.id for member in before.nodes]
-        assert names == arrange(old, names)
+        assert names == assign_ranks(old, names)
         assert not any(agent.read_nodes[name].leaving for name in names if agent.read_nodes)
 
     def fail(self, agent: SimAgent) -> None:

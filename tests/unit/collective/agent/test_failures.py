@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.health.failures import Failure, Kind, judge, kind_of, read_error
+from edl.collective.agent.health.failures import (
+    ExitCause,
+    WorkerFailure,
+    decide_recovery,
+    find_exit_cause,
+    read_error_file,
+)
 
 PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 
@@ -64,27 +70,27 @@ def traceback_of(last: str) -> str:
 @pytest.mark.parametrize("text", CONTACT)
 def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
     """A lost peer is told from the scripts own error."""
-    assert kind_of(1, text) is Kind.CONTACT
-    assert kind_of(1, traceback_of(text)) is Kind.CONTACT
+    assert find_exit_cause(1, text) is ExitCause.CONTACT
+    assert find_exit_cause(1, traceback_of(text)) is ExitCause.CONTACT
     wrapped = traceback_of(text) + (
         "\nThe above exception was the direct cause of the following exception:\n\n" + traceback_of("OSError: step 3")
     )
-    assert kind_of(1, wrapped) is Kind.CONTACT
+    assert find_exit_cause(1, wrapped) is ExitCause.CONTACT
 
 
 @pytest.mark.parametrize("text", ERROR)
 def test_the_scripts_own_errors_are_its_own(text: str) -> None:
-    assert kind_of(1, text) is Kind.ERROR
-    assert kind_of(1, traceback_of(text)) is Kind.ERROR
-    assert kind_of(-9, text) is Kind.KILLED
+    assert find_exit_cause(1, text) is ExitCause.ERROR
+    assert find_exit_cause(1, traceback_of(text)) is ExitCause.ERROR
+    assert find_exit_cause(-9, text) is ExitCause.KILLED
 
 
 def test_killed_loader_is_a_killed_worker() -> None:
     """A killed process that reads data counts as a killed worker."""
     chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_KILLED), chained):
-        assert kind_of(1, text) is Kind.KILLED
-        verdict = judge([failure(1, text, rank=5)], 0.0, echo_s=0.5, contact_s=2.0)
+        assert find_exit_cause(1, text) is ExitCause.KILLED
+        verdict = decide_recovery([failure(1, text, rank=5)], 0.0, echo_s=0.5, contact_s=2.0)
         assert verdict is not None
         assert verdict.restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
 
@@ -94,18 +100,18 @@ def test_own_end_is_the_scripts_error() -> None:
     chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
     wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
     for text in (traceback_of(READER_FAILED), chained, wrapped):
-        assert kind_of(1, text) is Kind.ERROR
+        assert find_exit_cause(1, text) is ExitCause.ERROR
 
 
 def test_unknown_end_counts_as_restart() -> None:
     """One of which nobody knows how it ended counts against the restarts."""
     empty = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_GONE), empty):
-        assert kind_of(1, text) is Kind.ERROR
+        assert find_exit_cause(1, text) is ExitCause.ERROR
 
 
-def failure(status: int, text: str = "", rank: int = 0) -> Failure:
-    return Failure(rank, status, text, f"worker {rank}")
+def failure(status: int, text: str = "", rank: int = 0) -> WorkerFailure:
+    return WorkerFailure(rank, status, text, f"worker {rank}")
 
 
 KILLED = failure(-signal.SIGKILL, rank=1)
@@ -133,8 +139,8 @@ WRONG = failure(1, ERROR[1], rank=4)
         ([LOST], 2.0, "restart"),
     ],
 )
-def test_what_follows(failures: list[Failure], waited_s: float, outcome: str | None) -> None:
-    verdict = judge(failures, waited_s, echo_s=0.5, contact_s=2.0)
+def test_what_follows(failures: list[WorkerFailure], waited_s: float, outcome: str | None) -> None:
+    verdict = decide_recovery(failures, waited_s, echo_s=0.5, contact_s=2.0)
     if outcome is None:
         assert verdict is None
     else:
@@ -147,17 +153,17 @@ def test_exit_code_while_a_node_is_missing() -> None:
     """However late this agent has its turn: the script may have ended itself because of that node."""
     silent = failure(3)
     for missing in (False, True):
-        verdict = judge([silent], 99.0, echo_s=0.5, contact_s=2.0, missing=missing)
+        verdict = decide_recovery([silent], 99.0, echo_s=0.5, contact_s=2.0, missing=missing)
         assert (verdict is None) == missing
     for failures in ([WRONG], [silent, WRONG], [WRONG, silent]):
-        verdict = judge(failures, 0.5, echo_s=0.5, contact_s=2.0, missing=True)
+        verdict = decide_recovery(failures, 0.5, echo_s=0.5, contact_s=2.0, missing=True)
         assert verdict is not None, "an error is one"
         assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
 def test_fatal_verdict_has_a_traceback() -> None:
     """A fatal verdict has the rank and the traceback."""
-    verdict = judge([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
+    verdict = decide_recovery([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
     assert verdict is not None
     assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
@@ -167,7 +173,7 @@ def test_fatal_verdict_has_a_traceback() -> None:
 )
 def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
     """A rank that ended before the others is named as a likely cause."""
-    verdict = judge([LOST], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    verdict = decide_recovery([LOST], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
     assert verdict is not None
     why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
     assert verdict.restart == f"rank 3 lost contact with another one, {why}"
@@ -183,9 +189,9 @@ def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
     ],
 )
 def test_it_is_not_where_something_else_is(
-    failures: list[Failure], ended: list[int], missing: bool, words: str
+    failures: list[WorkerFailure], ended: list[int], missing: bool, words: str
 ) -> None:
-    verdict = judge(failures, 2.0, echo_s=0.5, contact_s=2.0, ended=ended, missing=missing)
+    verdict = decide_recovery(failures, 2.0, echo_s=0.5, contact_s=2.0, ended=ended, missing=missing)
     assert verdict is not None
     assert verdict.restart == words
 
@@ -202,21 +208,21 @@ def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
             raise LookupError("x")
         except LookupError as exc:
             handler.record_exception(exc)
-    assert "LookupError: x" in read_error(path)
+    assert "LookupError: x" in read_error_file(path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
 def test_bad_error_file_says_nothing(content: str, tmp_path: Path) -> None:
     """An error file that is none says nothing."""
-    assert read_error(tmp_path / "missing") == ""
+    assert read_error_file(tmp_path / "missing") == ""
     (tmp_path / "file").write_text(content)
-    assert read_error(tmp_path / "file") == ""
+    assert read_error_file(tmp_path / "file") == ""
     (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
-    assert read_error(tmp_path / "file") == ""
+    assert read_error_file(tmp_path / "file") == ""
 
 
 def test_a_message_alone_is_the_text(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"message": "it broke"}')
-    assert read_error(tmp_path / "file") == "it broke"
+    assert read_error_file(tmp_path / "file") == "it broke"
     (tmp_path / "file").write_text('{"message": 3}')
-    assert read_error(tmp_path / "file") == "3"
+    assert read_error_file(tmp_path / "file") == "3"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edl.collective.agent.processes.regroup_timer import Regrouping
+from edl.collective.agent.processes.regroup_timer import RegroupTimer
 
 
-def looked(regrouping: Regrouping, start: float, end: float) -> list[int]:
+def looked(regrouping: RegroupTimer, start: float, end: float) -> list[int]:
     """What is found at `end`, having looked every 0.1 s since `start`."""
     for tenth in range(1, round(10 * (end - start))):
         assert regrouping.late(start + tenth / 10) == []
@@ -13,7 +13,7 @@ def looked(regrouping: Regrouping, start: float, end: float) -> list[int]:
 
 
 def test_who_has_not_come_in_time_is_late() -> None:
-    regrouping = Regrouping(2.0)
+    regrouping = RegroupTimer(2.0)
     regrouping.begin({0, 1}, 10.0)
     regrouping.came(0)
     assert regrouping.awaited == [1]
@@ -24,7 +24,7 @@ def test_who_has_not_come_in_time_is_late() -> None:
 
 def test_other_generation_gives_no_more_time() -> None:
     """Another generation gives nobody more time who is still on the way."""
-    regrouping = Regrouping(2.0)
+    regrouping = RegroupTimer(2.0)
     regrouping.begin({0, 1}, 10.0)
     regrouping.came(0)
     regrouping.begin({0, 1}, 11.5)
@@ -35,7 +35,7 @@ def test_other_generation_gives_no_more_time() -> None:
 
 def test_leaver_is_not_waited_for() -> None:
     """Whoever does not stay is not waited for."""
-    regrouping = Regrouping(2.0)
+    regrouping = RegroupTimer(2.0)
     regrouping.begin({0, 1}, 10.0)
     regrouping.begin({1}, 10.5)
     assert regrouping.awaited == [1]
@@ -43,7 +43,7 @@ def test_leaver_is_not_waited_for() -> None:
 
 def test_agents_own_pause_does_not_count() -> None:
     """Time in which the agent had no turn does not count."""
-    regrouping = Regrouping(2.0)
+    regrouping = RegroupTimer(2.0)
     regrouping.begin({0}, 10.0)
     assert regrouping.late(10.1) == []
     assert regrouping.late(15.0) == [], "the machine stood still for 4.9 s"
@@ -53,7 +53,7 @@ def test_agents_own_pause_does_not_count() -> None:
 
 def test_waiting_for_a_core_does_not_count() -> None:
     """On a machine that is so busy that a worker gets a fifth of a core."""
-    regrouping = Regrouping(2.0)
+    regrouping = RegroupTimer(2.0)
     regrouping.begin({0, 1}, 10.0)
 
     def queued(now: float) -> list[int]:

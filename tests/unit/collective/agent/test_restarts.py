@@ -6,37 +6,40 @@ from dataclasses import replace
 
 import pytest
 
-from edl.collective.agent.health.failure_policy import Restarts
-from edl.collective.agent.health.failures import Verdict
+from edl.collective.agent.health.failure_policy import RestartPolicy
+from edl.collective.agent.health.failures import RecoveryDecision
 from edl.collective.agent.membership.pause import pause_needs_s, pause_step
 from edl.collective.worker_status import Board, Reading
 
-KILLED, ERROR = Verdict(restart="worker 0 was killed"), Verdict(fatal="rank 0: worker 0 failed\nTraceback")
+KILLED, ERROR = (
+    RecoveryDecision(restart="worker 0 was killed"),
+    RecoveryDecision(fatal="rank 0: worker 0 failed\nTraceback"),
+)
 
 
 def test_script_errors_are_forgiven() -> None:
     """Errors of the script are forgiven as often as the user said."""
-    restarts = Restarts(2)
-    again = Verdict(restart="rank 0: worker 0 failed", after_error=True)
+    restarts = RestartPolicy(2)
+    again = RecoveryDecision(restart="rank 0: worker 0 failed", after_error=True)
     assert [restarts.limited(ERROR, forgiven, 5) for forgiven in range(3)] == [again, again, ERROR]
     assert restarts.limited(KILLED, 2, 5) == KILLED
 
 
 def test_fruitless_restarts_end_the_job() -> None:
     """Restarts that lead nowhere end the job."""
-    restarts = Restarts(0)
+    restarts = RestartPolicy(0)
     for _ in range(11):
         assert restarts.limited(KILLED, 0, 5) == KILLED
         restarts.count(5, 1.0)
     nowhere = restarts.limited(KILLED, 0, 5)
-    assert nowhere == Verdict(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
+    assert nowhere == RecoveryDecision(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
     assert restarts.limited(KILLED, 0, 6) == KILLED, "this one led somewhere"
 
 
 @pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
 def test_step_or_long_life_resets_the_count(step: int, lived_s: float) -> None:
     """A step or a long life counts from the beginning."""
-    restarts = Restarts(0)
+    restarts = RestartPolicy(0)
     for _ in range(11):
         restarts.count(5, 1.0)
     restarts.count(step, lived_s)

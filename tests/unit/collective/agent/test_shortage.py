@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from edl.collective.agent.membership.quorum_wait import Shortage
+from edl.collective.agent.membership.quorum_wait import QuorumWait
 
 
 def test_shortage_is_reported_on_change() -> None:
     """It is said at once and again when the number changes."""
-    shortage = Shortage(3, 600.0)
+    shortage = QuorumWait(3, 600.0)
     words = shortage.note(1, 100.0)
     assert words == "1 of at least 3 nodes are here: waiting up to 600 s for more (--rdzv-conf join_timeout=SECONDS)"
     assert shortage.note(1, 130.0) == ""
@@ -17,14 +17,14 @@ def test_shortage_is_reported_on_change() -> None:
 
 def test_time_left_is_reported_each_minute() -> None:
     """Every minute it is said how long is left."""
-    shortage = Shortage(2, 600.0)
+    shortage = QuorumWait(2, 600.0)
     said = [words for second in range(190) if (words := shortage.note(1, float(second)))]
     assert said[1:] == [f"still 1 of at least 2 nodes: waiting {left} s more" for left in (540, 480, 420)]
 
 
 def test_beginning_nodes_are_no_shortage() -> None:
     """Enough nodes that are about to begin are no shortage."""
-    shortage = Shortage(2, 600.0)
+    shortage = QuorumWait(2, 600.0)
     assert shortage.note(2, 0.0) == ""
     assert shortage.note(1, 1.0), "one has gone again"
     assert shortage.note(2, 2.0) == ""
@@ -34,7 +34,7 @@ def test_beginning_nodes_are_no_shortage() -> None:
 
 def test_timely_nodes_wait_for_the_last() -> None:
     """Nodes that came in time are not given up while they wait for the last ones."""
-    shortage = Shortage(2, 600.0)
+    shortage = QuorumWait(2, 600.0)
     shortage.note(1, 0.0)
     shortage.note(2, 599.0)
     shortage.note(2, 604.0)
@@ -42,7 +42,7 @@ def test_timely_nodes_wait_for_the_last() -> None:
 
 
 def test_each_wait_has_its_own_time() -> None:
-    shortage = Shortage(2, 600.0)
+    shortage = QuorumWait(2, 600.0)
     shortage.note(1, 0.0)
     shortage.over()
     assert shortage.waited_s(5000.0) == 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.health.failures import Kind, kind_of
+from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.slots import SlotPair, find
 from edl.collective.checkpoint.state.state import State
@@ -150,4 +150,6 @@ def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: Board) -> None:
             time.sleep(0.02)
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
             checkpointer.save(0)
-        assert kind_of(1, f"edl.errors.TemporaryError: {raised.value}") is Kind.CONTACT, "no error of the script's"
+        assert find_exit_cause(1, f"edl.errors.TemporaryError: {raised.value}") is ExitCause.CONTACT, (
+            "no error of the script's"
+        )

@@ -11,8 +11,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from edl.collective.agent.health.node_check.pairing import Verdict
-from edl.collective.agent.health.node_check.runner import CheckSettings, check_nodes
+from edl.collective.agent.health.node_check.pairing import NodeCheckResult
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.collective.job_records import prefix
 from edl.discovery.store import Lease, Store
 from edl.errors import DiscoveryError, ProtocolError
@@ -24,8 +24,14 @@ _LEASE_S = 2.0
 
 
 def check_before_joining(
-    store: Store, job: str, node: str, host: str, quiet_s: float, settings: CheckSettings, say: Callable[[str], None]
-) -> Verdict:
+    store: Store,
+    job: str,
+    node: str,
+    host: str,
+    quiet_s: float,
+    settings: NodeCheckSettings,
+    say: Callable[[str], None],
+) -> NodeCheckResult:
     """Wait for others that want to be checked as well, then check all of them.
 
     Args:

@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Result", "Verdict", "first_groups", "second_groups", "verdict"]
+__all__ = ["CheckRoundResult", "NodeCheckResult", "first_groups", "second_groups", "summarize_rounds"]
 
 Groups = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckRoundResult:
     """What a node found in one round.
 
     Attributes:
@@ -39,7 +39,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class NodeCheckResult:
     """Why nodes are not fit, by node; all others are."""
 
     faulty: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def first_groups(nodes: Sequence[str]) -> Groups:
     return tuple(groups)
 
 
-def second_groups(nodes: Sequence[str], first: Mapping[str, Result], factor: float) -> Groups:
+def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
     """Each suspect with one that passed, as long as there are some.
 
     Suspects are all members of a group in which somebody failed or was slow. Those for whom none is left meet among
@@ -81,9 +81,9 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, Result], factor: flo
     return (*groups, *((node,) for node in nodes if node not in met))
 
 
-def verdict(
-    nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, Result]]], factor: float = 2.0
-) -> Verdict:
+def summarize_rounds(
+    nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, CheckRoundResult]]], factor: float = 2.0
+) -> NodeCheckResult:
     """What follows from all rounds.
 
     A node is faulty if it passed in none of them, unless in one that failed a partner was silent or could not compute,
@@ -104,17 +104,17 @@ def verdict(
         else:
             faulty[node] = "; ".join(dict.fromkeys(reasons))
     slow = _slow([results for _, results in rounds], factor)
-    return Verdict(faulty, {node: why for node, why in slow.items() if node not in faulty})
+    return NodeCheckResult(faulty, {node: why for node, why in slow.items() if node not in faulty})
 
 
-def _explained(node: str, partners: Sequence[str], results: Mapping[str, Result]) -> bool:
+def _explained(node: str, partners: Sequence[str], results: Mapping[str, CheckRoundResult]) -> bool:
     """Whether a node that could compute failed to reduce because a partner gave no answer or could not compute."""
     return results[node].compute_s is not None and any(
         partner not in results or results[partner].compute_s is None for partner in partners
     )
 
 
-def _slow(rounds: Sequence[Mapping[str, Result]], factor: float) -> dict[str, str]:
+def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> dict[str, str]:
     slow: dict[str, str] = {}
     for part in ("compute", "reduce"):
         best: dict[str, dict[str, float]] = {}  # by device

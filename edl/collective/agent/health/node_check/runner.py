@@ -20,17 +20,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from edl.collective.agent.health.node_check.pairing import Groups, Result, Verdict, first_groups, second_groups, verdict
+from edl.collective.agent.health.node_check.pairing import (
+    CheckRoundResult,
+    Groups,
+    NodeCheckResult,
+    first_groups,
+    second_groups,
+    summarize_rounds,
+)
 from edl.discovery.store import Store
 from edl.errors import ProtocolError
 
-__all__ = ["CheckSettings", "check_nodes"]
+__all__ = ["NodeCheckSettings", "check_nodes"]
 
 _POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True)
-class CheckSettings:
+class NodeCheckSettings:
     """How to check.
 
     Attributes:
@@ -56,8 +63,8 @@ class _Me:
 
 
 def check_nodes(
-    store: Store, prefix: str, node: str, host: str, nodes: Sequence[str], settings: CheckSettings
-) -> Verdict:
+    store: Store, prefix: str, node: str, host: str, nodes: Sequence[str], settings: NodeCheckSettings
+) -> NodeCheckResult:
     """Take part in a check as `node`. All of `nodes` must call this at about the same time, with the same list.
 
     Returns:
@@ -72,10 +79,10 @@ def check_nodes(
     first = _round(me, 1, groups, nodes, settings)
     again = _agreed(me, "2/groups", second_groups(sorted(nodes), first, settings.factor))
     second = _round(me, 2, again, nodes, settings)
-    mine = verdict(sorted(nodes), [(groups, first), (again, second)], settings.factor)
+    mine = summarize_rounds(sorted(nodes), [(groups, first), (again, second)], settings.factor)
     agreed = _first(me, "verdict", asdict(mine))
     try:
-        return Verdict(dict(agreed["faulty"]), dict(agreed["slow"]))
+        return NodeCheckResult(dict(agreed["faulty"]), dict(agreed["slow"]))
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"{me.prefix}/verdict is no verdict: {agreed!r:.100}") from exc
 
@@ -96,7 +103,9 @@ def _first(me: _Me, key: str, mine: Any) -> Any:
     return mine if entry is None else _parsed(entry.value, key)
 
 
-def _round(me: _Me, number: int, groups: Groups, nodes: Sequence[str], settings: CheckSettings) -> dict[str, Result]:
+def _round(
+    me: _Me, number: int, groups: Groups, nodes: Sequence[str], settings: NodeCheckSettings
+) -> dict[str, CheckRoundResult]:
     """Do this node's part of a round, then wait for everybody's results, until the time is up."""
     deadline = time.monotonic() + settings.timeout_s
     mine = next((group for group in groups if me.node in group), (me.node,))
@@ -105,7 +114,7 @@ def _round(me: _Me, number: int, groups: Groups, nodes: Sequence[str], settings:
     me.store.put(folder + me.node, json.dumps(asdict(result)).encode())
     # A partner of ours may have waited for a silent node until its own deadline, which began a little later.
     waited = deadline + max(1.0, 0.1 * settings.timeout_s)
-    results: dict[str, Result] = {}
+    results: dict[str, CheckRoundResult] = {}
     while len(results) < len(nodes):
         results = {entry.key.removeprefix(folder): _result(entry.value, entry.key) for entry in me.store.list(folder)}
         if time.monotonic() > waited:
@@ -115,7 +124,7 @@ def _round(me: _Me, number: int, groups: Groups, nodes: Sequence[str], settings:
     return {node: result for node, result in results.items() if node in nodes}
 
 
-def _probe(me: _Me, meet_key: str, group: Sequence[str], deadline: float) -> Result:
+def _probe(me: _Me, meet_key: str, group: Sequence[str], deadline: float) -> CheckRoundResult:
     """Run a probe to its end or the deadline, and tell the partners where to meet."""
     task: dict[str, Any] = {
         "rank": group.index(me.node),
@@ -206,13 +215,13 @@ def _read(pipe: Any, take: Callable[[str], object]) -> None:
         take(line)
 
 
-def _result(value: bytes, where: str) -> Result:
+def _result(value: bytes, where: str) -> CheckRoundResult:
     try:
         fields = dict(_parsed(value, where))
         times = [fields.get(name) for name in ("compute_s", "reduce_s")]
         if any(isinstance(one, bool) or not isinstance(one, (int, float, type(None))) for one in times):
             raise TypeError("a time is not a number")
-        return Result(str(fields.get("device", "cpu")), times[0], times[1], str(fields.get("error", "")))
+        return CheckRoundResult(str(fields.get("device", "cpu")), times[0], times[1], str(fields.get("error", "")))
     except (TypeError, ValueError) as exc:
         raise ProtocolError(f"{where} is no result: {value!r:.100}") from exc
 

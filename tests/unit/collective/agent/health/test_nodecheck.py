@@ -6,22 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.agent.health.node_check.pairing import Groups, Result, Verdict, first_groups, second_groups, verdict
+from edl.collective.agent.health.node_check.pairing import (
+    CheckRoundResult,
+    Groups,
+    NodeCheckResult,
+    first_groups,
+    second_groups,
+    summarize_rounds,
+)
 
-GOOD = Result("cpu", 1.0, 0.1)
+GOOD = CheckRoundResult("cpu", 1.0, 0.1)
 FACTOR = 2.0
 
 
-def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple[Groups, dict[str, Result]]]:
+def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple[Groups, dict[str, CheckRoundResult]]]:
     """Both rounds, where a group with a faulty or silent node fails for all of its members."""
-    rounds: list[tuple[Groups, dict[str, Result]]] = []
+    rounds: list[tuple[Groups, dict[str, CheckRoundResult]]] = []
     groups = first_groups(nodes)
     for _ in range(2):
         results = {}
         for group in groups:
             works = not (faulty | silent) & set(group) or len(group) == 1
             for node in set(group) - silent:
-                results[node] = GOOD if works else Result("cpu", 1.0, None, "could not reduce")
+                results[node] = GOOD if works else CheckRoundResult("cpu", 1.0, None, "could not reduce")
         rounds.append((groups, results))
         groups = second_groups(nodes, results, FACTOR)
     return rounds
@@ -56,34 +63,40 @@ def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
     """One bad node among good ones is named and nobody else."""
     nodes = [f"n{number}" for number in range(count)]
     bad = {nodes[which % count]}
-    found = verdict(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
+    found = summarize_rounds(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
     assert set(found.faulty) == bad
     assert found.slow == {}
 
 
 def test_a_silent_node_among_three_is_named() -> None:
     nodes = list("abc")
-    assert verdict(nodes, simulate(nodes, set(), {"c"}), FACTOR) == Verdict({"c": "no answer"})
+    assert summarize_rounds(nodes, simulate(nodes, set(), {"c"}), FACTOR) == NodeCheckResult({"c": "no answer"})
 
 
 def test_both_of_two_failing_are_named() -> None:
     """Of two that fail together both are named."""
     nodes = list("ab")
-    assert verdict(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(nodes, "could not reduce")
+    assert summarize_rounds(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(
+        nodes, "could not reduce"
+    )
 
 
 def test_slow_node_is_named_by_its_own_time() -> None:
     """A slow node is named by its own time not its partners."""
-    first = {"a": GOOD, "b": Result("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
-    first["a"] = Result("cpu", 1.0, 0.5)  # it waited for b
+    first = {"a": GOOD, "b": CheckRoundResult("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
+    first["a"] = CheckRoundResult("cpu", 1.0, 0.5)  # it waited for b
     again = second_groups("abcd", first, FACTOR)
     assert {frozenset(group) for group in again} in (
         {frozenset("da"), frozenset("cb")},
         {frozenset("ca"), frozenset("db")},
     )
     partner = next(name for group in again if "b" in group for name in group if name != "b")
-    second = {**dict.fromkeys("acd", GOOD), "b": Result("cpu", 3.1, 0.5), partner: Result("cpu", 1.0, 0.5)}
-    found = verdict("abcd", [(first_groups("abcd"), first), (again, second)], FACTOR)
+    second = {
+        **dict.fromkeys("acd", GOOD),
+        "b": CheckRoundResult("cpu", 3.1, 0.5),
+        partner: CheckRoundResult("cpu", 1.0, 0.5),
+    }
+    found = summarize_rounds("abcd", [(first_groups("abcd"), first), (again, second)], FACTOR)
     assert found.faulty == {}
     assert found.slow == {
         "b": "compute on cpu took 3 s, the median of all nodes is 1 s; "
@@ -93,11 +106,15 @@ def test_slow_node_is_named_by_its_own_time() -> None:
 
 def test_slower_of_two_can_be_slow() -> None:
     """Of two nodes the slower one can be slow."""
-    results = {"a": GOOD, "b": Result("cpu", 2.5, 0.1)}
-    assert set(verdict("ab", [(first_groups("ab"), results)], FACTOR).slow) == {"b"}
+    results = {"a": GOOD, "b": CheckRoundResult("cpu", 2.5, 0.1)}
+    assert set(summarize_rounds("ab", [(first_groups("ab"), results)], FACTOR).slow) == {"b"}
 
 
 def test_devices_are_compared_with_alike() -> None:
     """Devices are compared with their like."""
-    results = {"a": Result("cuda", 0.01, 0.1), "b": Result("cuda", 0.01, 0.1), "c": Result("cpu", 9.0, 0.1)}
-    assert verdict("abc", [(first_groups("abc"), results)], FACTOR) == Verdict()
+    results = {
+        "a": CheckRoundResult("cuda", 0.01, 0.1),
+        "b": CheckRoundResult("cuda", 0.01, 0.1),
+        "c": CheckRoundResult("cpu", 9.0, 0.1),
+    }
+    assert summarize_rounds("abc", [(first_groups("abc"), results)], FACTOR) == NodeCheckResult()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edl.collective.agent.health.stragglers import StepTimes, compare, encode
-from edl.collective.agent.health.worker_watch import Stragglers
+from edl.collective.agent.health.worker_watch import StragglerDetector
 from edl.collective.worker_status import Phase, Reading
 from edl.discovery.store import Entry
 
@@ -35,7 +35,7 @@ def windows(slow_rank: int, count: int) -> list[str]:
     """What is said over `count` windows of ten steps of 0.1 s, in which all but one rank wait for 0.06 s."""
     nodes = {"a": range(2), "b": range(2, 4)}
     times = {name: StepTimes() for name in nodes}
-    stragglers, said = Stragglers(), []
+    stragglers, said = StragglerDetector(), []
     for window in range(count + 1):
         entries = []
         for name, ranks in nodes.items():
@@ -72,7 +72,7 @@ def test_a_new_worker_begins_a_new_window() -> None:
 
 def test_other_generations_do_not_count() -> None:
     """Other generations and nonsense do not count."""
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for _ in range(20):
         entries = [
             Entry("a", encode(3, {0: 0.1}), 1),

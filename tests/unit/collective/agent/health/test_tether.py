@@ -16,7 +16,7 @@ from subprocess import DEVNULL, PIPE, Popen
 import pytest
 
 from edl.collective.agent.health import peer_monitor as tether
-from edl.collective.agent.health.peer_monitor import Address, Tethers, neighbours
+from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import Member, State, World
 
 DEADLINE_S = 20.0
@@ -24,8 +24,8 @@ QUIET_S = 0.5
 
 OTHER = """
 import sys, time
-from edl.collective.agent.health.peer_monitor import Tethers
-print(Tethers(sys.argv[1], print).port, flush=True)
+from edl.collective.agent.health.peer_monitor import PeerConnections
+print(PeerConnections(sys.argv[1], print).port, flush=True)
 time.sleep(600)
 """
 
@@ -49,18 +49,18 @@ def gone() -> queue.SimpleQueue[str]:
 
 
 @pytest.fixture
-def tethers(gone: queue.SimpleQueue[str]) -> Iterator[Tethers]:
-    made = Tethers("me", gone.put)
+def tethers(gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
+    made = PeerConnections("me", gone.put)
     yield made
     made.close()
 
 
-def connected(tethers: Tethers, *names: str) -> Callable[[], bool]:
+def connected(tethers: PeerConnections, *names: str) -> Callable[[], bool]:
     return lambda: all(name in tethers._tethers and tethers._tethers[name].proven for name in names)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
-def test_tethers_over_ipv6(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_tethers_over_ipv6(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with other_agent("six") as (process, (_, port)):
         tethers.follow({"six": ("::1", port)})
         wait_for(connected(tethers, "six"))
@@ -82,7 +82,7 @@ def nothing(gone: queue.SimpleQueue[str]) -> bool:
         return True
 
 
-def test_killed_is_gone_stopped_is_not(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_killed_is_gone_stopped_is_not(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """A killed process is gone and one that is stopped is not."""
     with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
         tethers.follow({"a": to_a, "b": to_b})
@@ -96,7 +96,7 @@ def test_killed_is_gone_stopped_is_not(tethers: Tethers, gone: queue.SimpleQueue
         assert nothing(gone), "each is told once"
 
 
-def test_unknown_address_proves_nothing(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_unknown_address_proves_nothing(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """A firewall refuses, another node has 127.0.0.1 for its address, a port belongs to somebody else now."""
     with other_agent("somebody else") as (process, to_other), socket.create_server(("127.0.0.1", 0)) as closed:
         refused = closed.getsockname()[:2]
@@ -108,7 +108,7 @@ def test_unknown_address_proves_nothing(tethers: Tethers, gone: queue.SimpleQueu
         assert nothing(gone)
 
 
-def test_cut_connection_is_made_again(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_cut_connection_is_made_again(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """By something in between: the agent lives. Later it dies, and that is seen."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"a": to_a})
@@ -122,7 +122,7 @@ def test_cut_connection_is_made_again(tethers: Tethers, gone: queue.SimpleQueue[
         assert gone.get(timeout=DEADLINE_S) == "a"
 
 
-def test_unfollowed_peer_is_ignored(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_unfollowed_peer_is_ignored(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """Whoever is not followed any more is nobodys business."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"a": to_a})
@@ -133,7 +133,7 @@ def test_unfollowed_peer_is_ignored(tethers: Tethers, gone: queue.SimpleQueue[st
         assert nothing(gone)
 
 
-def test_strangers_do_no_harm(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_strangers_do_no_harm(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as stranger:
         assert stranger.recv(10) == b"me"
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -149,12 +149,12 @@ def test_ring_ties_to_those_behind() -> None:
         members = tuple(Member(str(rank), "h", 1, 1, rank, tether_port=rank % 9 and 100 + rank) for rank in range(size))
         return World(0, State.RUNNING, members)
 
-    assert neighbours(world(1), 0) == {}
-    assert neighbours(world(3), 1) == {"2": ("h", 102)}, "0 has no port: it is of an older version"
-    assert [*neighbours(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
+    assert choose_peers(world(1), 0) == {}
+    assert choose_peers(world(3), 1) == {"2": ("h", 102)}, "0 has no port: it is of an older version"
+    assert [*choose_peers(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
 
 
-def test_bad_name_harms_nobody(tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_bad_name_harms_nobody(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """Of a node that was told a wrong --local-addr."""
     with other_agent("a") as (process, to_a):
         tethers.follow({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})
@@ -167,7 +167,7 @@ def test_bad_name_harms_nobody(tethers: Tethers, gone: queue.SimpleQueue[str]) -
 
 
 def test_one_refusal_is_not_a_death(
-    tethers: Tethers, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+    tethers: PeerConnections, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands between may begin anew, and refuse until it has."""
     monkeypatch.setattr(tether, "_REFUSED_AGAIN_S", 1.0)  # so that this test need not be quicker than 30 ms

@@ -12,7 +12,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
 
-from edl.collective.agent.health.peer_monitor import Address, Tethers
+from edl.collective.agent.health.peer_monitor import Address, PeerConnections
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
@@ -22,11 +22,11 @@ CA = Authority()
 NAME = "agents.example"
 OTHER = """
 import sys, time
-from edl.collective.agent.health.peer_monitor import Tethers
+from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 ca, cert, key, name = sys.argv[1:]
-print(Tethers("a", print, PeerTLS(Credentials(ca, cert, key, name))).port, flush=True)
+print(PeerConnections("a", print, PeerTLS(Credentials(ca, cert, key, name))).port, flush=True)
 time.sleep(600)
 """
 
@@ -54,13 +54,13 @@ def gone() -> queue.SimpleQueue[str]:
 
 
 @pytest.fixture
-def tethers(tmp_path: Path, gone: queue.SimpleQueue[str]) -> Iterator[Tethers]:
-    made = Tethers("me", gone.put, PeerTLS(credentials(tmp_path / "mine")))
+def tethers(tmp_path: Path, gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
+    made = PeerConnections("me", gone.put, PeerTLS(credentials(tmp_path / "mine")))
     yield made
     made.close()
 
 
-def test_death_is_seen_through_tls(tmp_path: Path, tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
+def test_death_is_seen_through_tls(tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with other_agent(credentials(tmp_path / "a")) as (process, to_a):
         tethers.follow({"a": to_a})
         wait_for(connected(tethers, "a"))
@@ -70,7 +70,9 @@ def test_death_is_seen_through_tls(tmp_path: Path, tethers: Tethers, gone: queue
 
 
 @pytest.mark.parametrize("wrong", ["name", "CA"])
-def test_impostor_is_not_believed(tmp_path: Path, tethers: Tethers, gone: queue.SimpleQueue[str], wrong: str) -> None:
+def test_impostor_is_not_believed(
+    tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str], wrong: str
+) -> None:
     told = credentials(
         tmp_path / "a", "other.example" if wrong == "name" else NAME, Authority() if wrong == "CA" else CA
     )
@@ -82,7 +84,7 @@ def test_impostor_is_not_believed(tmp_path: Path, tethers: Tethers, gone: queue.
         assert nothing(gone), "its death proves nothing of the agent's"
 
 
-def test_strangers_learn_nothing(tethers: Tethers) -> None:
+def test_strangers_learn_nothing(tethers: PeerConnections) -> None:
     with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         heard = b""
@@ -92,15 +94,15 @@ def test_strangers_learn_nothing(tethers: Tethers) -> None:
         assert b"me" not in heard
 
 
-def test_silent_stranger_holds_nobody_up(tmp_path: Path, tethers: Tethers) -> None:
+def test_silent_stranger_holds_nobody_up(tmp_path: Path, tethers: PeerConnections) -> None:
     """It connects, and says nothing: the thread serves others."""
     with socket.create_connection(("127.0.0.1", tethers.port)), other_agent(credentials(tmp_path / "a")) as (_, to_a):
         tethers.follow({"a": to_a})
         wait_for(connected(tethers, "a"))
 
 
-def test_plain_agent_is_not_believed(tmp_path: Path, tethers: Tethers, gone: queue.SimpleQueue[str]) -> None:
-    plain = Tethers("a", gone.put)
+def test_plain_agent_is_not_believed(tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+    plain = PeerConnections("a", gone.put)
     try:
         tethers.follow({"a": ("127.0.0.1", plain.port)})
         wait_for(lambda: "a" in tethers._tethers and bool(tethers._tethers["a"].again_at))

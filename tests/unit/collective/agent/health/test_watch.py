@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from edl.collective.agent.health.worker_watch import (
     HangLimits,
-    Straggler,
-    StragglerRules,
-    Stragglers,
+    StragglerChange,
+    StragglerDetector,
+    StragglerSettings,
     hang,
     own_step_s,
     progress,
@@ -104,41 +104,41 @@ def test_silent_and_waiting_scripts_are_left() -> None:
 
 # --- Stragglers. ---
 
-RULES = StragglerRules(windows=3)
+RULES = StragglerSettings(windows=3)
 
 
 def test_persistent_slowness_is_named_once() -> None:
     """A rank that is slow persistently is named once and cleared once."""
-    watch = Stragglers(RULES)
+    watch = StragglerDetector(RULES)
     slow = {0: 1.0, 1: 1.0, 2: 1.6}
     assert [watch.observe(slow) for _ in range(2)] == [[], []]
-    assert watch.observe(slow) == [Straggler(2, "named", 1.6, 1.0)]
+    assert watch.observe(slow) == [StragglerChange(2, "named", 1.6, 1.0)]
     assert [watch.observe(slow) for _ in range(9)] == [[]] * 9
     between = {0: 1.0, 1: 1.0, 2: 1.3}
     assert [watch.observe(between) for _ in range(9)] == [[]] * 9
     well = {0: 1.0, 1: 1.0, 2: 1.1}
-    assert [watch.observe(well) for _ in range(3)][-1] == [Straggler(2, "cleared", 1.1, 1.0)]
+    assert [watch.observe(well) for _ in range(3)][-1] == [StragglerChange(2, "cleared", 1.1, 1.0)]
     assert watch.named == set()
 
 
 def test_slower_of_two_is_named() -> None:
     """Of two ranks the slower is named and alone nobody is."""
-    watch = Stragglers(RULES)
+    watch = StragglerDetector(RULES)
     assert [str(*watch.observe({0: 0.2, 1: 0.1})) for _ in range(3)][-1] == (
         "rank 0 is slow: 0.2 s of its own a step, the others 0.1 s"
     )
-    assert [Stragglers(RULES).observe({0: 9.0}) for _ in range(9)] == [[]] * 9
+    assert [StragglerDetector(RULES).observe({0: 9.0}) for _ in range(9)] == [[]] * 9
 
 
 @given(st.lists(st.lists(st.floats(0.9, 1.3), min_size=4, max_size=4), max_size=30))
 def test_noise_names_nobody(windows: list[list[float]]) -> None:
-    watch = Stragglers(RULES)
+    watch = StragglerDetector(RULES)
     assert not any(watch.observe(dict(enumerate(own_s))) for own_s in windows)
 
 
 def test_microseconds_do_not_count() -> None:
     """Differences of microseconds do not count."""
-    watch = Stragglers(RULES)
+    watch = StragglerDetector(RULES)
     assert not any(watch.observe({0: 0.001, 1: 0.004}) for _ in range(9))
 
 

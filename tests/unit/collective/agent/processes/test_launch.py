@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import Launch, environment, errors_of, forks
-from edl.collective.agent.membership.rendezvous import Rules
-from edl.collective.agent.processes.zygote import Warm
+from edl.collective.agent.membership.rendezvous import RendezvousSettings
+from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.job_records import Member, State, World
 
 MEMBERS = (
@@ -26,7 +26,13 @@ WORLD = World(5, State.RUNNING, MEMBERS)
 
 
 def launch(workers: int, **changes: object) -> Launch:
-    told = {"warm": Warm("script", "train.py"), "rules": Rules(1, 4), "addr": "10.0.0.2", "max_restarts": 2, **changes}
+    told = {
+        "warm": ProgramSpec("script", "train.py"),
+        "rules": RendezvousSettings(1, 4),
+        "addr": "10.0.0.2",
+        "max_restarts": 2,
+        **changes,
+    }
     return Launch(job="resnet", workers=workers, **told)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ import torch
 
 import edl
 from edl.collective.agent.processes import preload as preload_module
-from edl.collective.agent.processes.preload import fork_hazard, preload
+from edl.collective.agent.processes.preload import find_fork_hazard, preload
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports
 
 ROOTS = ("torch", "numpy", "edl")
@@ -252,4 +252,4 @@ def test_a_poisoned_cuda_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = os.getpid()
     monkeypatch.setattr(torch._C, "_cuda_isInBadFork", lambda: os.getpid() != parent, raising=False)
     assert not preload_module._is_cuda_poisoned(), "in the process itself CUDA works"
-    assert fork_hazard() == "uses CUDA"
+    assert find_fork_hazard() == "uses CUDA"

@@ -144,7 +144,7 @@ def test_call_returns_its_result() -> None:
     assert threads[0].daemon, "it would keep a process from ending"
 
 
-def test_cancelled_await_leaves_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_await_leaves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     go_on = threading.Event()

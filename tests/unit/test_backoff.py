@@ -26,7 +26,7 @@ def test_jitter_shortens_waits_by_its_share() -> None:
     assert len(set(waits)) > 100, "processes that failed together come back together"
 
 
-def test_failures_without_end_do_not_overflow() -> None:
+def test_endless_failures_do_not_overflow() -> None:
     backoff = Backoff(0.1, 2.0)
     backoff.failures = 5000
     assert backoff.next_wait_s() == 2.0

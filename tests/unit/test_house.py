@@ -19,7 +19,6 @@ from tests import house
 from tests.unit.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_TEST_NAME = 40  # with its file's name it then fits a line of pytest's report
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("EDL_")}
 
 
@@ -69,7 +68,8 @@ def test_generated_protocol_is_up_to_date(tmp_path: Path, name: str) -> None:
     )
 
 
-def test_the_version_is_said_once_and_the_same_everywhere() -> None:
+def test_version_is_the_same_everywhere() -> None:
+    """The version is said once and the same everywhere."""
     pyproject = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r'^version = "(.+)"$', pyproject, re.MULTILINE)
     assert declared is not None
@@ -78,7 +78,7 @@ def test_the_version_is_said_once_and_the_same_everywhere() -> None:
     assert f"## {edl.__version__}" in changelog
 
 
-def test_the_wheel_has_everything_and_nothing_else(tmp_path: Path) -> None:
+def test_wheel_has_exactly_the_sources(tmp_path: Path) -> None:
     python("-m", "pip", "wheel", "-qq", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -105,7 +105,7 @@ def _sources(package: Path) -> set[str]:
     }
 
 
-def test_the_constraints_cover_what_is_declared() -> None:
+def test_constraints_cover_what_is_declared() -> None:
     """Every package named in pyproject.toml is pinned, or the tests run with whatever is newest that day."""
     text = (ROOT / "pyproject.toml").read_text()
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
@@ -204,14 +204,12 @@ def test_groups_of_tests_name_files() -> None:
 
 def test_tests_have_short_names() -> None:
     """The detail goes into the message of an assertion, or into a docstring."""
-    short = ("tests/unit/collective", "tests/integration")
     long = [
         f"{path.relative_to(ROOT)}: {node.name}"
-        for folder in short
-        for path in sorted((ROOT / folder).rglob("*.py"))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name.startswith("test_")
-        and len(node.name) > LONGEST_TEST_NAME
+        and len(node.name) > house.MOST_NAME_CHARS
     ]
-    assert not long, f"more than {LONGEST_TEST_NAME} characters: {long}"
+    assert not long, f"more than {house.MOST_NAME_CHARS} characters: {long}"

@@ -47,7 +47,7 @@ def load(module: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("module", sorted(PUBLIC))
-def test_a_public_module_offers_exactly_these_names(module: str) -> None:
+def test_public_module_offers_these_names(module: str) -> None:
     found = load(module)
     assert sorted(found.__all__) == sorted(PUBLIC[module])
     for name in PUBLIC[module]:
@@ -60,7 +60,8 @@ def test_every_subpackage_is_pinned_here() -> None:
 
 
 @pytest.mark.parametrize("module", sorted(PUBLIC))
-def test_a_public_module_and_what_it_offers_are_explained(module: str) -> None:
+def test_public_names_are_explained(module: str) -> None:
+    """A public module and what it offers are explained."""
     found = load(module)
     assert found.__doc__
     for name in PUBLIC[module]:

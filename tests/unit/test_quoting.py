@@ -12,7 +12,7 @@ from edl.quoting import listed, quote, shown
 NASTY = "ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\0\u202egnp.exe\u2028\x85\ud800"
 
 
-def test_escapes_and_line_breaks_are_written_out() -> None:
+def test_escapes_and_breaks_are_written_out() -> None:
     assert shown(NASTY) == (r"ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\x00\u202egnp.exe\u2028\x85\ud800"), (
         "a reader sees what was sent, and a terminal does nothing"
     )

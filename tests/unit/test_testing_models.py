@@ -16,7 +16,7 @@ from edl.testing import models
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 
-def test_answers_are_made_from_their_own_rows() -> None:
+def test_answers_come_from_their_own_rows() -> None:
     np.testing.assert_array_equal(models.echo(scale=2)({"x": X})["y"], 2 * X)
     np.testing.assert_array_equal(models.linear()({"x": X})["y"], X @ np.arange(16, dtype=np.float32).reshape(4, 4))
     np.testing.assert_array_equal(models.fingerprint()({"x": X})["y"], models.fingerprint_of(X))
@@ -34,7 +34,8 @@ def test_answers_are_made_from_their_own_rows() -> None:
         elements=st.integers(0, 200),
     )
 )
-def test_fingerprints_tell_rows_apart_whatever_batch_they_are_in(rows: np.ndarray) -> None:
+def test_fingerprints_tell_rows_apart(rows: np.ndarray) -> None:
+    """Fingerprints tell rows apart whatever batch they are in."""
     prints = models.fingerprint_of(rows)
     for index, row in enumerate(rows):
         np.testing.assert_array_equal(models.fingerprint_of(row[None])[0], prints[index])
@@ -42,7 +43,8 @@ def test_fingerprints_tell_rows_apart_whatever_batch_they_are_in(rows: np.ndarra
         np.testing.assert_array_equal((prints == prints[index]).all(axis=1), same)
 
 
-def test_fingerprints_survive_float16_and_see_every_byte() -> None:
+def test_fingerprints_survive_float16() -> None:
+    """Fingerprints survive float16 and see every byte."""
     rows = np.random.default_rng(0).integers(0, 256, (500, 3 * 32 * 32), np.uint8)
     prints = models.fingerprint_of(rows)
     np.testing.assert_array_equal(prints.astype(np.float16).astype(np.float32), prints)

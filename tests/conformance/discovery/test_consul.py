@@ -27,7 +27,7 @@ pytestmark = pytest.mark.consul
 TOKEN = "0b3c9a52-8f5e-4f8e-9b52-3d1c6f9a7e11"
 
 
-def test_a_teacher_is_an_ordinary_service_of_consul(consul_agent: ConsulAgent, service: str) -> None:
+def test_teacher_is_an_ordinary_service(consul_agent: ConsulAgent, service: str) -> None:
     instance = Instance(
         service, "gpu-7:0", "127.0.0.1", 8001, 2.5, "draining", "digits", tags=("fast",), meta={"zone": "b"}
     )
@@ -71,7 +71,7 @@ def _srv_port(dns_port: int, name: str) -> int | None:
     return int(priority_weight_port[2])
 
 
-def test_services_that_others_registered_are_seen(consul_agent: ConsulAgent, service: str) -> None:
+def test_foreign_services_are_seen(consul_agent: ConsulAgent, service: str) -> None:
     consul_agent.ask("/v1/agent/service/register", "PUT", {"Name": service, "ID": f"{service}-1", "Port": 8001})
     try:
         with open_registry(consul_agent.url) as registry:
@@ -101,7 +101,8 @@ def test_odd_names_of_others_are_left_out(consul_agent: ConsulAgent, service: st
             consul_agent.ask(f"/v1/agent/service/deregister/{number}", "PUT")
 
 
-def test_what_was_registered_survives_a_restart_that_keeps_its_data(consul_agent: ConsulAgent, service: str) -> None:
+def test_registrations_survive_a_restart(consul_agent: ConsulAgent, service: str) -> None:
+    """What was registered survives a restart that keeps its data."""
     with (
         open_registry(consul_agent.url) as registry,
         open_store(consul_agent.url) as store,
@@ -127,9 +128,7 @@ def test_what_was_registered_survives_a_restart_that_keeps_its_data(consul_agent
         assert not lease.lost
 
 
-def test_watching_asks_nothing_while_nothing_changes(
-    consul_agent: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_watch_asks_nothing(consul_agent: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from edl.discovery.consul.transport import ConsulTransport
 
     paths: list[str] = []
@@ -147,7 +146,8 @@ def test_watching_asks_nothing_while_nothing_changes(
         assert len(paths) <= 3, paths
 
 
-def test_an_agent_that_is_not_there_is_an_error_and_not_an_empty_answer(service: str) -> None:
+def test_missing_agent_is_an_error(service: str) -> None:
+    """An agent that is not there is an error and not an empty answer."""
     url = f"consul://127.0.0.1:{free_ports(1)[0]}"
     with open_registry(url) as registry, open_store(url) as store, registry.watch(service) as watch:
         for call in (
@@ -166,9 +166,8 @@ def test_an_agent_that_is_not_there_is_an_error_and_not_an_empty_answer(service:
         assert "cannot be reached" in snapshot.stale
 
 
-def test_an_agent_that_hangs_is_an_error_in_time_and_nothing_waits_for_it(
-    consul_agent: ConsulAgent, service: str
-) -> None:
+def test_hanging_agent_is_an_error_in_time(consul_agent: ConsulAgent, service: str) -> None:
+    """An agent that hangs is an error in time, and nothing waits for it."""
     registry, store = open_registry(consul_agent.url, timeout_s=0.5), open_store(consul_agent.url, timeout_s=0.5)
     registration, watch = registry.register(teacher(service)), registry.watch(service)
     assert watch.get(10) is not None
@@ -190,7 +189,8 @@ def test_an_agent_that_hangs_is_an_error_in_time_and_nothing_waits_for_it(
         os.kill(consul_agent.pid, signal.SIGCONT)
 
 
-def test_servers_that_are_away_behind_a_living_agent_are_an_outage_too(tmp_path: Path, service: str) -> None:
+def test_missing_servers_are_an_outage(tmp_path: Path, service: str) -> None:
+    """Servers that are away behind a living agent are an outage too."""
     server = ConsulAgent(tmp_path / "server", {"node_name": "server"})
     try:
         server.start()
@@ -257,7 +257,7 @@ class _Nonsense(BaseHTTPRequestHandler):
         pass
 
 
-def test_something_that_is_not_consul_is_an_error(service: str) -> None:
+def test_foreign_server_is_an_error(service: str) -> None:
     server = HTTPServer(("127.0.0.1", 0), _Nonsense)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -298,9 +298,10 @@ def agent_with_acl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsulA
         agent.kill()
 
 
-def test_the_token_opens_an_agent_with_acls_and_is_shown_nowhere(
+def test_token_opens_acls_and_is_not_shown(
     agent_with_acl: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The token opens an agent with ACLs and is shown nowhere."""
     caplog.set_level(logging.DEBUG)
     shown = []
     monkeypatch.setenv("CONSUL_HTTP_TOKEN", TOKEN)
@@ -442,7 +443,7 @@ def agent_with_tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[C
         agent.kill()
 
 
-def test_tls_is_spoken_with_consul_s_own_variables(
+def test_tls_follows_consuls_variables(
     agent_with_tls: tuple[ConsulAgent, Path], service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, folder = agent_with_tls

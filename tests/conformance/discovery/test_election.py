@@ -17,7 +17,8 @@ Start = Callable[..., Member]
 pytestmark = pytest.mark.stores
 
 
-def test_exactly_one_leads_and_the_next_follows_when_it_steps_down(store: Store, service: str) -> None:
+def test_single_leader_hands_over_on_resign(store: Store, service: str) -> None:
+    """Exactly one leads and the next follows when it steps down."""
     candidates = {str(number).encode(): store.elect(service, str(number).encode()) for number in range(3)}
     for left in (3, 2, 1):
         assert eventually(lambda: any(candidate.is_leader for candidate in candidates.values()))
@@ -33,7 +34,7 @@ def test_exactly_one_leads_and_the_next_follows_when_it_steps_down(store: Store,
         assert last.wait(20)
 
 
-def test_a_candidate_waits_as_long_as_it_is_told(store: Store, service: str) -> None:
+def test_campaign_ends_with_its_deadline(store: Store, service: str) -> None:
     with store.elect(service, b"1") as first:
         assert first.wait(20)
         with store.elect(service, b"2") as second:
@@ -57,7 +58,8 @@ def test_a_store_is_closed_under_an_election(store: Store, service: str) -> None
             thread.join()
 
 
-def test_somebody_who_deletes_the_key_deposes_the_leader(store: Store, service: str) -> None:
+def test_deleting_the_key_deposes_the_leader(store: Store, service: str) -> None:
+    """Somebody who deletes the key deposes the leader."""
     with store.elect(service, b"1", 2.0) as election:
         assert election.wait(20)
         key = f"elections/{service}"
@@ -68,7 +70,8 @@ def test_somebody_who_deletes_the_key_deposes_the_leader(store: Store, service: 
         assert eventually(lambda: election.is_leader)
 
 
-def test_one_of_two_processes_wins_and_the_other_follows_a_kill(store: Store, service: str, member: Start) -> None:
+def test_killed_leader_is_followed(store: Store, service: str, member: Start) -> None:
+    """One of two processes wins and the other follows a kill."""
     candidates = [member("elect", service, str(number), "0.6") for number in range(2)]
     assert [candidate.hear() for candidate in candidates] == ["ready"] * 2
     key = f"elections/{service}"
@@ -83,9 +86,8 @@ def test_one_of_two_processes_wins_and_the_other_follows_a_kill(store: Store, se
     assert eventually(lambda: candidates[1 - first].ask("?") == "leader")
 
 
-def test_a_leader_paused_past_its_lease_is_deposed_and_campaigns_again(
-    store: Store, service: str, member: Start
-) -> None:
+def test_paused_leader_campaigns_again(store: Store, service: str, member: Start) -> None:
+    """A leader paused past its lease is deposed and campaigns again."""
     process = member("elect", service, "paused", "2.0")
     assert process.hear() == "ready"
     assert eventually(lambda: process.ask("?") == "leader")

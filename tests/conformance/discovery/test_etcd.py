@@ -86,7 +86,7 @@ class TestServer:
             assert election.is_leader
             assert eventually(lambda: not registration.error)
 
-    def test_watching_asks_nothing_without_change(
+    def test_quiet_watch_asks_nothing(
         self, etcd_server: EtcdServer, service: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[object] = []
@@ -136,7 +136,7 @@ class TestServer:
             for key in foreign:
                 etcd_server.ctl("del", key)
 
-    def test_lapsed_lease_of_etcds_writes_nothing(self, etcd_server: EtcdServer, service: str) -> None:
+    def test_lapsed_etcd_lease_writes_nothing(self, etcd_server: EtcdServer, service: str) -> None:
         with open_store(etcd_server.url) as store, store.lease(60.0) as lease:
             etcd_server.ctl("lease", "revoke", f"{lease.claim.number:x}")  # type: ignore[attr-defined]
             with pytest.raises(LeaseLostError):

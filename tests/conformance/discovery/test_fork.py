@@ -7,7 +7,8 @@ from collections.abc import Callable
 from tests.conformance.discovery.processes import Member
 
 
-def test_a_forked_child_is_refused_and_the_parent_goes_on(service: str, member: Callable[..., Member]) -> None:
+def test_forked_child_is_refused(service: str, member: Callable[..., Member]) -> None:
+    """A forked child is refused and the parent goes on."""
     process = member("fork", service)
     refused = {}
     while (line := process.hear()) != "closed":

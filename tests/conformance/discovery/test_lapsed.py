@@ -17,7 +17,7 @@ def lapsed(snapshot: Snapshot) -> list[str]:
     return [instance.id for instance in snapshot.lapsed]
 
 
-def test_who_died_is_lapsed_and_who_left_is_not(registry: Registry, service: str, member: Start) -> None:
+def test_only_the_dead_are_lapsed(registry: Registry, service: str, member: Start) -> None:
     dead, left = member("register", service, "dead", "0.6"), member("register", service, "left", "0.6")
     assert [dead.hear(), left.hear()] == ["ready", "ready"]
     with registry.watch(service) as watch:

@@ -12,7 +12,8 @@ from edl.errors import DiscoveryError
 from tests.conformance.discovery.backends import Backend, eventually, teacher
 
 
-def test_registrations_and_watches_recover_and_teachers_are_kept_meanwhile(backend: Backend, service: str) -> None:
+def test_registry_recovers_keeping_teachers(backend: Backend, service: str) -> None:
+    """Registrations and watches recover, and teachers are kept meanwhile."""
     history: list[Snapshot] = []
     with (
         open_registry(backend.url, timeout_s=2.0) as theirs,
@@ -51,9 +52,7 @@ def test_registrations_and_watches_recover_and_teachers_are_kept_meanwhile(backe
         assert watch.get(0.5) is None
 
 
-def test_who_does_not_come_back_is_dropped_in_the_end(
-    backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_teacher_is_dropped_at_last(backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edl.discovery.backend.blocking_watch.WAIT_S", 120.0)  # patience ends without a change
     with open_registry(backend.url) as registry, registry.watch(service) as watch:
         registration = registry.register(teacher(service), 2.0)
@@ -74,7 +73,8 @@ def test_who_does_not_come_back_is_dropped_in_the_end(
 
 
 @pytest.mark.stores
-def test_leases_are_lost_elections_are_held_again_and_watches_recover(backend: Backend, service: str) -> None:
+def test_store_recovers_with_new_elections(backend: Backend, service: str) -> None:
+    """Leases are lost, elections are held again, and watches recover."""
     with (
         open_store(backend.url, timeout_s=2.0) as store,
         store.watch(f"{service}/") as watch,

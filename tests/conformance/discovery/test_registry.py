@@ -36,7 +36,8 @@ def seen(watch: Watch, wanted: list[str], timeout_s: float = 20.0) -> Snapshot:
     raise AssertionError(f"expected {wanted}, last seen was {snapshot}")
 
 
-def test_a_watcher_sees_a_registration_its_change_and_its_end(registry: Registry, service: str) -> None:
+def test_watch_sees_start_change_and_end(registry: Registry, service: str) -> None:
+    """A watcher sees a registration, its change and its end."""
     with registry.watch(service) as watch:
         assert watch.get(10) == Snapshot(service, ())
         with registry.register(teacher(service)) as registration:
@@ -49,7 +50,8 @@ def test_a_watcher_sees_a_registration_its_change_and_its_end(registry: Registry
         assert watch.get(0.3) is None
 
 
-def test_a_registration_is_seen_elsewhere_well_within_a_second(backend: Backend, service: str) -> None:
+def test_registration_is_seen_in_a_second(backend: Backend, service: str) -> None:
+    """A registration is seen elsewhere well within a second."""
     with open_registry(backend.url) as theirs, open_registry(backend.url) as ours, theirs.watch(service) as watch:
         assert watch.get(10) is not None
         delays = []
@@ -81,7 +83,8 @@ def test_an_instance_comes_back_as_it_was(registry: Registry, service: str, inst
         assert eventually(lambda: registry.snapshot(service).instances) == (instance,)
 
 
-def test_several_instances_are_sorted_and_services_are_listed(registry: Registry, service: str) -> None:
+def test_instances_sorted_services_listed(registry: Registry, service: str) -> None:
+    """Several instances are sorted and services are listed."""
     other = f"{service}-other"
     assert registry.snapshot(service) == Snapshot(service, ())
     with (
@@ -96,7 +99,9 @@ def test_several_instances_are_sorted_and_services_are_listed(registry: Registry
     assert eventually(lambda: service not in registry.services())
 
 
-def test_of_two_with_one_id_the_later_counts_and_neither_removes_the_other(registry: Registry, service: str) -> None:
+def test_later_registration_of_an_id_counts(registry: Registry, service: str) -> None:
+    """Of two with one id the later counts, and neither removes the other."""
+
     def port() -> list[int]:
         return [instance.port for instance in registry.snapshot(service).instances]
 
@@ -114,7 +119,7 @@ def test_of_two_with_one_id_the_later_counts_and_neither_removes_the_other(regis
     assert eventually(lambda: port() == [])
 
 
-def test_a_killed_process_is_gone_when_its_lease_is(registry: Registry, service: str, member: Start) -> None:
+def test_killed_process_goes_with_its_lease(registry: Registry, service: str, member: Start) -> None:
     process = member("register", service, "a", "0.6")
     assert process.hear() == "ready"
     with registry.watch(service) as watch:
@@ -125,9 +130,8 @@ def test_a_killed_process_is_gone_when_its_lease_is(registry: Registry, service:
         assert time.monotonic() - killed < 10.0
 
 
-def test_a_process_paused_past_its_lease_registers_again_by_itself(
-    registry: Registry, service: str, member: Start
-) -> None:
+def test_paused_process_registers_again(registry: Registry, service: str, member: Start) -> None:
+    """A process paused past its lease registers again by itself."""
     process = member("register", service, "a", "0.6")
     assert process.hear() == "ready"
     with registry.watch(service) as watch:
@@ -150,9 +154,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_nonsense_is_left_out_with_the_reason_and_logged_once(
+def test_nonsense_is_dropped_and_logged_once(
     backend: Backend, registry: Registry, service: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nonsense is left out with the reason, and logged once."""
     caplog.set_level(logging.WARNING, "edl.discovery")
     with registry.watch(service) as watch, registry.register(teacher(service, "good")):
         seen(watch, ["good"])
@@ -175,7 +180,8 @@ def test_nonsense_is_left_out_with_the_reason_and_logged_once(
     assert len(logged) == len(planted), logged
 
 
-def test_a_watcher_that_falls_behind_gets_the_newest_only(registry: Registry, service: str) -> None:
+def test_slow_watch_gets_the_newest_only(registry: Registry, service: str) -> None:
+    """A watcher that falls behind gets the newest only."""
     with registry.watch(service) as slow, registry.watch(service) as quick:
         assert slow.get(10) == Snapshot(service, ())
         with registry.register(teacher(service)) as registration:
@@ -187,7 +193,7 @@ def test_a_watcher_that_falls_behind_gets_the_newest_only(registry: Registry, se
             assert slow.get(0.3) is None
 
 
-def test_closing_from_another_thread_ends_get(registry: Registry, service: str) -> None:
+def test_closing_elsewhere_ends_get(registry: Registry, service: str) -> None:
     watch = registry.watch(service)
     assert watch.get(10) is not None
     threading.Timer(0.2, watch.close).start()
@@ -197,7 +203,8 @@ def test_closing_from_another_thread_ends_get(registry: Registry, service: str) 
     assert time.monotonic() - begun < 5.0
 
 
-def test_closing_the_registry_deregisters_ends_watches_and_refuses_more(backend: Backend, service: str) -> None:
+def test_closed_registry_refuses_more(backend: Backend, service: str) -> None:
+    """Closing the registry deregisters, ends watches, and refuses more."""
     with open_registry(backend.url) as onlooker:
         registry = open_registry(backend.url)
         registration = registry.register(teacher(service))
@@ -219,7 +226,7 @@ def test_closing_the_registry_deregisters_ends_watches_and_refuses_more(backend:
             call()
 
 
-def test_what_no_registry_could_hand_out_is_refused(registry: Registry, service: str) -> None:
+def test_impossible_instances_are_refused(registry: Registry, service: str) -> None:
     with registry.register(teacher(service)) as registration:
         with pytest.raises(SettingsError, match="capacity"):
             registration.update(teacher(service, capacity=-1.0))

@@ -55,7 +55,7 @@ def test_a_file_that_is_no_database_is_named(path: Path, url: str) -> None:
     assert path.read_bytes() == content
 
 
-def test_another_program_s_database_is_left_alone(path: Path, url: str) -> None:
+def test_foreign_database_is_left_alone(path: Path, url: str) -> None:
     with raw(path) as connection:
         connection.execute("CREATE TABLE precious (x)")
     with pytest.raises(SettingsError, match="another program's database"):
@@ -72,7 +72,7 @@ def test_a_newer_format_is_refused(path: Path, url: str) -> None:
         open_registry(url)
 
 
-def test_paths_that_cannot_be_files_are_named(tmp_path: Path) -> None:
+def test_impossible_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     with pytest.raises(SettingsError, match=r"file/x\.sqlite: its folder cannot be made"):
@@ -95,7 +95,7 @@ except SettingsError as exc:
 """
 
 
-def test_a_file_that_this_user_may_not_write_is_named() -> None:
+def test_unwritable_file_is_named() -> None:
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
         path = Path(folder) / "discovery.sqlite"
         open_registry(f"sqlite:///{path}").close()
@@ -122,7 +122,7 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str) -> None:
         registration.close()
 
 
-def test_a_lease_of_a_clock_that_started_again_is_over(path: Path, url: str) -> None:
+def test_lease_of_an_earlier_boot_is_over(path: Path, url: str) -> None:
     with (
         open_registry(url) as registry,
         registry.register(teacher("digits", "often"), 0.6),
@@ -173,7 +173,8 @@ def test_wall_clock_jumps_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatc
             assert registry.snapshot("digits").instances
 
 
-def test_a_writer_that_never_ends_is_an_error_and_not_a_hang(path: Path, url: str) -> None:
+def test_endless_writer_is_an_error(path: Path, url: str) -> None:
+    """A writer that never ends is an error and not a hang."""
     with open_store(url, timeout_s=0.3) as store:
         store.put("a", b"1")
         with raw(path) as connection:
@@ -197,7 +198,8 @@ def test_watching_costs_next_to_nothing(url: str) -> None:
         assert time.process_time() - begun < 0.2, "a watch polls ten times a second, it does not spin"
 
 
-def test_a_deleted_file_is_made_again_and_everybody_meets_there(path: Path, url: str) -> None:
+def test_deleted_file_is_made_again_for_all(path: Path, url: str) -> None:
+    """A deleted file is made again and everybody meets there."""
     with (
         open_registry(url) as one,
         open_registry(url) as two,
@@ -215,7 +217,8 @@ def test_a_deleted_file_is_made_again_and_everybody_meets_there(path: Path, url:
         assert eventually(lambda: lease.lost), "a lease is not made again"
 
 
-def test_leaving_a_deleted_file_does_not_harm_its_successor(path: Path, url: str) -> None:
+def test_leaving_a_deleted_file_is_harmless(path: Path, url: str) -> None:
+    """Leaving a deleted file does not harm its successor."""
     with open_store(url) as store:
         store.put("old", b"1")
         remove_database(path)
@@ -233,7 +236,7 @@ def test_leaving_a_deleted_file_does_not_harm_its_successor(path: Path, url: str
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_many_processes_make_the_file_at_once(url: str) -> None:
+def test_processes_make_the_file_at_once(url: str) -> None:
     members = [Member(url, "register", "digits", f"m{number}", "5") for number in range(4)]
     try:
         assert [member.hear() for member in members] == ["ready"] * 4
@@ -244,7 +247,7 @@ def test_many_processes_make_the_file_at_once(url: str) -> None:
             member.end()
 
 
-def test_killing_writers_at_any_moment_damages_nothing(path: Path, url: str) -> None:
+def test_killed_writers_damage_nothing(path: Path, url: str) -> None:
     chance = random.Random(3)
     with open_store(url) as store:
         store.put("count", b"0")

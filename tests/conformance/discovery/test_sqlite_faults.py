@@ -112,7 +112,7 @@ def test_a_fault_is_borne_and_then_forgotten(fault: str, tmp_path: Path) -> None
     assert done.stdout.splitlines()[-1:] == ["borne"], done.stdout + done.stderr
 
 
-def test_a_folder_that_vanishes_is_made_again(tmp_path: Path) -> None:
+def test_vanished_folder_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     url = f"sqlite:///{folder}/discovery.sqlite"
     with open_registry(url) as registry, registry.register(teacher("s"), 0.6), registry.watch("s") as watch:

@@ -31,7 +31,7 @@ def seen(watch: StoreWatch, wanted: dict[str, bytes], timeout_s: float = 20.0) -
     raise AssertionError(f"expected {wanted}, last seen was {snapshot}")
 
 
-def test_values_are_put_read_listed_and_deleted(store: Store, folder: str) -> None:
+def test_put_get_list_and_delete(store: Store, folder: str) -> None:
     key = f"{folder}a"
     assert store.get(key) is None
     assert store.list(folder) == []
@@ -61,13 +61,15 @@ def test_values_are_bytes(store: Store, folder: str, value: bytes) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", ".", "a/../b", "a\nb", "x" * 600])
-def test_keys_that_some_store_could_not_hold_are_refused(store: Store, key: str) -> None:
+def test_impossible_keys_are_refused(store: Store, key: str) -> None:
+    """Keys that some store could not hold are refused."""
     for call in (store.get, store.delete, lambda key: store.put(key, b"")):
         with pytest.raises(SettingsError, match="key"):
             call(key)
 
 
-def test_values_that_are_too_large_or_no_bytes_are_refused(store: Store, folder: str) -> None:
+def test_large_values_and_no_bytes_refused(store: Store, folder: str) -> None:
+    """Values that are too large, or no bytes, are refused."""
     with pytest.raises(SettingsError, match=r"262,144 bytes"):
         store.put(f"{folder}a", b"x" * (MAX_VALUE_BYTES + 1))
     with pytest.raises(SettingsError, match="must be bytes"):
@@ -79,7 +81,8 @@ def test_values_that_are_too_large_or_no_bytes_are_refused(store: Store, folder:
 
 
 @pytest.mark.parametrize("leased", [False, True])
-def test_compare_and_set_writes_only_over_the_version_that_was_named(store: Store, folder: str, leased: bool) -> None:
+def test_compare_and_set_needs_the_version(store: Store, folder: str, leased: bool) -> None:
+    """Compare-and-set writes only over the version that was named."""
     key = f"{folder}a"
     with store.lease() as lease:
         held = lease if leased else None
@@ -117,7 +120,8 @@ def test_versions_grow_over_a_deletion(store: Store, folder: str) -> None:
     assert after.version > before.version, "whoever compares with the old version would overwrite the new value"
 
 
-def test_a_lease_takes_its_keys_with_it_and_leaves_the_others(store: Store, folder: str) -> None:
+def test_lease_takes_only_its_own_keys(store: Store, folder: str) -> None:
+    """A lease takes its keys with it and leaves the others."""
     with store.watch(folder) as watch:
         seen(watch, {})
         store.put(f"{folder}stays", b"s")
@@ -131,7 +135,8 @@ def test_a_lease_takes_its_keys_with_it_and_leaves_the_others(store: Store, fold
         seen(watch, {f"{folder}stays": b"s"})
 
 
-def test_a_lease_outlives_its_length_while_it_is_renewed(store: Store, folder: str) -> None:
+def test_renewed_lease_outlives_its_length(store: Store, folder: str) -> None:
+    """A lease outlives its length while it is renewed."""
     with store.lease(3.0) as lease:
         entry = store.put(f"{folder}a", b"1", lease)
         time.sleep(3.6)
@@ -139,7 +144,8 @@ def test_a_lease_outlives_its_length_while_it_is_renewed(store: Store, folder: s
         assert store.get(f"{folder}a") == entry
 
 
-def test_a_key_under_a_lease_is_written_with_that_lease_only(store: Store, folder: str) -> None:
+def test_leased_key_needs_its_lease(store: Store, folder: str) -> None:
+    """A key under a lease is written with that lease only."""
     key = f"{folder}a"
     with store.lease() as mine, store.lease() as theirs:
         entry = store.put(key, b"1", mine)
@@ -183,7 +189,8 @@ def test_a_killed_process_s_lease_expires(store: Store, folder: str, member: Sta
         assert store.get(f"{folder}a") is None
 
 
-def test_a_lease_that_lapsed_in_a_paused_process_is_lost_for_good(store: Store, folder: str, member: Start) -> None:
+def test_lapsed_lease_is_lost_for_good(store: Store, folder: str, member: Start) -> None:
+    """A lease that lapsed in a paused process is lost for good."""
     key = f"{folder}a"
     process = member("hold", key, "2.0")
     assert process.hear() == "ready"
@@ -199,7 +206,8 @@ def test_a_lease_that_lapsed_in_a_paused_process_is_lost_for_good(store: Store, 
         assert store.get(key) == mine
 
 
-def test_of_processes_that_race_for_a_key_exactly_one_wins(store: Store, folder: str, member: Start) -> None:
+def test_race_for_a_key_has_one_winner(store: Store, folder: str, member: Start) -> None:
+    """Of processes that race for a key exactly one wins."""
     racers = [member("race", folder, "30") for _ in range(3)]
     assert [racer.hear() for racer in racers] == ["ready"] * 3
     for racer in racers:
@@ -213,7 +221,7 @@ def test_of_processes_that_race_for_a_key_exactly_one_wins(store: Store, folder:
             assert entry.value == str(racer.process.pid).encode()
 
 
-def test_no_increment_by_compare_and_set_is_lost(store: Store, folder: str, member: Start) -> None:
+def test_no_increment_is_lost(store: Store, folder: str, member: Start) -> None:
     key = f"{folder}count"
     store.put(key, b"0")
     adders = [member("add", key, "25") for _ in range(3)]
@@ -226,7 +234,8 @@ def test_no_increment_by_compare_and_set_is_lost(store: Store, folder: str, memb
     assert entry.value == b"75"
 
 
-def test_a_prefix_is_followed_and_the_newest_state_is_all_that_is_kept(store: Store, folder: str) -> None:
+def test_prefix_watch_keeps_the_newest_state(store: Store, folder: str) -> None:
+    """A prefix is followed and the newest state is all that is kept."""
     with store.watch(f"{folder}a") as watch, store.watch(folder) as slow:
         assert watch.get(10) == StoreSnapshot({})
         assert slow.get(10) == StoreSnapshot({})
@@ -240,7 +249,7 @@ def test_a_prefix_is_followed_and_the_newest_state_is_all_that_is_kept(store: St
         assert slow.get(0.3) is None
 
 
-def test_closing_from_another_thread_ends_get(store: Store, folder: str) -> None:
+def test_closing_elsewhere_ends_get(store: Store, folder: str) -> None:
     watch = store.watch(folder)
     assert watch.get(10) is not None
     threading.Timer(0.2, watch.close).start()
@@ -250,7 +259,8 @@ def test_closing_from_another_thread_ends_get(store: Store, folder: str) -> None
     assert time.monotonic() - begun < 5.0
 
 
-def test_closing_the_store_revokes_its_leases_and_refuses_more(backend: Backend, folder: str) -> None:
+def test_closed_store_refuses_more(backend: Backend, folder: str) -> None:
+    """Closing the store revokes its leases and refuses more."""
     with open_store(backend.url) as onlooker:
         store = open_store(backend.url)
         lease = store.lease()

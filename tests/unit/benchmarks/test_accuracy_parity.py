@@ -20,7 +20,8 @@ SIZE = Size(train=1000, test=100, epochs=3, batch=32, changes=6)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_trace_changes_the_world_each_time_and_trains_every_sample(seed: int) -> None:
+def test_trace_trains_every_sample(seed: int) -> None:
+    """A trace changes the world each time and trains every sample."""
     stays = trace(seed, SIZE)
     assert trace(seed, SIZE) == stays
     assert {stay.world for stay in stays} <= {1, 2, 3, 4}
@@ -43,7 +44,7 @@ def test_differences_of_twins_are_compared() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_pictures_come_from_a_folder_or_an_archive(tmp_path: Path, packed: bool) -> None:
+def test_pictures_of_folder_or_archive(tmp_path: Path, packed: bool) -> None:
     for part, count in (("train", 2), ("test", 1)):
         for label in range(10):
             folder = tmp_path / "pictures" / part / f"kind{label}"
@@ -67,6 +68,6 @@ def test_pictures_come_from_a_folder_or_an_archive(tmp_path: Path, packed: bool)
         load_pictures(path, 30, 10)
 
 
-def test_missing_pictures_are_told_with_the_remedy(tmp_path: Path) -> None:
+def test_missing_pictures_name_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="pass --data"):
         find_pictures(tmp_path / "nothing")

@@ -23,7 +23,8 @@ def write(folder: Path, place: str, text: str) -> None:
 
 
 @given(seed=st.integers(0, 1000), events=st.integers(0, 40), first=st.integers(1, 3))
-def test_a_trace_stays_within_its_bounds_and_is_the_same_for_a_seed(seed: int, events: int, first: int) -> None:
+def test_trace_is_bounded_and_reproducible(seed: int, events: int, first: int) -> None:
+    """A trace stays within its bounds and is the same for a seed."""
     plan = trace(seed, events, first, least=1, most=3)
     assert len(plan) == events
     assert plan == trace(seed, events, first, least=1, most=3)
@@ -34,11 +35,11 @@ def test_a_trace_stays_within_its_bounds_and_is_the_same_for_a_seed(seed: int, e
 
 
 @given(seed=st.integers(0, 1000))
-def test_a_trace_of_ten_events_has_every_kind(seed: int) -> None:
+def test_trace_of_ten_events_has_all_kinds(seed: int) -> None:
     assert set(trace(seed, 10, 2, least=1, most=3)) == set(Churn)
 
 
-def test_goodput_of_an_undisturbed_run_is_one() -> None:
+def test_undisturbed_run_has_goodput_one() -> None:
     steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
     assert goodput([steps, steps], {2: 0.2}, steps[-1].at) == pytest.approx(1.0)
 
@@ -48,25 +49,29 @@ def test_standing_still_at_the_end_counts() -> None:
     assert goodput([steps], {2: 0.2}, 30.0) == pytest.approx(0.5)
 
 
-def test_a_step_done_twice_counts_once_with_the_world_that_finished_it_for_good() -> None:
+def test_repeated_step_counts_once() -> None:
+    """A step done twice counts once, with the world that finished it for good."""
     first = diary((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
     again = diary((5.0, 2, 1, 1), (5.5, 3, 1, 1))
     until = max(one.at for one in (*first, *again))
     assert goodput([first, again], {1: 0.5, 2: 1.0}, until) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
 
 
-def test_the_longest_gap_is_one_that_overlaps_the_time_in_question() -> None:
+def test_longest_gap_overlaps_the_period() -> None:
+    """The longest gap is one that overlaps the time in question."""
     steps = diary((0.0, 0, 0, 1), (9.0, 1, 0, 1), (9.5, 2, 0, 1), (12.0, 3, 1, 1), (12.5, 4, 1, 1))
     assert longest_gap_s(steps, 10.0, 12.0) == 2.5
     assert longest_gap_s(steps, 12.2, 12.3) == 0.5
     assert longest_gap_s(steps, 20.0, 30.0) == 0.0
 
 
-def test_the_usual_step_leaves_out_what_lies_between_generations() -> None:
+def test_usual_step_lies_within_generations() -> None:
+    """The usual step leaves out what lies between generations."""
     assert median_step_s(diary((0.0, 0, 0, 1), (1.0, 1, 0, 1), (9.0, 2, 1, 1), (10.0, 3, 1, 1))) == 1.0
 
 
-def test_a_line_that_is_still_being_written_is_taken_with_the_next_look(tmp_path: Path) -> None:
+def test_unfinished_line_is_read_later(tmp_path: Path) -> None:
+    """A line that is still being written is taken with the next look."""
     diaries = Diaries(tmp_path)
     write(tmp_path, "0-0", "step 1.0 0 0 1 7\nstep 2.0 1 0")
     diaries.look()
@@ -77,7 +82,8 @@ def test_a_line_that_is_still_being_written_is_taken_with_the_next_look(tmp_path
     assert diaries.saved == {"0-0": [1]}
 
 
-def test_ranks_are_together_once_all_have_finished_steps_in_a_world_of_just_them(tmp_path: Path) -> None:
+def test_ranks_meet_in_a_world_of_just_them(tmp_path: Path) -> None:
+    """Ranks are together once all have finished steps in a world of just them."""
     diaries = Diaries(tmp_path)
     for place in ("0-0", "0-1"):
         write(tmp_path, place, "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\n")
@@ -92,7 +98,8 @@ def test_ranks_are_together_once_all_have_finished_steps_in_a_world_of_just_them
 
 
 @pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])
-def test_lost_steps_are_those_that_the_next_generation_did_again(tmp_path: Path, resumed: int, lost: int) -> None:
+def test_lost_steps_are_those_repeated(tmp_path: Path, resumed: int, lost: int) -> None:
+    """Lost steps are those that the next generation did again."""
     diaries = Diaries(tmp_path)
     write(tmp_path, "0-0", "".join(f"step {number}.0 {number} 0 2 7\n" for number in range(3)))
     write(tmp_path, "0-1", "".join(f"step {number}.0 {number} 0 2 8\n" for number in range(2)))
@@ -103,7 +110,8 @@ def test_lost_steps_are_those_that_the_next_generation_did_again(tmp_path: Path,
     assert diaries.lost(["0-0", "0-1"]) == lost
 
 
-def test_a_new_process_is_a_new_world_also_where_no_restart_was_counted(tmp_path: Path) -> None:
+def test_new_process_is_a_new_world(tmp_path: Path) -> None:
+    """A new process is a new world, also where no restart was counted."""
     diaries = Diaries(tmp_path)
     write(tmp_path, "0-0", "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\nstep 8.0 1 0 3 9\nstep 9.0 2 0 3 9\n")
     diaries.look()

@@ -40,7 +40,8 @@ GOALS_OF_THE_ISSUE = {
 }
 
 
-def test_sides_take_turns_and_each_round_starts_with_another_side() -> None:
+def test_sides_take_turns_at_starting() -> None:
+    """Sides take turns, and each round starts with another side."""
     order: list[str] = []
 
     def side(name: str) -> str:
@@ -75,13 +76,14 @@ def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str],
     assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
 
 
-def test_options_that_mean_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_meaningless_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main("example", lambda options: {}, [], None, ["--repeats", "0"])
     assert "must be 1 or more" in capsys.readouterr().err
 
 
-def test_the_table_says_which_goals_are_met_missed_and_not_measured() -> None:
+def test_table_says_which_goals_are_met() -> None:
+    """The table says which goals are met, missed, and not measured."""
     goals = [Goal("fast", 0.9), Goal("slow", 0.9), Goal("time_s", 1.0, "at most"), Goal("absent", 5.0)]
     spreads = {"fast": Spread.of([0.95]), "slow": Spread.of([0.5]), "time_s": Spread.of([0.2, 3, 0.1])}
     rows = {line.split("|")[1].strip(): line for line in table(spreads, goals).splitlines()[2:]}
@@ -92,7 +94,8 @@ def test_the_table_says_which_goals_are_met_missed_and_not_measured() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(GOALS_OF_THE_ISSUE))
-def test_every_benchmark_has_the_goals_that_were_agreed(name: str) -> None:
+def test_benchmarks_have_the_agreed_goals(name: str) -> None:
+    """Every benchmark has the goals that were agreed."""
     module = import_module(f"benchmarks.{name}")
     goals = {goal.key: goal.value for goal in module.GOALS}
     assert goals.items() >= GOALS_OF_THE_ISSUE[name].items()
@@ -100,7 +103,8 @@ def test_every_benchmark_has_the_goals_that_were_agreed(name: str) -> None:
     assert name in every.NAMES
 
 
-def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -> None:
+def test_page_shows_all_figures() -> None:
+    """The page shows every figure and nothing of the machine but its kind."""
     names = ("degradation", "kill")
     sections = {}
     for name in names:
@@ -116,7 +120,8 @@ def test_the_page_shows_every_figure_and_nothing_of_the_machine_but_its_kind() -
     assert str(Path.home()) not in page
 
 
-def test_a_section_measured_again_replaces_its_own_alone() -> None:
+def test_new_section_replaces_its_own_alone() -> None:
+    """A section measured again replaces its own alone."""
     before = every.page("", {"kill": "## kill\n\nold\n", "balance": "## balance\n\nkept\n"})
     after = every.page(before, {"kill": "## kill\n\nnew\n", "reader": "## reader\n\nfirst\n"})
     assert after[after.index("## ") :] == "## reader\n\nfirst\n\n## kill\n\nnew\n\n## balance\n\nkept\n"
@@ -132,18 +137,21 @@ def child(tmp_path: Path, handler: str) -> Child:
     return Child([sys.executable, str(script)])
 
 
-def test_a_child_answers_and_what_it_prints_does_not_mix_in(tmp_path: Path) -> None:
+def test_childs_prints_do_not_mix_in(tmp_path: Path) -> None:
+    """A child answers, and what it prints does not mix in."""
     with child(tmp_path, "print('more noise') or {'twice': 2 * request['number']}") as one:
         assert one.ask(number=4) == {"twice": 8}
         assert one.ask(number=5) == {"twice": 10}
 
 
-def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_dead_child_is_an_error(tmp_path: Path) -> None:
+    """A child that dies is an error with its last words."""
     with child(tmp_path, "sys.exit('my last words')") as one, pytest.raises(RuntimeError, match="my last words"):
         one.ask()
 
 
-def test_a_child_that_hangs_is_an_error_after_the_deadline(tmp_path: Path) -> None:
+def test_hanging_child_is_an_error_in_time(tmp_path: Path) -> None:
+    """A child that hangs is an error after the deadline."""
     begin = time.monotonic()
     with child(tmp_path, "time.sleep(60)") as one:
         with pytest.raises(RuntimeError, match="no answer within"):
@@ -187,7 +195,8 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_benchmark_is_interrupted_once_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+def test_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A benchmark is interrupted once and nothing of it is left."""
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/long.py").write_text(BENCHMARK)
     code = (
@@ -213,7 +222,7 @@ def test_a_benchmark_is_interrupted_once_and_nothing_of_it_is_left(tmp_path: Pat
         time.sleep(0.02)
 
 
-def test_cpu_time_and_page_faults_are_counted() -> None:
+def test_cpu_time_and_faults_are_counted() -> None:
     before = usage([os.getpid()])
     touched = mmap.mmap(-1, 8 << 20)  # and not of the allocator's, which may have kept pages of before
     for page in range(0, len(touched), mmap.PAGESIZE):

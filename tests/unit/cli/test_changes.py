@@ -39,7 +39,8 @@ def test_nothing_changed_says_nothing() -> None:
     assert list(changes(snapshot(ONE), snapshot(ONE))) == []
 
 
-def test_a_registry_that_is_away_is_said_once_and_again_when_it_is_back() -> None:
+def test_missing_registry_is_said_once() -> None:
+    """A registry that is away is said once, and again when it is back."""
     away = snapshot(ONE, stale="connection refused")
     assert list(changes(snapshot(ONE), away)) == [Change("stale", "digits", detail="connection refused")]
     assert list(changes(away, replace(away, stale="connection refused again"))) == []
@@ -52,7 +53,8 @@ def test_nonsense_is_said_once() -> None:
     assert list(changes(bad, bad)) == []
 
 
-def test_escape_sequences_of_others_do_not_reach_the_terminal() -> None:
+def test_escape_sequences_are_not_printed() -> None:
+    """Escape sequences of others do not reach the terminal."""
     assert printable("a\x1b[2Jb\rc\x07") == "a�[2Jb�c�"
 
 

@@ -42,7 +42,7 @@ def add_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddCommand:
     return add
 
 
-def test_help_names_every_command_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     for name, command in _commands.find().items():
@@ -54,7 +54,7 @@ def test_help_names_every_command_with_a_line_about_it(capsys: pytest.CaptureFix
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_every_command_the_issue_names_is_there() -> None:
+def test_every_command_is_there() -> None:
     assert {"serve", "register", "teachers", "label", "bench", "demo"} <= set(_commands.find())
 
 
@@ -80,7 +80,8 @@ def test_help_of_a_command_in_two_ways(add_command: AddCommand, capsys: pytest.C
     assert capsys.readouterr().out == "['--help']\n" * 2
 
 
-def test_without_a_command_the_help_is_shown_and_the_code_says_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a command the help is shown, and the code says usage."""
     assert main([]) == 2
     assert "usage: edl" in capsys.readouterr().out
 
@@ -96,14 +97,14 @@ def test_python_m_edl_is_edl() -> None:
 
 
 @pytest.mark.parametrize(("typed", "meant"), [("techers", "teachers"), ("SERVE", "serve"), ("regsiter", "register")])
-def test_a_mistyped_command_suggests_the_near_one(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_command_gets_a_suggestion(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([typed]) == 2
     error = capsys.readouterr().err
     assert f"did you mean `edl {meant}`?" in error
     assert error.count("\n") == 1
 
 
-def test_a_command_like_no_other_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["zzzzzz"]) == 2
     assert "teachers" in capsys.readouterr().err
 
@@ -117,7 +118,8 @@ def test_another_package_adds_a_command(add_command: AddCommand, capsys: pytest.
     assert "Offered by another package" in out
 
 
-def test_another_package_cannot_replace_a_command_of_ours(add_command: AddCommand) -> None:
+def test_own_commands_cannot_be_replaced(add_command: AddCommand) -> None:
+    """Another package cannot replace a command of ours."""
     add_command("teachers", "raise AssertionError")
     assert _commands.find()["teachers"].target == "edl.cli.cmd_teachers:main"
 
@@ -133,7 +135,7 @@ def test_another_package_cannot_replace_a_command_of_ours(add_command: AddComman
         ("return 7", 7, ""),
     ],
 )
-def test_an_error_is_one_line_and_an_exit_code(
+def test_error_is_one_line_and_a_code(
     body: str, code: int, words: str, add_command: AddCommand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     add_command("fail", body)
@@ -143,7 +145,7 @@ def test_an_error_is_one_line_and_an_exit_code(
     assert error == "" or (error.startswith("edl fail: ") and error.count("\n") == 1)
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     told = _commands.explain_missing(ModuleNotFoundError("", name="sklearn.datasets"))
     assert told is not None
     assert "pip install scikit-learn" in told
@@ -178,7 +180,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "register"])
-def test_help_is_there_before_what_the_command_needs(command: str) -> None:
+def test_help_needs_no_packages(command: str) -> None:
     without = "import sys; sys.modules['grpc_health'] = None; from edl.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", without, command, "-h"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -78,9 +78,7 @@ def test_batches_out_of_order(batches: list[Batch], digits: data.Digits, teacher
     assert found(batches, digits, teacher) == replace(RIGHT, out_of_order=4)
 
 
-def test_two_samples_that_swapped_their_soft_labels(
-    batches: list[Batch], digits: data.Digits, teacher: models.Teacher
-) -> None:
+def test_swapped_soft_labels_are_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
     batches[2][3][[0, 1]] = batches[2][3][[1, 0]]
     findings = found(batches, digits, teacher)
     assert findings == replace(RIGHT, mislabelled=2)
@@ -92,15 +90,14 @@ def test_nan_is_no_label(batches: list[Batch], digits: data.Digits, teacher: mod
     assert found(batches, digits, teacher).mislabelled == 1
 
 
-def test_an_image_or_label_that_was_changed_on_the_way(
-    batches: list[Batch], digits: data.Digits, teacher: models.Teacher
-) -> None:
+def test_changed_image_or_label_is_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
     batches[0][1][2] += 1
     batches[1][0] = batches[1][0] + np.float32(1e-6)
     assert found(batches, digits, teacher).changed == 5
 
 
-def test_the_epoch_is_the_same_each_time_and_differs_between_seeds(digits: data.Digits) -> None:
+def test_epoch_follows_its_seed(digits: data.Digits) -> None:
+    """The epoch is the same each time and differs between seeds."""
     one, other = list(data.batches(digits, PLAN)), list(data.batches(digits, PLAN))
     for batch, again in zip(one, other, strict=True):
         for field, same in zip(batch, again, strict=True):
@@ -109,7 +106,8 @@ def test_the_epoch_is_the_same_each_time_and_differs_between_seeds(digits: data.
     assert set(digits.share(0, 100).tolist()) != set(digits.share(1, 100).tolist())
 
 
-def test_both_students_start_equal_and_only_the_labels_make_the_difference() -> None:
+def test_students_differ_by_labels_only() -> None:
+    """Both students start equal and only the labels make the difference."""
     pair = models.ModelPair(seed=3, steps=10, temperature=4.0)
     image = torch.rand(8, 1, 8, 8)
     assert torch.equal(pair.alone(image), pair.distilled(image))

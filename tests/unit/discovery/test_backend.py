@@ -25,7 +25,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool
     return bool(condition())
 
 
-def test_a_slot_hands_out_the_newest_value_once() -> None:
+def test_slot_hands_out_the_newest_once() -> None:
     slot: LatestValue[int] = LatestValue()
     assert slot.take(0.01) is None
     slot.put(1)
@@ -46,7 +46,8 @@ def test_closing_a_slot_wakes_whoever_waits() -> None:
     assert slot.take() is None
 
 
-def test_parts_are_closed_with_their_owner_the_last_first() -> None:
+def test_parts_close_in_reverse_order() -> None:
+    """Parts are closed with their owner, the last first."""
     closed: list[str] = []
 
     class Part(Resource):
@@ -95,7 +96,8 @@ def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> Rene
     return RenewedLease(claim, ttl_s, time.monotonic() if granted is None else granted)
 
 
-def test_a_lease_that_cannot_be_renewed_in_time_is_lost_although_the_store_said_nothing() -> None:
+def test_unrenewed_lease_is_lost() -> None:
+    """A lease that cannot be renewed in time is lost, although the store said nothing."""
     claim = FakeClaim()
     with kept_lease(claim, 0.4) as lease:
         assert not lease.lost
@@ -107,19 +109,22 @@ def test_a_lease_that_cannot_be_renewed_in_time_is_lost_although_the_store_said_
     assert claim.withdrawn == 1
 
 
-def test_a_lease_that_the_store_calls_gone_is_lost_at_once() -> None:
+def test_lease_gone_at_the_store_is_lost() -> None:
+    """A lease that the store calls gone is lost at once."""
     claim = FakeClaim()
     claim.answer = lambda: False
     with kept_lease(claim, 60.0) as lease:
         assert eventually(lambda: lease.lost, 10.0)
 
 
-def test_a_lease_is_counted_from_before_it_was_asked_for() -> None:
+def test_lease_counts_from_its_request() -> None:
+    """A lease is counted from before it was asked for."""
     with kept_lease(FakeClaim(), 10.0, granted=time.monotonic() - 11.0) as lease:
         assert lease.lost
 
 
-def test_a_renewal_that_took_longer_than_the_lease_does_not_save_it() -> None:
+def test_late_renewal_does_not_save_a_lease() -> None:
+    """A renewal that took longer than the lease does not save it."""
     claim = FakeClaim()
     claim.answer = lambda: time.sleep(0.5) or True
     with kept_lease(claim, 0.3) as lease:
@@ -129,7 +134,8 @@ def test_a_renewal_that_took_longer_than_the_lease_does_not_save_it() -> None:
         assert lease.lost
 
 
-def test_a_registration_that_lapsed_is_announced_again_and_errors_are_told() -> None:
+def test_lapsed_registration_is_renewed() -> None:
+    """A registration that lapsed is announced again, and errors are told."""
     claim = FakeClaim()
     instance = Instance("digits", "a", "h", 1)
     with RenewedRegistration(claim, instance, 0.2) as registration:
@@ -147,7 +153,8 @@ def test_a_registration_that_lapsed_is_announced_again_and_errors_are_told() -> 
     assert claim.withdrawn == 1
 
 
-def test_a_registry_that_is_away_at_the_start_is_an_error() -> None:
+def test_missing_registry_is_an_error() -> None:
+    """A registry that is away at the start is an error."""
     claim = FakeClaim()
     claim.answer = fail
     before = set(threading.enumerate())
@@ -169,7 +176,8 @@ class _Doubtful(SqliteStore):
         return entry
 
 
-def test_a_candidate_that_does_not_know_whether_it_was_elected_stands_again(tmp_path: Path) -> None:
+def test_unsure_candidate_stands_again(tmp_path: Path) -> None:
+    """A candidate that does not know whether it was elected stands again."""
     with _Doubtful(str(tmp_path / "discovery.sqlite")) as store, store.elect("x", b"me", 30.0) as election:
         assert election.wait(10), "the key that nobody knows to hold must not stay"
         assert store.failures == 0

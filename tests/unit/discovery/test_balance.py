@@ -80,7 +80,8 @@ def cases(draw: st.DrawFn, most_teachers: int, most_students: int, capacities: t
 
 
 @given(cases(8, 8))
-def test_every_student_has_as_many_different_teachers_as_it_wants_and_may_have(case: Case) -> None:
+def test_students_get_what_they_may_have(case: Case) -> None:
+    """Every student has as many different teachers as it wants and may have."""
     answer = case.answer()
     assert list(answer) == sorted(case.students)
     for student, teachers in answer.items():
@@ -89,7 +90,7 @@ def test_every_student_has_as_many_different_teachers_as_it_wants_and_may_have(c
 
 
 @given(cases(8, 8))
-def test_no_teacher_is_idle_while_a_student_wants_one(case: Case) -> None:
+def test_no_teacher_is_idle_when_wanted(case: Case) -> None:
     answer = case.answer()
     idle = [teacher for teacher, load in case.loads(answer).items() if load == 0]
     for student, teachers in answer.items():
@@ -98,12 +99,12 @@ def test_no_teacher_is_idle_while_a_student_wants_one(case: Case) -> None:
 
 
 @given(cases(8, 8))
-def test_everybody_talks_to_all_teachers_when_they_fit(case: Case) -> None:
+def test_students_talk_to_all_that_fit(case: Case) -> None:
     roomy = replace(case, students=dict.fromkeys(case.students, None), fan_out=max(len(case.teachers), 1))
     assert roomy.answer() == dict.fromkeys(sorted(case.students), tuple(sorted(case.teachers)))
 
 
-def test_the_first_student_never_starves_the_second() -> None:
+def test_first_student_never_starves_another() -> None:
     # The ancestor trimmed and linked in one pass: in 154 of 300 such trials the second student got no teacher.
     chance = random.Random(300)
     for _ in range(300):
@@ -120,13 +121,14 @@ def test_the_first_student_never_starves_the_second() -> None:
 
 
 @pytest.mark.parametrize("fan_out", [2, 3, 7])
-def test_seven_teachers_of_four_students_are_all_busy(fan_out: int) -> None:
+def test_seven_teachers_of_four_are_busy(fan_out: int) -> None:
     # The ancestor gave each student floor(7 / 4) of them, and three stayed idle.
     case = Case({f"t{number}": 1.0 for number in range(7)}, dict.fromkeys("abcd"), fan_out)
     assert min(case.loads(case.answer()).values()) >= 1
 
 
-def test_students_share_when_they_outnumber_the_teachers() -> None:
+def test_students_share_scarce_teachers() -> None:
+    """Students share when they outnumber the teachers."""
     case = Case({"t0": 1.0, "t1": 1.0}, {f"s{number}": 1 for number in range(7)}, 5)
     assert sorted(case.loads(case.answer()).values()) == [3, 4]
 
@@ -135,14 +137,15 @@ def test_students_share_when_they_outnumber_the_teachers() -> None:
 
 
 @given(cases(8, 8, capacities=(1.0,)))
-def test_loads_of_equal_teachers_are_within_one(case: Case) -> None:
+def test_equal_loads_are_within_one(case: Case) -> None:
     loads = case.loads(case.answer()).values()
     assert not loads or max(loads) - min(loads) <= 1
 
 
 @given(cases(7, 7))
 @example(Case({"t0": 64.0, "t1": 1.0, "t2": 1.0}, {"a": 3, "b": 1, "c": 1}, 3))
-def test_no_link_can_move_from_a_more_to_a_less_loaded_teacher_and_even_them(case: Case) -> None:
+def test_no_move_would_even_the_loads(case: Case) -> None:
+    """No link can move from a more to a less loaded teacher and even them."""
     answer = case.answer()
     loads = case.loads(answer)
     # From which teacher to which a link can move, directly or along a chain of other links.
@@ -161,14 +164,16 @@ def test_no_link_can_move_from_a_more_to_a_less_loaded_teacher_and_even_them(cas
         assert loads[giver] / gives <= loads[taker] / takes or after >= before
 
 
-def test_a_teacher_of_twice_the_capacity_has_twice_the_students() -> None:
+def test_double_capacity_has_double_students() -> None:
+    """A teacher of twice the capacity has twice the students."""
     case = Case({"big": 2.0, "small": 1.0}, {f"s{number}": 1 for number in range(30)}, 1)
     assert case.loads(case.answer()) == {"big": 20, "small": 10}
 
 
 @given(st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=12), st.integers(1, 60))
 @example([0.35, 0.35], 3)  # 3 / 0.35 * 0.35 is less than 3 in floating point
-def test_no_teacher_could_have_taken_a_student_more_cheaply(capacities: list[float], students: int) -> None:
+def test_no_teacher_was_cheaper(capacities: list[float], students: int) -> None:
+    """No teacher could have taken a student more cheaply."""
     case = Case({f"t{n}": c for n, c in enumerate(capacities)}, {f"s{n}": 1 for n in range(students)}, 1)
     loads = case.loads(case.answer())
     dearest = max((2 * load - 1) / case.teachers[teacher] for teacher, load in loads.items())
@@ -176,7 +181,7 @@ def test_no_teacher_could_have_taken_a_student_more_cheaply(capacities: list[flo
     assert dearest <= cheapest
 
 
-def test_capacities_of_any_magnitude_are_balanced() -> None:
+def test_capacities_of_any_size_are_balanced() -> None:
     case = Case({"tiny": 5e-324, "small": 1e-300, "huge": 1.7e308}, {f"s{number}": 1 for number in range(9)}, 1)
     assert case.loads(case.answer()) == {"tiny": 0, "small": 0, "huge": 9}
 
@@ -222,7 +227,7 @@ def by_brute_force(case: Case) -> tuple[Fraction, int]:
 )
 # The student that lost a teacher already has the one with room: somebody else must move for it, once.
 @example(Case({"t0": 1.0, "t1": 1.0}, {"a": 1, "b": 2, "c": 1}, 2, {"a": ("t0",), "b": ("t0", "t2"), "c": ("t0",)}))
-def test_no_change_moves_more_links_than_it_must(case: Case) -> None:
+def test_change_moves_the_fewest_links(case: Case) -> None:
     answer = case.answer()
     assert (case.unevenness(answer), case.kept(answer)) == by_brute_force(case)
 
@@ -283,7 +288,8 @@ def weight(case: Case) -> int:
         {"a": ("t1", "t2"), "b": ("t1",), "c": ("t1", "t2"), "d": ("t1", "t2"), "e": ("t1",)},
     )
 )
-def test_no_change_among_more_members_moves_more_links_than_it_must(case: Case) -> None:
+def test_larger_change_moves_fewest_links(case: Case) -> None:
+    """No change among more members moves more links than it must."""
     pytest.importorskip("scipy", reason="scipy, which scikit-learn brings, finds the optimum to compare with")
     if case.teachers and case.students:
         answer = case.answer()
@@ -298,7 +304,7 @@ def test_nothing_moves_when_nothing_changes(case: Case) -> None:
 
 
 @given(cases(8, 8), st.randoms(use_true_random=False))
-def test_the_order_of_the_inputs_does_not_matter(case: Case, chance: random.Random) -> None:
+def test_order_of_inputs_does_not_matter(case: Case, chance: random.Random) -> None:
     def shuffled(items: Mapping[str, object]) -> dict[str, object]:
         return dict(chance.sample(sorted(items.items()), len(items)))
 
@@ -307,7 +313,7 @@ def test_the_order_of_the_inputs_does_not_matter(case: Case, chance: random.Rand
     assert again == case.answer()
 
 
-def test_the_answer_does_not_depend_on_the_process() -> None:
+def test_all_processes_get_the_same_answer() -> None:
     program = """
 import json
 from edl.discovery.balance import balance
@@ -335,7 +341,8 @@ def moved(before: Links, after: Links) -> int:
 
 
 @pytest.mark.parametrize("capacities", [(1.0,), (1.0, 2.0, 4.0, 8.0)])
-def test_a_large_cluster_is_balanced_at_once_and_moves_what_it_must(capacities: tuple[float, ...]) -> None:
+def test_large_cluster_is_balanced_quickly(capacities: tuple[float, ...]) -> None:
+    """A large cluster is balanced at once and moves what it must."""
     teachers = {f"t{number}": capacities[number % len(capacities)] for number in range(10_000)}
     students: dict[str, int | None] = {f"s{number}": 10 + number % 11 for number in range(1_000)}
     case = Case(teachers, students, 20)
@@ -354,7 +361,8 @@ def test_a_large_cluster_is_balanced_at_once_and_moves_what_it_must(capacities: 
 
 
 @pytest.mark.parametrize("halve", ["teachers", "students", "wants"])
-def test_half_of_a_cluster_may_go_and_come_back_at_once(halve: str) -> None:
+def test_half_of_a_cluster_may_go_and_return(halve: str) -> None:
+    """Half of a cluster may go and come back at once."""
     chance = random.Random(5)
     full = Case({f"t{n}": chance.choice([1.0, 2.0]) for n in range(300)}, {f"s{n}": 20 for n in range(100)}, 20)
     half = {
@@ -386,14 +394,15 @@ def test_half_of_a_cluster_may_go_and_come_back_at_once(halve: str) -> None:
         ({"t": 1.0}, {"s": 1}, 0, "fan_out"),
     ],
 )
-def test_numbers_that_make_no_sense_are_refused_by_name(
+def test_senseless_numbers_are_refused(
     teachers: dict[str, float], students: dict[str, int | None], fan_out: int, words: str
 ) -> None:
+    """Numbers that make no sense are refused by name."""
     with pytest.raises(SettingsError, match=words):
         balance(teachers, students, {}, fan_out)
 
 
-def test_without_teachers_every_student_has_none() -> None:
+def test_no_teachers_give_no_links() -> None:
     assert balance({}, {"b": None, "a": 1}, {"a": ["t"]}) == {"a": (), "b": ()}
 
 

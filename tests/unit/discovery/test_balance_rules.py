@@ -38,9 +38,10 @@ def listed(**limits: int) -> list[Entry]:
 
 
 @given(names, st.integers(1, 14), st.none() | names, names)
-def test_a_student_has_a_teacher_whenever_one_is_ready_and_never_more_than_its_limit(
+def test_student_gets_up_to_its_limit(
     ready: frozenset[str], limit: int, links: frozenset[str] | None, last: frozenset[str]
 ) -> None:
+    """A student has a teacher whenever one is ready and never more than its limit."""
     choice = choose_teachers("s", limit, teachers(ready), links, last)
     assert choice.ids <= ready
     assert bool(choice.ids) == bool(ready)
@@ -54,7 +55,8 @@ def test_a_student_has_a_teacher_whenever_one_is_ready_and_never_more_than_its_l
         assert choice.ids == links & ready
 
 
-def test_students_without_links_spread_and_choose_the_same_again() -> None:
+def test_unlinked_students_spread_steadily() -> None:
+    """Students without links spread and choose the same again."""
     ready = teachers([f"t{number}" for number in range(10)])
     chosen = Counter(name for n in range(200) for name in choose_teachers(f"s{n}", 2, ready, None, ()).ids)
     assert len(chosen) == 10
@@ -75,7 +77,8 @@ def test_only_what_changes_is_written() -> None:
     assert (dict(again.writes), again.deletes, dict(again.refused)) == ({}, (), {})
 
 
-def test_a_student_that_all_teachers_fit_needs_no_entry_and_what_it_has_is_remembered() -> None:
+def test_unlimited_student_needs_no_entry() -> None:
+    """A student that all teachers fit needs no entry, and what it has is remembered."""
     few, more = teachers(["a", "b"]), teachers(["a", "b", "c", "d"])
     stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 3)]
     fits = plan_links(KEYS, few, listed(x=2, y=2), stored, {})
@@ -87,7 +90,8 @@ def test_a_student_that_all_teachers_fit_needs_no_entry_and_what_it_has_is_remem
     assert kept == 2, "each of the two new teachers takes one link, the others stay"
 
 
-def test_links_of_students_that_are_gone_are_deleted_and_others_stay() -> None:
+def test_links_of_departed_students_go() -> None:
+    """Links of students that are gone are deleted and others stay."""
     ready = teachers(["a", "b", "c"])
     stored = [Entry(KEYS.links_of(name), pack_links([linked]), 1) for name, linked in (("x", "b"), ("gone", "a"))]
     todo = plan_links(KEYS, ready, listed(x=1), stored, {})
@@ -96,7 +100,8 @@ def test_links_of_students_that_are_gone_are_deleted_and_others_stay() -> None:
     assert not todo.writes
 
 
-def test_links_that_are_too_large_for_the_store_are_left_to_the_student() -> None:
+def test_too_large_links_are_left_out() -> None:
+    """Links that are too large for the store are left to the student."""
     ready = teachers([f"{number:0200}" for number in range(2000)])
     todo = plan_links(KEYS, ready, listed(large=1500, small=3), [], {})
     assert list(todo.writes) == [KEYS.links_of("small")]
@@ -122,19 +127,19 @@ def test_every_name_is_one_part_of_a_key(student: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["balance/resnet/students/a/b", "balance/other/links/a", "balance/resnet/links/a.b"])
-def test_a_key_that_is_not_a_student_s_is_refused(key: str) -> None:
+def test_foreign_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="not the key"):
         KEYS.student_in(key)
 
 
 @pytest.mark.parametrize("student", ["", "x" * 101, "\ud800", 7])
-def test_a_name_that_no_key_can_hold_is_refused(student: str) -> None:
+def test_impossible_name_is_refused(student: str) -> None:
     with pytest.raises(SettingsError, match="student_id"):
         KEYS.student(student)
 
 
 @given(st.integers(1, 10**9), st.frozensets(st.text(max_size=8)))
-def test_values_are_read_as_they_were_written(limit: int, linked: frozenset[str]) -> None:
+def test_values_survive_a_round_trip(limit: int, linked: frozenset[str]) -> None:
     assert unpack_limit(pack_limit(limit)) == limit
     assert unpack_links(pack_links(linked)) == linked
 
@@ -143,7 +148,7 @@ NONSENSE = [b"[" * 100_000, b'{"limit": true, "teachers": [1]}', b'{"limit": 1e9
 
 
 @given(st.binary(max_size=40) | st.sampled_from(NONSENSE))
-def test_bytes_that_make_no_sense_are_a_value_error(value: bytes) -> None:
+def test_senseless_bytes_are_a_value_error(value: bytes) -> None:
     for unpack in (unpack_limit, unpack_links):
         with pytest.raises(ValueError):
             unpack(value)

@@ -48,7 +48,8 @@ def test_an_instance_survives_its_record(instance: Instance) -> None:
 
 
 @given(st.dictionaries(fields, json_values))
-def test_any_record_is_an_instance_or_rejected_with_a_reason(record: dict[str, Any]) -> None:
+def test_record_is_accepted_or_explained(record: dict[str, Any]) -> None:
+    """Any record is an instance or rejected with a reason."""
     found = from_json("digits", "a", json.dumps(record))
     if isinstance(found, Rejected):
         assert found.reason
@@ -89,7 +90,8 @@ def test_the_reason_names_the_value(text: str, reason: str) -> None:
     assert reason in found.reason
 
 
-def test_a_name_that_could_harm_a_terminal_is_shown_harmless() -> None:
+def test_harmful_name_is_shown_harmless() -> None:
+    """A name that could harm a terminal is shown harmless."""
     found = from_json("digits", "evil\x1b[2J", to_json(GOOD))
     assert isinstance(found, Rejected)
     assert found.id.isprintable()
@@ -128,6 +130,7 @@ def test_a_name_that_could_harm_a_terminal_is_shown_harmless() -> None:
         {"meta": None},
     ],
 )
-def test_an_instance_that_no_registry_could_hand_out_is_refused(changes: dict[str, Any]) -> None:
+def test_impossible_instance_is_refused(changes: dict[str, Any]) -> None:
+    """An instance that no registry could hand out is refused."""
     with pytest.raises(SettingsError):
         validated(replace(GOOD, **changes))

@@ -18,27 +18,30 @@ def answer(*names: str) -> Snapshot:
     return Snapshot("digits", teachers(*names))
 
 
-def test_answers_pass_through_while_nothing_fails() -> None:
+def test_answers_pass_while_nothing_fails() -> None:
     follower = ServiceView("digits")
     for names in ("", "ab", "b", ""):
         assert follower.answered(answer(*names), 1.0) == answer(*names)
         assert follower.recheck_at is None
 
 
-def test_the_last_known_stay_while_the_registry_is_away() -> None:
+def test_last_known_stay_during_an_outage() -> None:
+    """The last known stay while the registry is away."""
     follower = ServiceView("digits")
     follower.answered(answer("a"), 1.0)
     assert follower.failed("down") == Snapshot("digits", teachers("a"), stale="down")
     assert follower.failed("still down") == Snapshot("digits", teachers("a"), stale="still down")
 
 
-def test_nobody_is_known_before_the_first_answer_and_that_is_said() -> None:
+def test_none_known_before_the_first_answer() -> None:
+    """Nobody is known before the first answer and that is said."""
     follower = ServiceView("digits")
     assert follower.failed("down") == Snapshot("digits", (), stale="down")
     assert follower.answered(answer(), 1.0) == answer()
 
 
-def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
+def test_emptied_registry_gets_time_to_fill() -> None:
+    """A registry that lost its memory gets time to fill again."""
     follower = ServiceView("digits", settle_s=3.0)
     follower.answered(answer("a", "b"), 1.0)
     follower.failed("down")
@@ -51,7 +54,8 @@ def test_a_registry_that_lost_its_memory_gets_time_to_fill_again() -> None:
     assert follower.recheck_at is None
 
 
-def test_nothing_is_stale_as_soon_as_all_are_back_and_a_relapse_is_borne_for_a_while() -> None:
+def test_view_is_fresh_once_all_are_back() -> None:
+    """Nothing is stale as soon as all are back and a relapse is borne for a while."""
     follower = ServiceView("digits", settle_s=3.0)
     follower.answered(answer("a"), 1.0)
     follower.failed("down")
@@ -63,7 +67,7 @@ def test_nothing_is_stale_as_soon_as_all_are_back_and_a_relapse_is_borne_for_a_w
     assert follower.answered(answer("b"), 13.0) == answer("b"), "a departure after that is a departure"
 
 
-def test_who_comes_back_with_nonsense_is_not_kept() -> None:
+def test_return_with_nonsense_is_not_kept() -> None:
     follower = ServiceView("digits")
     follower.answered(answer("a"), 1.0)
     follower.failed("down")
@@ -99,7 +103,8 @@ events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.flo
 
 
 @given(events)
-def test_nobody_live_is_ever_hidden_and_the_gone_vanish_in_time(events: list[tuple[set[str] | None, float]]) -> None:
+def test_live_are_shown_and_the_gone_vanish(events: list[tuple[set[str] | None, float]]) -> None:
+    """Nobody live is ever hidden and the gone vanish in time."""
     follower = ServiceView("digits", settle_s=3.0)
     now, up_since, known = 0.0, 0.0, set[str]()
     for live, passed in events:

@@ -32,7 +32,7 @@ def test_the_public_names_are_pinned() -> None:
     assert all(hasattr(edl.discovery, name) for name in edl.discovery.__all__)
 
 
-def test_importing_discovery_imports_no_implementation() -> None:
+def test_import_loads_no_implementation() -> None:
     heavy = "sorted({'sqlite3', 'consul', 'requests', 'ssl', 'numpy', 'grpc'} & set(sys.modules))"
     program = f"import sys, edl.discovery; print({heavy})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
@@ -102,7 +102,7 @@ def test_an_unusable_url_is_named(url: str, message: str) -> None:
         "nothing://s3cret@[::1?s3cret",
     ],
 )
-def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+def test_secret_in_a_url_is_refused(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
         open_registry(url)
     assert "s3cret" not in f"{caught.value!r} {caught.value.__cause__!r}"
@@ -151,7 +151,7 @@ def test_half_of_tls_is_for_teachers() -> None:
     assert store_credentials(Credentials(ca="ca.pem", token_file="t")) == Credentials(token_file="t")
 
 
-def test_a_store_in_another_datacenter_is_refused() -> None:
+def test_other_datacenters_store_is_refused() -> None:
     with pytest.raises(SettingsError, match="dc=far"):
         open_store("consul://127.0.0.1:8500?dc=far")
 
@@ -170,7 +170,8 @@ def test_a_consul_url_says_where() -> None:
     assert target("consul+https://host", CONSUL_TLS_SERVER_NAME="server.dc1.consul").server_name == "server.dc1.consul"
 
 
-def test_consul_s_variables_that_make_no_sense_are_named(tmp_path: Path) -> None:
+def test_senseless_variables_are_named(tmp_path: Path) -> None:
+    """Consul's variables that make no sense are named."""
     (tmp_path / "empty.pem").write_text("")
     for name, value in (
         ("CONSUL_HTTP_SSL", "perhaps"),
@@ -184,7 +185,8 @@ def test_consul_s_variables_that_make_no_sense_are_named(tmp_path: Path) -> None
             target("consul+https://host", **{name: value})
 
 
-def test_a_token_is_taken_from_the_environment_and_not_shown() -> None:
+def test_token_of_environment_is_not_shown() -> None:
+    """A token is taken from the environment and not shown."""
     found = target("consul://host", CONSUL_HTTP_TOKEN=" s3cret ")
     assert found.token == "s3cret"
     assert "s3cret" not in f"{found} {found!r}"

@@ -27,9 +27,8 @@ def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any,
     temperature=st.sampled_from([0.5, 1.0, 4.0]),
     data=st.data(),
 )
-def test_the_kept_classes_are_the_largest_and_the_tail_weighs_the_rest(
-    seed: int, rows: int, classes: int, temperature: float, data: st.DataObject
-) -> None:
+def test_largest_classes_are_kept(seed: int, rows: int, classes: int, temperature: float, data: st.DataObject) -> None:
+    """The kept classes are the largest and the tail weighs the rest."""
     k = data.draw(st.integers(1, classes))
     logits = np.random.default_rng(seed).normal(0, 3, (rows, classes)).astype(np.float32)
     labels = top_k(logits, k, temperature)
@@ -50,7 +49,8 @@ def test_the_kept_classes_are_the_largest_and_the_tail_weighs_the_rest(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_dense_labels_keep_the_probabilities_of_the_kept_classes_and_of_the_tail(temperature: float) -> None:
+def test_dense_labels_keep_probabilities(temperature: float) -> None:
+    """Dense labels keep the probabilities of the kept classes and of the tail."""
     logits = np.random.default_rng(1).normal(0, 3, (6, 50)).astype(np.float32)
     labels = top_k(logits, 7, temperature)
     exact, dense = softmax(logits, temperature), softmax(labels.to_dense(), temperature)
@@ -62,12 +62,13 @@ def test_dense_labels_keep_the_probabilities_of_the_kept_classes_and_of_the_tail
         assert rest.sum() == pytest.approx(np.delete(exact[row], kept).sum(), rel=1e-4)
 
 
-def test_with_every_class_kept_nothing_is_lost() -> None:
+def test_all_classes_kept_loses_nothing() -> None:
     logits = np.random.default_rng(2).normal(0, 3, (4, 9)).astype(np.float32)
     np.testing.assert_array_equal(top_k(logits, 9, 2.0).to_dense(), logits)
 
 
-def test_sequences_of_logits_are_cut_along_the_last_axis() -> None:
+def test_sequences_are_cut_on_the_last_axis() -> None:
+    """Sequences of logits are cut along the last axis."""
     logits = np.random.default_rng(3).normal(0, 3, (2, 5, 30)).astype(np.float32)
     labels = top_k(logits, 4, 1.5)
     flat = top_k(logits.reshape(10, 30), 4, 1.5)
@@ -77,7 +78,8 @@ def test_sequences_of_logits_are_cut_along_the_last_axis() -> None:
     np.testing.assert_allclose(labels.to_dense().reshape(10, 30), flat.to_dense(), rtol=1e-6)
 
 
-def test_huge_logits_and_float16_logits_do_not_overflow() -> None:
+def test_huge_logits_do_not_overflow() -> None:
+    """Huge logits and float16 logits do not overflow."""
     logits = np.array([[1e4, 9e3, -1e4, 500.0], [-6e4, -6e4, -6e4, -6e4]], np.float16)
     labels = top_k(logits, 2, 1.0)
     assert labels.values.dtype == np.float16
@@ -86,7 +88,7 @@ def test_huge_logits_and_float16_logits_do_not_overflow() -> None:
     assert labels.tail_lse[1] == pytest.approx(float(np.float16(-6e4)) + np.log(2))
 
 
-def test_masked_classes_leave_a_tail_without_mass() -> None:
+def test_masked_classes_leave_an_empty_tail() -> None:
     logits = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
     labels = top_k(logits, 2)
     assert labels.tail_lse[0] == -np.inf
@@ -104,7 +106,7 @@ def test_rows_are_cut_and_joined() -> None:
     assert np.shares_memory(whole[2:5].ids, whole.ids)
 
 
-def test_labels_that_do_not_go_together_are_not_joined() -> None:
+def test_unlike_labels_are_not_joined() -> None:
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(SettingsError, match=r"temperature=1, classes=8 and k=2, temperature=2"):
         TopK.concatenate([top_k(logits, 2, 1.0), top_k(logits, 2, 2.0)])
@@ -124,7 +126,7 @@ def test_labels_that_do_not_go_together_are_not_joined() -> None:
         ([[-1, 2]], [[1.0, 2.0]], [0.0], "class ids from -1"),
     ],
 )
-def test_what_cannot_be_top_k_labels_is_refused(ids: Any, values: Any, tail: Any, words: str) -> None:
+def test_impossible_top_k_labels_are_refused(ids: Any, values: Any, tail: Any, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         TopK(np.array(ids), np.array(values, np.float32), np.array(tail, np.float32), classes=5)
 
@@ -145,7 +147,7 @@ def test_bad_arguments_are_named(logits: Any, k: int, temperature: float, words:
         top_k(logits, k, temperature)
 
 
-def test_the_arrays_can_be_those_of_another_framework() -> None:
+def test_arrays_may_be_another_frameworks() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     labels = top_k(np.arange(16, dtype=np.float32).reshape(2, 8), 3, 2.0)
     tensors = labels.map(lambda array: torch.from_numpy(array.copy()))
@@ -155,7 +157,8 @@ def test_the_arrays_can_be_those_of_another_framework() -> None:
     assert tensors[1:].ids.tolist() == labels[1:].ids.tolist()
 
 
-def test_one_row_alone_has_no_rows_to_cut_or_to_concatenate() -> None:
+def test_single_row_cannot_be_cut_or_joined() -> None:
+    """One row alone has no rows to cut or to concatenate."""
     one = top_k(np.zeros((2, 8), np.float32), 2)[0]
     for cut in (0, slice(1), [0]):
         with pytest.raises(SettingsError, match="of one sample"):
@@ -168,7 +171,7 @@ def test_one_row_alone_has_no_rows_to_cut_or_to_concatenate() -> None:
         TopK.stack([one, top_k(np.zeros((2, 9), np.float32), 2)[0]])
 
 
-def test_dense_labels_need_the_number_of_classes() -> None:
+def test_dense_labels_need_a_class_count() -> None:
     labels = TopK(np.array([[3, 1]], np.int32), np.ones((1, 2), np.float32), np.zeros(1, np.float32))
     with pytest.raises(SettingsError, match="classes="):
         labels.to_dense()
@@ -185,14 +188,15 @@ def test_float16_keeps_finite_values_finite() -> None:
     assert to_float16(small) is small
 
 
-def test_no_deep_learning_framework_is_imported() -> None:
+def test_no_framework_is_imported() -> None:
     code = "import sys, edl.distill.compress; print([m for m in ('torch', 'paddle') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (5, 3, 8)])
-def test_one_row_is_without_the_axis_of_rows_and_stack_puts_rows_together(shape: tuple[int, ...]) -> None:
+def test_stack_joins_rows_without_an_axis(shape: tuple[int, ...]) -> None:
+    """One row is without the axis of rows, and `stack` puts rows together."""
     logits = np.random.default_rng(1).normal(0, 3, shape).astype(np.float32)
     labels = top_k(logits, 3, 2.0)
     rows = list(labels)

@@ -96,7 +96,7 @@ def rows(data: LabelDataset, *known: Any, batch: int = 4) -> tuple[list[Any], np
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_npz_files_give_the_rows_that_are_wanted(tmp_path: Path, save: Any) -> None:
+def test_npz_files_give_the_wanted_rows(tmp_path: Path, save: Any) -> None:
     x = np.arange(30, dtype=np.float32).reshape(10, 3)
     save(tmp_path / "d.npz", x=x, other=np.zeros(4), key=np.array([f"k{n}" for n in range(10)]))
     data = open_data(str(tmp_path / "d.npz"), ["image=x"])
@@ -134,7 +134,8 @@ def test_large_files_are_mapped_not_read(tmp_path: Path, suffix: str) -> None:
     assert most < 4 << 20
 
 
-def test_a_dataset_is_loaded_only_where_labels_are_missing(module: str) -> None:
+def test_dataset_loads_for_missing_labels(module: str) -> None:
+    """A dataset is loaded only where labels are missing."""
     data = open_data(f"{module}:dataset", ["image"])
     ids, values, sizes = rows(data, *range(7))
     assert ids == [7, 8, 9]
@@ -144,7 +145,7 @@ def test_a_dataset_is_loaded_only_where_labels_are_missing(module: str) -> None:
     assert data.rows == 10
 
 
-def test_worker_processes_load_a_dataset_in_order(module: str) -> None:
+def test_workers_load_a_dataset_in_order(module: str) -> None:
     pytest.importorskip("torch", reason="PyTorch is not installed")
     data = open_data(f"{module}:Numbers", ["image"], workers=2)
     ids, values, sizes = rows(data, 2)
@@ -167,7 +168,7 @@ def test_worker_processes_load_a_dataset_in_order(module: str) -> None:
         ("dataset", ["image=0"], None, list(range(10))),
     ],
 )
-def test_samples_may_be_tuples_mappings_or_arrays(
+def test_samples_may_be_of_three_kinds(
     module: str, name: str, inputs: list[str], ids: str | None, expected: list[Any]
 ) -> None:
     data = open_data(f"{module}:{name}", inputs, ids)
@@ -181,7 +182,7 @@ def test_samples_may_be_tuples_mappings_or_arrays(
     assert sizes == [3]
 
 
-def test_a_module_is_found_in_the_working_folder(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_of_working_folder_is_found(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(module).parent)
     assert rows(open_data("samples_of_mine:arrays", ["image"]))[0] == list(range(10))
 
@@ -210,7 +211,7 @@ def test_what_is_no_data_set_is_named(
         open_data(name.format(module), inputs, ids, workers)
 
 
-def test_a_module_that_lacks_a_package_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_names_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import no_such_package_at_all")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):

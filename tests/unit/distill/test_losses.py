@@ -61,9 +61,8 @@ def top_k_kl_by_hand(student: Array, labels: TopK, temperature: float) -> Array:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("teacher_is", ["logits", "probabilities"])
-def test_kl_and_cross_entropy_are_what_their_definitions_say(
-    shape: tuple[int, ...], temperature: float, teacher_is: Any
-) -> None:
+def test_kl_and_cross_entropy_by_definition(shape: tuple[int, ...], temperature: float, teacher_is: Any) -> None:
+    """KL and cross entropy are what their definitions say."""
     student, teacher = logits(shape, 1), logits(shape, 2)
     p, q = softmax(teacher, temperature), softmax(student, temperature)
     given = torch.from_numpy(teacher if teacher_is == "logits" else softmax(teacher))
@@ -83,7 +82,8 @@ def test_reductions_are_over_rows(loss: Callable[..., Any]) -> None:
     assert loss(student, teacher, reduction="sum").item() == pytest.approx(rows.sum().item())
 
 
-def test_kl_is_torchs_batchmean_and_zero_for_equal_distributions() -> None:
+def test_kl_is_torchs_batchmean() -> None:
+    """KL is torch's batchmean and zero for equal distributions."""
     student, teacher = torch.from_numpy(logits((6, 9), 1)), torch.from_numpy(logits((6, 9), 2))
     theirs = torch.nn.functional.kl_div(
         student.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="batchmean"
@@ -94,7 +94,7 @@ def test_kl_is_torchs_batchmean_and_zero_for_equal_distributions() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("k", [1, 3, 10])
-def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> None:
+def test_top_k_kl_counts_the_tail_as_a_class(k: int, temperature: float) -> None:
     student, teacher = logits((5, 11), 1), logits((5, 11), 2)
     labels = top_k(teacher, k, temperature)
     ours = top_k_kl(torch.from_numpy(student), labels, reduction="none")
@@ -106,9 +106,8 @@ def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> No
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_with_every_class_kept_top_k_kl_and_its_gradient_are_those_of_the_dense_kl(
-    shape: tuple[int, ...], temperature: float
-) -> None:
+def test_full_top_k_kl_is_the_dense_kl(shape: tuple[int, ...], temperature: float) -> None:
+    """With every class kept, top-k KL and its gradient are those of the dense KL."""
     teacher = logits(shape, 2)
     sparse, dense = (torch.from_numpy(logits(shape, 1)).requires_grad_() for _ in range(2))
     one = top_k_kl(sparse, top_k(teacher, shape[-1], temperature))
@@ -119,7 +118,7 @@ def test_with_every_class_kept_top_k_kl_and_its_gradient_are_those_of_the_dense_
     np.testing.assert_allclose(sparse.grad.numpy(), dense.grad.numpy(), rtol=1e-9, atol=1e-12)
 
 
-def test_ignoring_the_tail_would_be_another_loss() -> None:
+def test_ignored_tail_is_another_loss() -> None:
     """Guards the tail: over the k classes alone a student that moves its whole mass elsewhere would pay nothing."""
     teacher = np.array([[4.0, 3.0, 0.0, 0.0, 0.0]])
     labels = top_k(teacher, 2)
@@ -148,7 +147,7 @@ def test_gradients_are_right(name: str) -> None:
     assert torch.autograd.gradcheck(GRADIENTS[name], (student,))
 
 
-def test_gradients_keep_their_size_when_the_temperature_changes() -> None:
+def test_temperature_keeps_gradients_size() -> None:
     """What T² is for: without it the gradient at T=20 would be some 400 times smaller."""
     sizes = []
     for temperature in (2.0, 20.0):
@@ -168,7 +167,7 @@ def test_the_teacher_gets_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
+def test_half_precision_computes_in_float32(dtype: Any) -> None:
     student, teacher = (
         torch.from_numpy(logits((4, 1000), 1)).to(dtype),
         torch.from_numpy(logits((4, 1000), 2)).to(dtype),
@@ -188,7 +187,7 @@ def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
     assert logit_mse(student, teacher).dtype == torch.float32
 
 
-def test_autocast_does_not_lower_the_precision() -> None:
+def test_autocast_keeps_the_precision() -> None:
     student, teacher = torch.from_numpy(logits((4, 100), 1)).float(), torch.from_numpy(logits((4, 100), 2)).float()
     labels = top_k(teacher.numpy(), 5, 2.0)
     outside = [kl_divergence(student, teacher, temperature=2.0), top_k_kl(student, labels), logit_mse(student, teacher)]
@@ -202,7 +201,7 @@ def test_autocast_does_not_lower_the_precision() -> None:
     assert [loss.item() for loss in inside] == pytest.approx([loss.item() for loss in outside], rel=1e-6)
 
 
-def test_huge_logits_give_finite_losses_and_gradients() -> None:
+def test_huge_logits_give_finite_losses() -> None:
     student = torch.tensor([[3e4, -3e4, 0.0, 1.0]], dtype=torch.float16, requires_grad=True)
     teacher = torch.tensor([[-6e4, 6e4, 0.0, 1.0]], dtype=torch.float16)
     total = (
@@ -216,7 +215,7 @@ def test_huge_logits_give_finite_losses_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("student_masked", [False, True])
-def test_classes_that_the_teacher_masks_add_nothing(student_masked: bool) -> None:
+def test_masked_classes_add_nothing(student_masked: bool) -> None:
     inf = float("inf")
     teacher = torch.tensor([[1.0, 2.0, -inf, -inf]])
     values = [[0.5, 0.1, -inf, -inf]] if student_masked else [[0.5, 0.1, 3.0, -1.0]]
@@ -235,7 +234,8 @@ def test_classes_that_the_teacher_masks_add_nothing(student_masked: bool) -> Non
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_teacher_without_a_distribution_is_not_a_loss_of_zero(bad: float) -> None:
+def test_no_distribution_is_no_zero_loss(bad: float) -> None:
+    """A teacher without a distribution is not a loss of zero."""
     student, teacher = torch.zeros(2, 4), torch.zeros(2, 4)
     teacher[0, 1] = bad
     kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]].numpy(), np.zeros(2, np.float32))
@@ -247,7 +247,8 @@ def test_a_teacher_without_a_distribution_is_not_a_loss_of_zero(bad: float) -> N
         assert torch.isnan(loss).tolist() == [True, False]
 
 
-def test_labels_may_be_numpy_arrays_also_read_only_ones() -> None:
+def test_labels_may_be_numpy_arrays() -> None:
+    """Labels may be numpy arrays, also read-only ones."""
     student = torch.from_numpy(logits((3, 5), 1))
     teacher = logits((3, 5), 2)
     expected = kl_divergence(student, torch.from_numpy(teacher.copy())).item()
@@ -261,7 +262,7 @@ def test_top_k_labels_may_be_tensors() -> None:
     assert top_k_kl(student, tensors).item() == top_k_kl(student, labels).item()
 
 
-def test_logit_and_feature_mse_are_means_of_squares() -> None:
+def test_mse_losses_are_means_of_squares() -> None:
     student, teacher = logits((2, 3, 4), 1), logits((2, 3, 4), 2)
     squares = (student - teacher) ** 2
     pair = torch.from_numpy(student), torch.from_numpy(teacher)
@@ -270,7 +271,8 @@ def test_logit_and_feature_mse_are_means_of_squares() -> None:
     assert logit_mse(*pair).item() == pytest.approx(torch.nn.functional.mse_loss(*pair).item())
 
 
-def test_features_of_another_width_are_projected_and_the_projection_learns() -> None:
+def test_features_projection_learns() -> None:
+    """Features of another width are projected, and the projection learns."""
     student, teacher = torch.randn(4, 8, requires_grad=True), torch.randn(4, 16)
     projection = torch.nn.Linear(8, 16)
     feature_mse(student, teacher, projection).backward()
@@ -299,12 +301,12 @@ def test_the_mixture_is_linear_in_alpha() -> None:
         ("kl", lambda s, t: kl_divergence(s, t, temperature=2.0)),
     ],
 )
-def test_the_module_uses_the_soft_loss_that_it_is_told(soft: Any, expected: Any) -> None:
+def test_module_uses_the_given_soft_loss(soft: Any, expected: Any) -> None:
     student, teacher = torch.from_numpy(logits((6, 5), 1)), torch.from_numpy(logits((6, 5), 2))
     assert DistillLoss(2.0, 1.0, soft=soft)(student, teacher).item() == expected(student, teacher).item()
 
 
-def test_the_module_takes_top_k_labels_and_sequences() -> None:
+def test_module_takes_top_k_and_sequences() -> None:
     student, teacher = torch.from_numpy(logits((2, 3, 7), 1)), logits((2, 3, 7), 2)
     labels = torch.tensor([[0, 1, -100], [6, -100, 2]])
     rows = DistillLoss(2.0, 0.5, reduction="none")(student, top_k(teacher, 3, 2.0), labels)

@@ -32,9 +32,8 @@ def softmax(values: Array, temperature: float = 1.0) -> Array:
 @pytest.mark.parametrize("shape", [(5, 11), (3, 4, 7)])
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 @pytest.mark.parametrize("teacher_is", ["logits", "probabilities"])
-def test_kl_and_cross_entropy_are_what_their_definitions_say(
-    shape: tuple[int, ...], temperature: float, teacher_is: Any
-) -> None:
+def test_kl_and_cross_entropy_by_definition(shape: tuple[int, ...], temperature: float, teacher_is: Any) -> None:
+    """KL and cross entropy are what their definitions say."""
     student, teacher = logits(shape, 1), logits(shape, 2)
     p, q = softmax(teacher, temperature), softmax(student, temperature)
     given = teacher if teacher_is == "logits" else softmax(teacher)
@@ -50,7 +49,7 @@ def test_kl_and_cross_entropy_are_what_their_definitions_say(
 
 @pytest.mark.parametrize("k", [1, 3, 10])
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
-def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> None:
+def test_top_k_kl_counts_the_tail_as_a_class(k: int, temperature: float) -> None:
     student, teacher = logits((5, 11), 1), logits((5, 11), 2)
     labels = top_k(teacher, k, temperature)
     p, q = softmax(teacher, temperature), softmax(student, temperature)
@@ -66,7 +65,8 @@ def test_top_k_kl_counts_the_tail_as_one_class(k: int, temperature: float) -> No
     np.testing.assert_array_equal(top_k_kl(paddle.to_tensor(student), tensors, reduction="none").numpy(), ours)
 
 
-def test_with_every_class_kept_top_k_kl_is_the_dense_kl() -> None:
+def test_full_top_k_kl_is_the_dense_kl() -> None:
+    """With every class kept, top-k KL is the dense KL."""
     student, teacher = paddle.to_tensor(logits((5, 11), 1)), logits((5, 11), 2)
     dense = kl_divergence(student, teacher, temperature=3.0)
     assert float(top_k_kl(student, top_k(teacher, 11, 3.0))) == pytest.approx(float(dense), rel=1e-12)
@@ -99,7 +99,7 @@ def test_gradients_are_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_computed_in_float32(dtype: str) -> None:
+def test_half_precision_computes_in_float32(dtype: str) -> None:
     student = paddle.to_tensor(logits((4, 100), 1)).astype(dtype)
     teacher = paddle.to_tensor(logits((4, 100), 2)).astype(dtype)
     loss = kl_divergence(student, teacher, temperature=4.0)
@@ -108,7 +108,7 @@ def test_half_precision_is_computed_in_float32(dtype: str) -> None:
     assert float(loss) == pytest.approx(float(wide), rel=1e-5)
 
 
-def test_classes_that_the_teacher_masks_add_nothing() -> None:
+def test_masked_classes_add_nothing() -> None:
     teacher = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
     for loss in (
         lambda x: kl_divergence(x, teacher),
@@ -123,7 +123,8 @@ def test_classes_that_the_teacher_masks_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_teacher_without_a_distribution_is_not_a_loss_of_zero(bad: float) -> None:
+def test_no_distribution_is_no_zero_loss(bad: float) -> None:
+    """A teacher without a distribution is not a loss of zero."""
     student, teacher = paddle.zeros([2, 4]), np.zeros((2, 4), np.float32)
     teacher[0, 1] = bad
     kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]], np.zeros(2, np.float32))

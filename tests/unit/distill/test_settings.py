@@ -55,13 +55,14 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("kind", "values", "words"), BAD)
-def test_values_that_cannot_be_used_are_named(kind: Callable[..., Any], values: dict[str, Any], words: str) -> None:
+def test_unusable_values_are_named(kind: Callable[..., Any], values: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         kind(**values)
 
 
 @pytest.mark.parametrize("most", ["4", 0, 1.5, None])
-def test_a_limit_of_teachers_that_cannot_be_used_is_named(most: Any) -> None:
+def test_unusable_limit_of_teachers_is_named(most: Any) -> None:
+    """A limit of teachers that cannot be used is named."""
     reader = DistillReader(["x"], ["y"])
     with pytest.raises(SettingsError, match=re.escape(f"require_max_teacher={most!r}: must be a whole number")):
         reader.set_require_max_teacher(most)

@@ -37,16 +37,17 @@ def test_requests_come_out_as_they_went_in(requests: list[tuple[str, list[bytes]
 
 
 @given(answers)
-def test_answers_come_out_as_they_went_in_and_a_single_one_as_itself(
+def test_answers_survive_a_bundle(
     wanted: list[tuple[str, list[bytes], str]],
 ) -> None:
+    """Answers come out as they went in, and a single one as itself."""
     messages = [response(*answer) for answer in wanted]
     together = bundles.split_responses(bundles.join_responses(messages))
     assert together == [part for message in messages for part in bundles.split_responses(message)]
     assert [(number, [bytes(view) for view in raw], error) for _, raw, number, error in together] == wanted
 
 
-def test_a_bundle_is_a_message_of_its_streams_own_type() -> None:
+def test_bundle_has_its_streams_type() -> None:
     request = kserve.ModelInferRequest.FromString(bundles.join_requests([b"abc", b"de"]))
     assert request.parameters[names.BUNDLE].bool_param
     assert list(request.raw_input_contents) == [b"abc", b"de"]
@@ -71,7 +72,7 @@ def test_a_bundle_is_a_message_of_its_streams_own_type() -> None:
     ],
     ids=["nested", "empty", "damaged", "with an id"],
 )
-def test_a_malformed_bundle_of_answers_is_an_error(data: bytes) -> None:
+def test_malformed_bundle_is_an_error(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="malformed"):
         bundles.split_responses(data)
 

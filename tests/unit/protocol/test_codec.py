@@ -28,14 +28,14 @@ def header(model: str = "m") -> kserve.ModelInferRequest:
 
 
 @given(blobs)
-def test_a_request_is_what_protobuf_would_write(raw: list[bytes]) -> None:
+def test_request_is_as_protobuf_writes_it(raw: list[bytes]) -> None:
     whole = header()
     whole.raw_input_contents.extend(raw)
     assert kserve.ModelInferRequest.FromString(codec.encode_request(header(), raw)) == whole
 
 
 @given(blobs)
-def test_a_request_that_protobuf_wrote_is_read(raw: list[bytes]) -> None:
+def test_request_protobuf_wrote_is_read(raw: list[bytes]) -> None:
     whole = header()
     whole.raw_input_contents.extend(raw)
     found, views = codec.decode_request(whole.SerializeToString())
@@ -52,7 +52,7 @@ def test_a_response_comes_back_as_it_was(raw: list[bytes]) -> None:
     assert [bytes(view) for view in views] == raw
 
 
-def test_tensors_may_stand_anywhere_in_the_message() -> None:
+def test_tensors_may_stand_anywhere() -> None:
     raw_first = codec.encode_request(kserve.ModelInferRequest(), [b"abc"]) + header().SerializeToString()
     found, views = codec.decode_request(raw_first + codec.encode_request(kserve.ModelInferRequest(), [b"de"]))
     assert found == header()
@@ -62,7 +62,8 @@ def test_tensors_may_stand_anywhere_in_the_message() -> None:
 @given(st.binary(max_size=200))
 @example(b"\x3a\xff\xff\xff\xff\x0f")  # raw contents that claim four gigabytes
 @example(b"\xff" * 12)
-def test_any_bytes_are_read_or_refused_as_protobuf_does(data: bytes) -> None:
+def test_any_bytes_are_read_as_by_protobuf(data: bytes) -> None:
+    """Any bytes are read or refused as protobuf does."""
     try:
         found, views = codec.decode_request(data)
     except ProtocolError:
@@ -77,7 +78,8 @@ ids = st.text(max_size=20)
 
 
 @given(ids, blobs)
-def test_a_streamed_request_gives_its_id_and_the_rest_as_it_was(number: str, raw: list[bytes]) -> None:
+def test_streamed_request_gives_id_and_rest(number: str, raw: list[bytes]) -> None:
+    """A streamed request gives its id and the rest as it was."""
     plain = header()
     plain.ClearField("id")
     whole = header()
@@ -93,9 +95,8 @@ def test_a_streamed_request_gives_its_id_and_the_rest_as_it_was(number: str, raw
 
 
 @given(ids, blobs, st.text(max_size=20))
-def test_a_streamed_response_gives_its_id_its_error_and_the_rest_as_it_was(
-    number: str, raw: list[bytes], error: str
-) -> None:
+def test_streamed_response_has_id_and_error(number: str, raw: list[bytes], error: str) -> None:
+    """A streamed response gives its id, its error and the rest as it was."""
     plain = kserve.ModelInferResponse(model_name="m")
     plain.outputs.add(name="y", datatype="FP16", shape=[1])
     ours = codec.join_streamed_response(plain.SerializeToString(), raw, codec.id_field(number))
@@ -113,7 +114,7 @@ def test_a_streamed_response_gives_its_id_its_error_and_the_rest_as_it_was(
 @example(codec.id_field("x")[:-1] + b"\xff")  # an id that is no UTF-8
 @example(b"\x12\x05\x1a\xff\xff\xff\x0f")  # a response whose id claims more than there is
 @example(b"\xba\x80\x00\x01a")  # a tag that takes more bytes than it needs
-def test_any_bytes_on_a_stream_are_read_or_refused(data: bytes) -> None:
+def test_any_streamed_bytes_read_or_refused(data: bytes) -> None:
     try:
         left, views, number = codec.split_streamed_request(data)
         codec.parse_request(left)
@@ -134,7 +135,8 @@ def test_any_bytes_on_a_stream_are_read_or_refused(data: bytes) -> None:
 
 
 @given(st.text(max_size=50), st.text(max_size=20))
-def test_a_response_keeps_its_own_id_where_none_is_given(own: str, given_id: str) -> None:
+def test_response_keeps_its_own_id(own: str, given_id: str) -> None:
+    """A response keeps its own id where none is given."""
     inner = kserve.ModelInferResponse(model_name="m", id=own).SerializeToString()
     assert kserve.ModelStreamInferResponse.FromString(codec.join_streamed_response(inner, [])).infer_response.id == own
     expected = own or given_id  # the last one in the bytes counts, and an empty one is not written
@@ -179,7 +181,7 @@ def test_bfloat16_is_read_as_float32() -> None:
         ("BYTES", [1], b"\x01\0\0\0ab", "1 bytes too many"),
     ],
 )
-def test_tensors_that_lie_about_their_size_are_refused(datatype: str, shape: list[int], raw: bytes, words: str) -> None:
+def test_wrong_tensor_sizes_are_refused(datatype: str, shape: list[int], raw: bytes, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
         tensors.from_raw(datatype, shape, raw)
 
@@ -227,7 +229,7 @@ def test_typed_numbers_reach_their_limits(datatype: str, field: str, values: lis
     assert tensors.from_contents(datatype, [2], contents).tolist() == values
 
 
-def test_the_messages_are_those_of_tritonclient() -> None:
+def test_messages_are_those_of_tritonclient() -> None:
     service_pb2 = pytest.importorskip("tritonclient.grpc.service_pb2")
     ours = header()
     ours.raw_input_contents.append(b"abc")
@@ -237,12 +239,12 @@ def test_the_messages_are_those_of_tritonclient() -> None:
 
 
 @pytest.mark.parametrize("shape", [[1] * 70, [2**62, 0], [0, 2**62, 2]])
-def test_a_shape_that_no_array_has_is_malformed(shape: list[int]) -> None:
+def test_impossible_shape_is_malformed(shape: list[int]) -> None:
     with pytest.raises(ProtocolError):
         tensors.from_raw("FP32", shape, b"" if 0 in shape else bytes(4))
 
 
-def test_an_error_with_a_header_that_cannot_be_read_ends_its_request() -> None:
+def test_unreadable_error_ends_its_request() -> None:
     """And neither another one nor the stream."""
     ended: dict[str, object] = {}
     stream = InferStream.__new__(InferStream)

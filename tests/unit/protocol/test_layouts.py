@@ -74,7 +74,7 @@ def test_a_changed_byte_is_never_overlooked(at: int, value: int) -> None:
         assert outcomes[0] == outcomes[1]
 
 
-def test_alike_messages_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alike_messages_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     messages = [response(f"{number:08x}", [bytes([number]) * 9], "model") for number in range(3)]
     bundle = bundles.join_responses(messages)
     asked = [request(f"{number:08x}", [], "model") for number in range(3)]

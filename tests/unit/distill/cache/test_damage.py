@@ -46,7 +46,8 @@ def test_a_torn_file_is_skipped_and_named(tmp_path: Path, warnings_of: Callable[
     assert found(tmp_path, [0, 49, 50, 99]) == [True] * 4
 
 
-def test_foreign_files_are_skipped_named_and_left_alone(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_foreign_files_are_skipped_and_named(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Foreign files are skipped, named and left alone."""
     (ours,) = put(tmp_path, range(10))
     (others,) = put(tmp_path, range(10, 20), OTHER)
     place = ours.parent
@@ -70,9 +71,8 @@ def test_foreign_files_are_skipped_named_and_left_alone(tmp_path: Path, warnings
     assert (place / "weights.safetensors").exists()
 
 
-def test_rows_of_another_shape_under_the_same_key_are_skipped(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_rows_of_another_shape_are_skipped(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Rows of another shape under the same key are skipped."""
     put(tmp_path, range(10))
     with SoftLabelCache(0, tmp_path / "elsewhere") as cache:
         cache.view(KEY).put([50], rows([50], width=7))
@@ -94,7 +94,8 @@ def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_damaged_bytes_never_do_worse_than_to_be_refused(whole_file: Path, tmp_path: Path, data: st.DataObject) -> None:
+def test_damaged_bytes_are_refused(whole_file: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Damaged bytes never do worse than to be refused."""
     damaged = bytearray(whole_file.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(damaged) - 1))
@@ -127,9 +128,8 @@ def where(file: Path, tensor: str) -> int:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_damaged_row_is_a_miss_that_is_said_once_and_can_be_put_again(
-    tmp_path: Path, warnings_of: Callable[[], list[str]], at_once: bool
-) -> None:
+def test_damaged_row_is_a_miss(tmp_path: Path, warnings_of: Callable[[], list[str]], at_once: bool) -> None:
+    """A damaged row is a miss that is said once, and can be put again."""
     (file,) = put(tmp_path, range(10))
     flip(file, where(file, "logits") + 7 * 400 + 399)
     with SoftLabelCache(0, tmp_path) as cache:
@@ -147,9 +147,8 @@ def test_a_damaged_row_is_a_miss_that_is_said_once_and_can_be_put_again(
     assert found(tmp_path, range(10)) == [True] * 10
 
 
-def test_ids_that_are_damaged_give_no_sample_the_label_of_another(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_damaged_ids_give_no_wrong_label(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Ids that are damaged give no sample the label of another."""
     (file,) = put(tmp_path, range(10))
     flip(file, where(file, "sample_ids"))
     assert found(tmp_path, [*range(10), 0x40]) == [False] * 11
@@ -157,7 +156,8 @@ def test_ids_that_are_damaged_give_no_sample_the_label_of_another(
     assert "it is damaged: its ids or its header" in warning
 
 
-def test_damage_that_nobody_has_read_yet_is_found_by_verifying(tmp_path: Path) -> None:
+def test_verifying_finds_unread_damage(tmp_path: Path) -> None:
+    """Damage that nobody has read yet is found by verifying."""
     (file,) = put(tmp_path, range(200))
     flip(file, where(file, "logits") + 150 * 400)
     with SoftLabelCache(0, tmp_path) as cache:
@@ -167,7 +167,7 @@ def test_damage_that_nobody_has_read_yet_is_found_by_verifying(tmp_path: Path) -
         assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
 
 
-def test_files_without_checksums_are_read_as_before(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_files_without_checksums_are_read(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
     (file,) = put(tmp_path, range(10))
     tensors = safetensors.numpy.load_file(file)
     del tensors["sample_ids.crc32"]
@@ -178,9 +178,8 @@ def test_files_without_checksums_are_read_as_before(tmp_path: Path, warnings_of:
 
 
 @pytest.mark.parametrize("temperature", [4, np.float64(4), np.float32(4)])
-def test_top_k_labels_are_found_again_whatever_type_of_number_the_temperature_was(
-    tmp_path: Path, temperature: Any
-) -> None:
+def test_temperature_of_any_type_finds_top_k(tmp_path: Path, temperature: Any) -> None:
+    """Top-k labels are found again whatever type of number the temperature was."""
     output_spec = OutputSpec(("logits",), top_k=2, temperature=temperature)
     labels = top_k(np.arange(12, dtype=np.float32).reshape(3, 4), 2, 4.0)
     labels = TopK(labels.ids, labels.values, labels.tail_lse, temperature, 4)
@@ -195,7 +194,7 @@ def test_top_k_labels_are_found_again_whatever_type_of_number_the_temperature_wa
         assert found.outputs["logits"].temperature == 4.0  # type: ignore[union-attr]
 
 
-def test_a_files_checksum_is_that_of_the_text_in_it(tmp_path: Path) -> None:
+def test_checksum_of_a_file_is_of_its_text(tmp_path: Path) -> None:
     parts = zip(top_k_names("y"), [(2,), (2,), ()], ["i4", "f4", "f4"], strict=True)
     arrays = {name: np.zeros((1, *shape), dtype) for name, shape, dtype in parts}
     layout = RowLayout.of(arrays, {"y": (4, 10)})

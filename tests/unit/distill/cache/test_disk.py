@@ -34,7 +34,8 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[
         yield lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_labels_outlive_the_process_and_other_programs_can_read_them(tmp_path: Path) -> None:
+def test_labels_outlive_the_process(tmp_path: Path) -> None:
+    """Labels outlive the process, and other programs can read them."""
     (file,) = put(tmp_path, [3, 1, 2])
     tensors = safetensors.numpy.load_file(file)
     assert tensors["sample_ids"].tolist() == [3, 1, 2]
@@ -49,7 +50,7 @@ def test_no_file_is_pickled(tmp_path: Path) -> None:
     assert json.loads(file.read_bytes()[8 : 8 + length])["logits"]["dtype"] == "F32"
 
 
-def test_rows_reach_the_disk_without_being_asked_to(tmp_path: Path) -> None:
+def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
     with SoftLabelCache(0, tmp_path, flush_interval_s=0.05) as cache:
         for ids in ([1, 2], [3, 4]):
             cache.view(KEY).put(ids, rows(ids))
@@ -59,7 +60,8 @@ def test_rows_reach_the_disk_without_being_asked_to(tmp_path: Path) -> None:
                 time.sleep(0.02)
 
 
-def test_of_several_labels_of_one_sample_the_newest_counts_after_reopening_too(tmp_path: Path) -> None:
+def test_newest_label_of_a_sample_counts(tmp_path: Path) -> None:
+    """Of several labels of one sample the newest counts, after reopening too."""
     with SoftLabelCache(0, tmp_path) as cache:
         for value in (7.0, 8.0, 9.0):
             cache.view(KEY).put([1, 2], {"logits": np.full((2, 3), value, np.float32)})
@@ -71,7 +73,7 @@ def test_of_several_labels_of_one_sample_the_newest_counts_after_reopening_too(t
         assert cache.view(KEY).ids() == [1, 2]
 
 
-def test_the_bound_on_disk_holds_at_every_moment(tmp_path: Path) -> None:
+def test_disks_bound_holds_at_every_moment(tmp_path: Path) -> None:
     bound, largest, stop = 128 << 10, 0, threading.Event()
 
     def watch() -> None:
@@ -96,9 +98,8 @@ def test_the_bound_on_disk_holds_at_every_moment(tmp_path: Path) -> None:
     assert found(tmp_path, range(3980, 4000)) == [True] * 20  # the newest are there
 
 
-def test_the_oldest_files_go_first_whatever_they_belong_to(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_oldest_files_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """The oldest files go first whatever they belong to."""
     put(tmp_path, range(60), OTHER)
     (kept,) = put(tmp_path, range(60))
     put(tmp_path, range(100, 160), disk_bytes=65 << 10)
@@ -111,9 +112,8 @@ def test_the_oldest_files_go_first_whatever_they_belong_to(
     assert "raise disk_bytes=66560" in warning
 
 
-def test_a_file_larger_than_the_bound_evicts_nothing_and_is_reported(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_file_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """A file larger than the bound evicts nothing and is reported."""
     (kept,) = put(tmp_path, range(10))
     with SoftLabelCache(1 << 20, tmp_path, 64 << 10) as cache:
         cache.view(KEY).put([99], {"logits": np.zeros((1, 100), np.float32)})
@@ -130,9 +130,8 @@ def test_a_file_larger_than_the_bound_evicts_nothing_and_is_reported(
     assert "1 rows were not written" in warning
 
 
-def test_rows_that_cannot_be_written_hold_up_neither_others_nor_who_waits(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_unwritable_rows_hold_nothing_up(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Rows that cannot be written hold up neither others nor who waits."""
     with SoftLabelCache(0, tmp_path) as cache:
         bad = cache.view(KEY)
         bad.put([1], rows([1]))
@@ -148,9 +147,8 @@ def test_rows_that_cannot_be_written_hold_up_neither_others_nor_who_waits(
     assert sum("1 rows were not written, and will be asked for again: TypeError" in one for one in warnings_of()) == 1
 
 
-def test_files_that_vanish_or_shrink_under_a_reader_are_misses(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_vanished_or_cut_files_are_misses(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Files that vanish or shrink under a reader are misses."""
     for start in (0, 50, 100):
         put(tmp_path, range(start, start + 50))
     files = segments(tmp_path)
@@ -168,9 +166,8 @@ def test_files_that_vanish_or_shrink_under_a_reader_are_misses(
     assert str(files[1]) in warning
 
 
-def test_a_folder_that_cannot_be_written_costs_no_labels_in_memory(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_unwritable_folder_keeps_memory_rows(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """A folder that cannot be written costs no labels in memory."""
     (tmp_path / KEY.folder).write_text("in the way")
     with SoftLabelCache(1 << 20, tmp_path) as cache:
         view = cache.view(KEY)
@@ -186,7 +183,8 @@ def test_a_folder_that_cannot_be_written_costs_no_labels_in_memory(
     assert len([warning for warning in warnings_of() if "asked for again" in warning]) == 1
 
 
-def test_a_process_that_holds_the_lock_for_ever_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_held_for_ever_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that holds the lock for ever hangs nobody."""
     monkeypatch.setattr(folder, "_LOCK_S", 0.2)
     with SoftLabelCache(1 << 20, tmp_path) as cache:
         fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -199,7 +197,7 @@ def test_a_process_that_holds_the_lock_for_ever_hangs_nobody(tmp_path: Path, mon
         cache.flush()
 
 
-def test_what_another_process_writes_is_found(tmp_path: Path) -> None:
+def test_rows_of_another_process_are_found(tmp_path: Path) -> None:
     with SoftLabelCache(0, tmp_path) as mine, SoftLabelCache(0, tmp_path) as other:
         view = mine.view(KEY)
         assert not view.get([1]).complete
@@ -232,9 +230,8 @@ def writer(path: Path, first: int, last: int, bound: int = 0) -> subprocess.Pope
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_that_write_at_the_same_time_do_not_clash(
-    tmp_path: Path, warnings_of: Callable[[], list[str]]
-) -> None:
+def test_writing_processes_do_not_clash(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """Processes that write at the same time do not clash."""
     processes = [writer(tmp_path, first, first + 400) for first in (0, 1000, 2000)]
     for process in processes:
         process.communicate(timeout=60)
@@ -245,7 +242,7 @@ def test_processes_that_write_at_the_same_time_do_not_clash(
     assert not warnings_of()
 
 
-def test_processes_that_share_a_bound_keep_it_together(tmp_path: Path) -> None:
+def test_processes_share_a_bound(tmp_path: Path) -> None:
     bound, largest = 100 << 10, 0
     processes = [writer(tmp_path, first, first + 1000, bound) for first in (0, 10_000)]
     while any(process.poll() is None for process in processes):
@@ -258,9 +255,8 @@ def test_processes_that_share_a_bound_keep_it_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 7])
-def test_kill_9_costs_no_row_that_was_flushed_and_leaves_nothing_torn(
-    tmp_path: Path, warnings_of: Callable[[], list[str]], after: int
-) -> None:
+def test_kill_9_costs_no_flushed_row(tmp_path: Path, warnings_of: Callable[[], list[str]], after: int) -> None:
+    """`kill -9` costs no row that was flushed and leaves nothing torn."""
     process = writer(tmp_path, 0, 1_000_000)
     assert process.stdout is not None
     flushed = 0
@@ -274,7 +270,8 @@ def test_kill_9_costs_no_row_that_was_flushed_and_leaves_nothing_torn(
     assert all(re.fullmatch(r"key\.json|\d{20}-.*\.safetensors", path.name) for path in tmp_path.glob("*/*"))
 
 
-def test_what_a_killed_writer_left_is_not_read_and_goes_with_the_next_write(tmp_path: Path) -> None:
+def test_killed_writers_files_are_not_read(tmp_path: Path) -> None:
+    """What a killed writer left is not read and goes with the next write."""
     (whole,) = put(tmp_path, range(10))
     left = whole.with_name(".writing-" + whole.name.replace(whole.name[:20], "9" * 20))
     left.write_bytes(whole.read_bytes()[:300])
@@ -296,7 +293,8 @@ def test_unusual_ids_survive_the_disk(tmp_path: Path, ids: list[Any]) -> None:
         )
 
 
-def test_a_row_put_while_the_older_one_was_being_written_stays_to_be_written(tmp_path: Path) -> None:
+def test_row_put_during_a_write_is_written(tmp_path: Path) -> None:
+    """A row put while the older one was being written stays to be written."""
     with SoftLabelCache(0, tmp_path) as cache:
         namespace = cache.view(KEY).disk
         assert namespace is not None
@@ -307,9 +305,7 @@ def test_a_row_put_while_the_older_one_was_being_written_stays_to_be_written(tmp
         namespace.pending.clear()
 
 
-def test_a_row_put_while_the_older_one_was_being_read_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_put_during_a_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The older row must not get into memory, where it would be found first, when the newer one found no room there."""
     put(tmp_path, [1])
     with SoftLabelCache(1 << 20, tmp_path) as cache:

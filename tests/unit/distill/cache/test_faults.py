@@ -170,7 +170,7 @@ def test_a_full_disk_that_is_freed(tmp_path: Path, faults: Faults, code: int, ca
         assert not list(tmp_path.rglob(".writing-*"))
 
 
-def test_a_clock_set_back_makes_nothing_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_set_back_ages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, [1])
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now - 10**18)  # thirty years

@@ -20,7 +20,8 @@ def write(path: Path, key: CacheKey, ids: list[int | str], value: float = 0.0) -
         cache.view(key).put(ids, {"logits": np.repeat(np.array(numbers, np.float32)[:, None], 3, axis=1)})
 
 
-def test_labels_come_in_the_order_of_the_ids_and_the_newest_of_each(tmp_path: Path) -> None:
+def test_newest_labels_in_order_of_ids(tmp_path: Path) -> None:
+    """Labels come in the order of the ids and the newest of each."""
     write(tmp_path, KEY, [5, 3, 4])
     write(tmp_path, KEY, ["10", 1, 3], 0.5)
     labels = load_labels(tmp_path)
@@ -46,7 +47,7 @@ def test_top_k_labels_are_read_too(tmp_path: Path) -> None:
     assert (again.temperature, again.classes) == (2.0, 20)
 
 
-def test_a_damaged_label_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_label_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, KEY, [1, 2, 3])
     (file,) = tmp_path.glob("*/*.safetensors")
     data = bytearray(file.read_bytes())

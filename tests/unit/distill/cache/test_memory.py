@@ -19,7 +19,7 @@ RECORD = b"x" * (1024 - ROW_OVERHEAD)  # a row of one KiB, bookkeeping included
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])
-def test_rows_come_out_of_records_as_they_went_in(rows: int) -> None:
+def test_rows_survive_records(rows: int) -> None:
     rng = np.random.default_rng(1)
     outputs = {
         "logits": rng.normal(size=(rows, 9)).astype(np.float32),
@@ -38,7 +38,7 @@ def test_rows_come_out_of_records_as_they_went_in(rows: int) -> None:
         np.testing.assert_array_equal(again[name], array)  # type: ignore[arg-type]
 
 
-def test_top_k_labels_come_out_as_top_k_labels() -> None:
+def test_top_k_labels_stay_top_k_labels() -> None:
     labels = top_k(np.random.default_rng(1).normal(size=(5, 30)).astype(np.float32), 4, 2.0)
     arrays, layout = flatten({"logits": labels, "score": np.arange(5.0)}, 5)
     again = layout.restore(layout.unpack(b"".join(layout.pack(arrays)), 5))
@@ -68,7 +68,7 @@ def test_what_cannot_be_kept_is_named(outputs: dict[str, np.ndarray], words: str
         flatten(outputs, 2)
 
 
-def test_the_least_recently_used_row_goes_first() -> None:
+def test_least_recently_used_row_goes_first() -> None:
     tier = MemoryTier(3 * 1024)
     rows = tier.rows()
     tier.put(rows, [1, 2, 3], [RECORD] * 3)
@@ -79,7 +79,7 @@ def test_the_least_recently_used_row_goes_first() -> None:
     assert tier.evicted == 1
 
 
-def test_an_epoch_over_more_rows_than_fit_leaves_most_of_them_for_the_next() -> None:
+def test_larger_epoch_leaves_most_rows() -> None:
     """Least recently used alone would find none: each row would be gone just before its turn."""
     tier = MemoryTier(50 * 1024)
     rows = tier.rows()
@@ -93,7 +93,7 @@ def test_an_epoch_over_more_rows_than_fit_leaves_most_of_them_for_the_next() -> 
         assert epoch == 0 or hits >= 40
 
 
-def test_a_working_set_that_changes_is_followed() -> None:
+def test_changed_working_set_is_followed() -> None:
     tier = MemoryTier(50 * 1024)
     rows = tier.rows()
     for base in (0, 1000):
@@ -104,7 +104,8 @@ def test_a_working_set_that_changes_is_followed() -> None:
     assert sum(sample >= 1000 for sample in rows.records) >= 35
 
 
-def test_rows_of_a_namespace_that_nobody_uses_make_room_at_once() -> None:
+def test_unused_namespace_makes_room_at_once() -> None:
+    """Rows of a namespace that nobody uses make room at once."""
     tier = MemoryTier(10 * 1024)
     old, new = tier.rows(), tier.rows()
     tier.put(old, range(10), [RECORD] * 10)
@@ -117,7 +118,8 @@ def test_rows_of_a_namespace_that_nobody_uses_make_room_at_once() -> None:
     assert not old.records
 
 
-def test_a_row_put_again_takes_the_place_of_the_older_one_even_when_memory_is_full() -> None:
+def test_row_put_again_replaces_the_older() -> None:
+    """A row put again takes the place of the older one, even when memory is full."""
     tier = MemoryTier(2 * 1024)
     rows = tier.rows()
     tier.put(rows, [1, 2], [RECORD] * 2)
@@ -126,7 +128,8 @@ def test_a_row_put_again_takes_the_place_of_the_older_one_even_when_memory_is_fu
     assert tier.nbytes == 2 * 1024
 
 
-def test_a_row_larger_than_the_memory_is_not_kept_and_evicts_nothing() -> None:
+def test_row_above_the_bound_evicts_nothing() -> None:
+    """A row larger than the memory is not kept and evicts nothing."""
     tier = MemoryTier(2 * 1024)
     rows = tier.rows()
     tier.put(rows, [1], [RECORD])
@@ -138,7 +141,7 @@ def test_a_row_larger_than_the_memory_is_not_kept_and_evicts_nothing() -> None:
     limit=st.integers(0, 8 * 1024),
     puts=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 20), st.integers(0, 2000)), max_size=60),
 )
-def test_the_bound_holds_and_the_books_are_right(limit: int, puts: list[tuple[int, int, int]]) -> None:
+def test_bound_and_counts_hold(limit: int, puts: list[tuple[int, int, int]]) -> None:
     tier = MemoryTier(limit)
     spaces = [tier.rows(), tier.rows()]
     last: dict[tuple[int, int], bytes] = {}
@@ -169,7 +172,7 @@ def test_the_books_do_not_flatter() -> None:
         assert taken <= tier.limit_bytes
 
 
-def test_equal_keys_share_a_folder_and_others_do_not() -> None:
+def test_only_equal_keys_share_a_folder() -> None:
     key = CacheKey("resnet/50", "1", ("logits",), dataset="cifar")
     assert key.folder == CacheKey("resnet/50", "1", ("logits",), dataset="cifar", temperature=4.0).folder
     others = [
@@ -192,7 +195,7 @@ def test_equal_keys_share_a_folder_and_others_do_not() -> None:
 
 
 @pytest.mark.parametrize("model", ["../../etc", "", "…", ".", "a" * 500])
-def test_no_model_name_leads_out_of_the_folder(model: str) -> None:
+def test_no_name_leads_out_of_the_folder(model: str) -> None:
     folder = CacheKey(model, "1", ("logits",)).folder
     assert "/" not in folder
     assert not folder.startswith(".")

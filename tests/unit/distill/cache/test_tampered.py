@@ -116,7 +116,7 @@ def in_time(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_the_header_that_is_changed_below_is_good(tmp_path: Path) -> None:
+def test_unchanged_header_is_good(tmp_path: Path) -> None:
     (tmp_path / KEY.folder).mkdir()
     (tmp_path / KEY.folder / NAME).write_bytes(file_of(json.dumps(whole()).encode(), DATA))
     assert found(tmp_path, [1, 2, 3]) == [True, True, False]

@@ -55,7 +55,8 @@ def test_rows_are_found_by_id_in_any_order(cache: SoftLabelCache, flushed: bool)
     assert cache.stats().hits == 104
 
 
-def test_rows_that_are_not_there_are_told_and_filled_in(cache: SoftLabelCache) -> None:
+def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
+    """Rows that are not there are told and filled in."""
     labels, view = logits(10), cache.view(KEY)
     nothing = view.get([1, 2])
     assert nothing.mask.tolist() == [False, False]
@@ -82,7 +83,7 @@ def test_an_empty_look_up_is_complete(cache: SoftLabelCache) -> None:
     assert cache.view(KEY).ids() == []
 
 
-def test_numbers_and_strings_are_different_ids(cache: SoftLabelCache) -> None:
+def test_numbers_and_strings_differ_as_ids(cache: SoftLabelCache) -> None:
     labels, view = logits(5), cache.view(KEY)
     ids: list[int | str] = [1, "1", "n01440764/1.jpeg", -7, ""]
     view.put(ids, {"logits": labels})
@@ -92,7 +93,7 @@ def test_numbers_and_strings_are_different_ids(cache: SoftLabelCache) -> None:
     assert view.contains([1, "1", 2, "-7", -7]).tolist() == [True, True, False, False, True]
 
 
-def test_ids_may_come_as_arrays_and_numpy_scalars(cache: SoftLabelCache) -> None:
+def test_ids_may_be_arrays_and_scalars(cache: SoftLabelCache) -> None:
     view = cache.view(KEY)
     view.put(np.array([3, 4], np.uint8), {"logits": logits(2)})
     assert view.get([np.int64(3), 4]).complete  # type: ignore[list-item]
@@ -103,7 +104,8 @@ def test_ids_may_come_as_arrays_and_numpy_scalars(cache: SoftLabelCache) -> None
     assert view.get([torch.tensor(3), torch.tensor(4)]).complete  # type: ignore[list-item]
 
 
-def test_several_outputs_and_top_k_labels_come_back_as_they_were(cache: SoftLabelCache) -> None:
+def test_outputs_and_top_k_labels_come_back(cache: SoftLabelCache) -> None:
+    """Several outputs and top-k labels come back as they were."""
     labels = top_k(logits(40, 100), 5, 4.0)
     features = np.arange(40 * 6, dtype=np.float16).reshape(40, 2, 3)
     view = cache.view(CacheKey("m", "1", ("logits", "features"), top_k=5, temperature=4.0))
@@ -132,7 +134,7 @@ def test_several_outputs_and_top_k_labels_come_back_as_they_were(cache: SoftLabe
         CacheKey("vit", "1", ("logits",), dataset="digits"),
     ],
 )
-def test_labels_of_another_key_are_never_found(cache: SoftLabelCache, other: CacheKey) -> None:
+def test_other_keys_labels_are_never_found(cache: SoftLabelCache, other: CacheKey) -> None:
     cache.view(KEY).put([1, 2], {"logits": logits(2)})
     assert not cache.view(other).get([1, 2]).mask.any()
     cache.view(other).put([1], {"logits": logits(1, seed=9)})
@@ -142,7 +144,7 @@ def test_labels_of_another_key_are_never_found(cache: SoftLabelCache, other: Cac
     assert set(cache.keys()) == {KEY, other}
 
 
-def test_a_second_epoch_asks_teachers_nothing(cache: SoftLabelCache) -> None:
+def test_second_epoch_asks_no_teacher(cache: SoftLabelCache) -> None:
     teacher, asked = logits(500), 0
     rng = np.random.default_rng(3)
     for _ in range(2):
@@ -156,7 +158,8 @@ def test_a_second_epoch_asks_teachers_nothing(cache: SoftLabelCache) -> None:
     assert asked == 500
 
 
-def test_float16_halves_the_store_and_keeps_finite_values_finite(tmp_path: Path) -> None:
+def test_float16_keeps_finite_values_finite(tmp_path: Path) -> None:
+    """Float16 halves the store and keeps finite values finite."""
     labels = top_k(logits(4, 100), 5, 4.0)
     masked = np.array([[1.25, -1e9, 3e38, -np.inf]] * 4, np.float32)
     with SoftLabelCache(path=tmp_path, store_dtype="float16") as cache:
@@ -251,7 +254,8 @@ def _writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "edl-cache"]
 
 
-def test_a_cache_that_is_let_go_writes_its_rows_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_dropped_cache_writes_its_rows(tmp_path: Path) -> None:
+    """A cache that is let go writes its rows and leaves no thread."""
     before = len(_writers())
     cache = SoftLabelCache(path=tmp_path)
     cache.view(KEY).put(range(5), {"logits": logits(5)})
@@ -273,7 +277,8 @@ def test_a_view_keeps_its_cache_alive(tmp_path: Path) -> None:
     assert view.get([1]).complete
 
 
-def test_rows_are_written_when_the_program_ends_without_closing(tmp_path: Path) -> None:
+def test_rows_are_written_at_exit(tmp_path: Path) -> None:
+    """Rows are written when the program ends without closing."""
     code = f"""
 import numpy as np
 from edl.distill.cache import CacheKey, SoftLabelCache
@@ -285,7 +290,7 @@ cache.view(CacheKey("resnet", "1", ("logits",), dataset="digits")).put([1, 2], {
         assert cache.view(KEY).get([1, 2]).complete
 
 
-def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
+def test_forked_child_must_open_its_own(tmp_path: Path) -> None:
     code = f"""
 import os, threading, warnings
 import numpy as np
@@ -318,7 +323,7 @@ done.set()
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
-def test_many_threads_never_get_another_rows_labels(cache: SoftLabelCache) -> None:
+def test_threads_get_their_own_rows_labels(cache: SoftLabelCache) -> None:
     view = cache.view(KEY)
     failures: list[str] = []
     began = time.monotonic()

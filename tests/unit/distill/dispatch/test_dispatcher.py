@@ -17,7 +17,8 @@ from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import SimTeacher, Simulation, sends, stragglers
 
 
-def test_every_task_is_answered_once_and_each_teacher_gets_its_share() -> None:
+def test_teachers_get_their_share() -> None:
+    """Every task is answered once and each teacher gets its share."""
     teachers = {"slow": SimTeacher(0.08), **{f"fast{i}": SimTeacher(0.02) for i in range(3)}}
     dispatcher = Dispatcher()
     simulation = Simulation(dispatcher, teachers, tasks=2000)
@@ -28,7 +29,7 @@ def test_every_task_is_answered_once_and_each_teacher_gets_its_share() -> None:
     assert teachers["slow"].served < teachers["fast0"].served / 3
 
 
-def test_a_teacher_far_away_gets_a_wider_window() -> None:
+def test_distant_teacher_gets_a_wider_window() -> None:
     near, far = SimTeacher(0.02, network_s=0.0005), SimTeacher(0.02, network_s=0.05)
     dispatcher = Dispatcher()
     Simulation(dispatcher, {"near": near, "far": far}, tasks=1500).run()
@@ -37,7 +38,8 @@ def test_a_teacher_far_away_gets_a_wider_window() -> None:
     assert far.served > 0.9 * near.served
 
 
-def test_only_a_very_quick_teacher_gets_a_window_for_messages_of_several_requests() -> None:
+def test_only_quick_teachers_get_bundles() -> None:
+    """Only a very quick teacher gets a window for messages of several requests."""
     sizes = []
     for service_s in (0.0005, 0.002):
         dispatcher = Dispatcher()
@@ -48,7 +50,7 @@ def test_only_a_very_quick_teacher_gets_a_window_for_messages_of_several_request
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
+def test_hedging_cuts_the_tail_in_budget(seed: int) -> None:
     def trial(budget: float) -> tuple[Simulation, Dispatcher]:
         teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.03, 10, 10 * seed + i)) for i in range(4)}
         dispatcher = Dispatcher(Policy(hedge_budget=budget))
@@ -65,7 +67,9 @@ def test_hedging_cuts_the_tail_within_its_budget(seed: int) -> None:
     assert tail[0] < 0.7 * tail[1]
 
 
-def test_hedging_keeps_stragglers_out_of_the_99th_percentile_of_a_student_at_half_pace() -> None:
+def test_hedging_helps_at_half_pace() -> None:
+    """Hedging keeps stragglers out of the 99th percentile of a student at half pace."""
+
     def trial(budget: float, first: int) -> tuple[float, int]:
         def each_33rd(first: int) -> Callable[[], float]:
             numbers = itertools.count(first)
@@ -86,9 +90,8 @@ def test_hedging_keeps_stragglers_out_of_the_99th_percentile_of_a_student_at_hal
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(0.0, 0.5), st.floats(2, 30), st.sampled_from([0.0, 60.0, 150.0, 250.0]), st.integers(0, 1000))
-def test_extra_requests_stay_below_5_percent_of_any_thousand(
-    share: float, factor: float, pace: float, seed: int
-) -> None:
+def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: float, seed: int) -> None:
+    """Extra requests stay below 5% of any thousand."""
     services = (0.01, 0.01, 0.01, 0.04)
     teachers = {f"t{i}": SimTeacher(s, straggle=stragglers(share, factor, seed + i)) for i, s in enumerate(services)}
     simulation = Simulation(Dispatcher(), teachers, tasks=2000, pace=pace)
@@ -100,7 +103,8 @@ def test_extra_requests_stay_below_5_percent_of_any_thousand(
         assert all(count <= 0.05 * number for number, count in enumerate(extra)), "at any time"
 
 
-def test_a_teacher_that_is_held_up_gets_nothing_more_while_others_can_take_it() -> None:
+def test_held_up_teacher_gets_nothing_more() -> None:
+    """A teacher that is held up gets nothing more while others can take it."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     for name in ("a", "b"):
         dispatcher.teacher_up(name, 0.0)
@@ -114,7 +118,8 @@ def test_a_teacher_that_is_held_up_gets_nothing_more_while_others_can_take_it() 
     assert later == ["b", "b", "b"], "a has been silent for twice its usual time"
 
 
-def test_teachers_are_busy_when_each_that_has_room_has_enough_until_its_next_answer() -> None:
+def test_busy_means_enough_until_an_answer() -> None:
+    """Teachers are busy when each that has room has enough until its next answer."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     assert dispatcher.busy, "nobody has room"
     for name in ("a", "b"):
@@ -135,7 +140,8 @@ def test_teachers_are_busy_when_each_that_has_room_has_enough_until_its_next_ans
     assert dispatcher.busy, "only b counts, and it has two"
 
 
-def test_teachers_are_quick_when_each_live_one_answered_so() -> None:
+def test_quick_means_all_live_answered_so() -> None:
+    """Teachers are quick when each live one answered so."""
     dispatcher = Dispatcher()
     for name, latency_s in (("near", 0.001), ("far", 0.01)):
         dispatcher.teacher_up(name, 0.0)
@@ -148,7 +154,8 @@ def test_teachers_are_quick_when_each_live_one_answered_so() -> None:
     assert dispatcher.low_latency
 
 
-def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:
+def test_killed_teacher_costs_its_requests() -> None:
+    """A killed teacher costs only what it had in flight."""
     teachers = {f"t{i}": SimTeacher(0.02) for i in range(4)}
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     simulation = Simulation(dispatcher, teachers, tasks=1000)
@@ -166,13 +173,14 @@ def test_a_killed_teacher_costs_only_what_it_had_in_flight() -> None:
     assert sum(len(teacher.sent) for teacher in teachers.values()) == 1000 + lost[0]
 
 
-def test_without_hedging_nothing_is_sent_twice() -> None:
+def test_no_hedging_sends_nothing_twice() -> None:
     teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.1, 20, i)) for i in range(3)}
     Simulation(Dispatcher(Policy(hedge_budget=0.0)), teachers, tasks=300).run()
     assert sorted(task for teacher in teachers.values() for task in teacher.sent) == list(range(300))
 
 
-def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
+def test_overloaded_teacher_is_left_alone() -> None:
+    """An overloaded teacher is left alone for as long as it says."""
     dispatcher = Dispatcher()
     (first,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     assert (
@@ -183,7 +191,8 @@ def test_an_overloaded_teacher_is_left_alone_for_as_long_as_it_says() -> None:
     assert [send.task for send in sends(dispatcher.tick(0.41))] == [1]
 
 
-def test_a_dropped_task_is_forgotten_and_its_late_answer_ignored() -> None:
+def test_dropped_tasks_answer_is_ignored() -> None:
+    """A dropped task is forgotten and its late answer ignored."""
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add_task(1, 0.0))
@@ -192,7 +201,8 @@ def test_a_dropped_task_is_forgotten_and_its_late_answer_ignored() -> None:
     assert dispatcher.open_tasks == 0
 
 
-def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
+def test_oldest_task_is_sent_again_first() -> None:
+    """The oldest task goes first when it is sent again."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     first = sends(dispatcher.add_task(1, 0.0))
@@ -203,7 +213,7 @@ def test_the_oldest_task_goes_first_when_it_is_sent_again() -> None:
     assert again[0].task == 1
 
 
-def test_a_task_goes_only_where_it_is_not_too_large() -> None:
+def test_task_goes_only_where_it_fits() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("small", 0.0, 8)
     assert sends(dispatcher.add_task(1, 0.0, 20)) == []
@@ -220,7 +230,8 @@ def test_a_task_goes_only_where_it_is_not_too_large() -> None:
     assert dispatcher.max_rows == 30
 
 
-def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> None:
+def test_too_small_teacher_is_no_second_try() -> None:
+    """A teacher that would not take it is nobody to try it again with."""
     for kind in (FailureKind.REJECTED, FailureKind.ERROR):
         dispatcher = Dispatcher(Policy(hedge_budget=0.0))
         dispatcher.teacher_up("small", 0.0, 8)
@@ -234,7 +245,7 @@ def test_a_teacher_that_would_not_take_it_is_nobody_to_try_it_again_with() -> No
             assert [again.teacher for again in sends(dispatcher.tick(0.7))] == ["large"]
 
 
-def test_a_late_task_is_not_sent_where_it_is_too_large() -> None:
+def test_late_task_goes_only_where_it_fits() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("large", 0.0)
     for task in range(50):
@@ -261,9 +272,10 @@ events = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(events)
-def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked(
+def test_any_events_end_each_task_once(
     script: list[tuple[str, int, FailureKind, float]],
 ) -> None:
+    """Whatever happens, each task ends once, and only usable teachers are asked."""
     policy = Policy(window=4)
     dispatcher = Dispatcher(policy)
     now = 0.0
@@ -345,7 +357,8 @@ def test_whatever_happens_each_task_ends_once_and_only_usable_teachers_are_asked
     assert ended | dropped == set(range(added))
 
 
-def test_a_connection_that_breaks_is_counted_once_and_forgotten_when_it_is_back() -> None:
+def test_broken_connection_counts_once() -> None:
+    """A connection that breaks is counted once and forgotten when it is back."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     state = dispatcher.teachers["a"]

@@ -10,7 +10,7 @@ from edl.distill.dispatch.policy import Policy
 from tests.unit.distill.dispatch.simulation import sends
 
 
-def test_a_task_that_one_teacher_fails_goes_to_another() -> None:
+def test_failed_task_goes_to_another_teacher() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -20,7 +20,8 @@ def test_a_task_that_one_teacher_fails_goes_to_another() -> None:
     assert second.teacher != first.teacher
 
 
-def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
+def test_task_that_two_refuse_is_given_up() -> None:
+    """What two teachers refuse is given up with their words."""
     dispatcher = Dispatcher()
     for name in "abc":
         dispatcher.teacher_up(name, 0.0)
@@ -33,7 +34,7 @@ def test_what_two_teachers_refuse_is_given_up_with_their_words() -> None:
     assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
 
 
-def test_the_only_teacher_is_believed_when_it_refuses() -> None:
+def test_only_teacher_is_believed() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add_task(1, 0.0))
@@ -41,7 +42,8 @@ def test_the_only_teacher_is_believed_when_it_refuses() -> None:
     assert isinstance(end, GiveUp)
 
 
-def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
+def test_wrong_refusal_sets_a_teacher_aside() -> None:
+    """A teacher that refuses what another accepts is set aside."""
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -54,7 +56,7 @@ def test_a_teacher_that_refuses_what_another_accepts_is_set_aside() -> None:
     assert dispatcher.live(0.2) == 1
 
 
-def test_unusable_outputs_set_a_teacher_aside_at_once() -> None:
+def test_unusable_outputs_set_aside_at_once() -> None:
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add_task(1, 0.0))
@@ -63,7 +65,8 @@ def test_unusable_outputs_set_a_teacher_aside_at_once() -> None:
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
 
-def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() -> None:
+def test_circuit_opens_for_longer_each_time() -> None:
+    """The circuit opens for longer each time and closes with a good answer."""
     policy = Policy(failures_to_open=2, open_min_s=1.0, task_failures=100)
     dispatcher = Dispatcher(policy)
     dispatcher.teacher_up("a", 0.0)
@@ -89,7 +92,8 @@ def test_the_circuit_opens_for_longer_each_time_and_closes_with_a_good_answer() 
     assert dispatcher.teachers["a"].opened == 0
 
 
-def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say() -> None:
+def test_only_live_teacher_is_tried_again() -> None:
+    """The only live teacher is tried again whatever the dead ones would say."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("b", 0.0)
     dispatcher.teacher_down("b")
@@ -101,7 +105,8 @@ def test_the_only_live_teacher_is_tried_again_whatever_the_dead_ones_would_say()
     assert (again.task, again.teacher) == (1, "a")
 
 
-def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_is_given_up() -> None:
+def test_only_teacher_is_asked_with_back_off() -> None:
+    """The only teacher is asked again after longer each time until the task is given up."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
     (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, waits = 0.0, []
@@ -116,7 +121,8 @@ def test_the_only_teacher_is_asked_again_after_longer_each_time_until_the_task_i
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
-def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: FailureKind) -> None:
+def test_failed_task_waits_for_a_connection(kind: FailureKind) -> None:
+    """What a teacher fails at waits for one that is being connected to."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("good")
     (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add_task(1, 0.0))
@@ -127,7 +133,8 @@ def test_what_a_teacher_fails_at_waits_for_one_that_is_being_connected_to(kind: 
 
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
 @pytest.mark.parametrize("gone", ["not connected", "removed", "draining", "silent"])
-def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: FailureKind) -> None:
+def test_absent_teacher_is_not_waited_for(gone: str, kind: FailureKind) -> None:
+    """A teacher that does not come is not waited for."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("late")
     (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add_task(1, 0.0))
@@ -151,7 +158,7 @@ def test_a_teacher_that_does_not_come_is_not_waited_for(gone: str, kind: Failure
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
-def test_however_many_teachers_fail_at_it_first(kind: FailureKind) -> None:
+def test_any_number_of_failures_comes_first(kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("good")
     for name in "abc":
@@ -167,7 +174,8 @@ def test_however_many_teachers_fail_at_it_first(kind: FailureKind) -> None:
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 1.0))] == ["good"]
 
 
-def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
+def test_two_failing_teachers_share_a_try() -> None:
+    """Two teachers that fail have one more try between them."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -180,7 +188,8 @@ def test_two_teachers_that_fail_have_one_more_try_between_them() -> None:
     assert isinstance(end, GiveUp)
 
 
-def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
+def test_long_pause_is_not_waited_for() -> None:
+    """A teacher that is set aside for long is not waited for."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -191,7 +200,8 @@ def test_a_teacher_that_is_set_aside_for_long_is_not_waited_for() -> None:
     assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
 
 
-def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
+def test_refusal_of_a_departed_is_not_final() -> None:
+    """A refusal of one that left is not the last word."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     for name in ("a", "b"):
         dispatcher.teacher_up(name, 0.0, 8)
@@ -205,7 +215,8 @@ def test_a_refusal_of_one_that_left_is_not_the_last_word() -> None:
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
-def test_one_that_never_has_room_is_not_waited_for_without_an_end(kind: FailureKind) -> None:
+def test_full_teacher_is_not_waited_for_ever(kind: FailureKind) -> None:
+    """One that never has room is not waited for without an end."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("full", 0.0)
@@ -233,7 +244,8 @@ def test_one_that_never_has_room_is_not_waited_for_without_an_end(kind: FailureK
     assert now > 5, "it had its time"
 
 
-def test_a_task_is_not_given_up_while_another_teacher_has_it_too() -> None:
+def test_task_in_flight_is_not_given_up() -> None:
+    """A task is not given up while another teacher has it too."""
     dispatcher = Dispatcher()
     dispatcher.teacher_up("a", 0.0)
     for task in range(50):
@@ -247,7 +259,8 @@ def test_a_task_is_not_given_up_while_another_teacher_has_it_too() -> None:
     assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
 
 
-def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> None:
+def test_failed_task_goes_when_room_comes() -> None:
+    """A task that failed once is taken as soon as there is room again."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, kind = 0.0, FailureKind.ERROR
@@ -263,7 +276,8 @@ def test_a_task_that_failed_once_is_taken_as_soon_as_there_is_room_again() -> No
     assert isinstance(dispatcher.attempt_answered(pending[0].attempt, now)[0], Deliver)
 
 
-def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None:
+def test_full_refusal_concerns_its_task_only() -> None:
+    """One refusal for want of room says nothing about the next task."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     for name, latency_s in (("a", 0.01), ("b", 0.1)):
         dispatcher.teacher_up(name, 0.0)
@@ -280,7 +294,8 @@ def test_one_refusal_for_want_of_room_says_nothing_about_the_next_task() -> None
     assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
 
 
-def test_one_that_comes_and_has_no_room_yet_is_asked_again() -> None:
+def test_full_newcomer_is_asked_again() -> None:
+    """One that comes and has no room yet is asked again."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("good")
     for name in "abc":
@@ -292,7 +307,8 @@ def test_one_that_comes_and_has_no_room_yet_is_asked_again() -> None:
     assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
 
 
-def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> None:
+def test_refusal_waits_for_a_full_teacher() -> None:
+    """A refusal is not believed while another has no room for a moment."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -302,7 +318,8 @@ def test_a_refusal_is_not_believed_while_another_has_no_room_for_a_moment() -> N
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
 
 
-def test_what_one_refused_is_sent_again_where_there_was_an_error() -> None:
+def test_refused_task_goes_where_it_failed() -> None:
+    """What one refused is sent again where there was an error."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -313,7 +330,8 @@ def test_what_one_refused_is_sent_again_where_there_was_an_error() -> None:
 
 
 @pytest.mark.parametrize("how", ["down", "removed", "draining"])
-def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str) -> None:
+def test_paused_teacher_that_goes_is_over(how: str) -> None:
+    """A teacher that was set aside and goes is waited for no longer."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)
     dispatcher.teacher_up("b", 0.0)
@@ -327,7 +345,8 @@ def test_a_teacher_that_was_set_aside_and_goes_is_waited_for_no_longer(how: str)
     assert [again.teacher for again in sends(dispatcher.tick(1.0))] == ["a"]
 
 
-def test_a_task_that_kills_every_teacher_is_given_up_in_the_end() -> None:
+def test_deadly_task_is_given_up() -> None:
+    """A task that kills every teacher is given up in the end."""
     dispatcher = Dispatcher(Policy(task_losses=3))
     now, end = 0.0, []
     pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add_task(1, now))

@@ -7,7 +7,8 @@ from edl.distill.dispatch.outage import Outage, OutageStatus
 TIMEOUT_S, REQUEST_S = 60.0, 20.0
 
 
-def test_a_time_without_teachers_is_said_recalled_and_ended() -> None:
+def test_outage_is_said_recalled_and_ended() -> None:
+    """A time without teachers is said, recalled and ended."""
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.start_work(100.0)
     assert outage.check(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
@@ -26,7 +27,8 @@ def test_a_teacher_that_comes_ends_it() -> None:
     assert outage.check(70.0, 0) == OutageStatus(False, 80.0, ": waiting up to 60 s")
 
 
-def test_teachers_that_are_there_and_never_answer_are_waited_for_no_longer_than_a_request_more() -> None:
+def test_mute_teachers_are_awaited_briefly() -> None:
+    """Teachers that are there and never answer are waited for no longer than a request more."""
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.start_work(0.0)
     assert [outage.check(now, 2).expired for now in (0.0, 79.9, 80.0)] == [False, False, True]
@@ -34,7 +36,8 @@ def test_teachers_that_are_there_and_never_answer_are_waited_for_no_longer_than_
     assert [outage.check(now, live).expired for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
 
 
-def test_a_silence_is_said_once_and_only_when_it_is_longer_than_usual() -> None:
+def test_unusual_silence_is_said_once() -> None:
+    """A silence is said once, and only when it is longer than usual."""
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.start_work(0.0)
     assert outage.check(0.0, 1) == OutageStatus(False, 5.0)
@@ -49,7 +52,8 @@ def test_a_silence_is_said_once_and_only_when_it_is_longer_than_usual() -> None:
     assert outage.check(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
 
 
-def test_work_that_comes_after_a_time_without_waits_in_full() -> None:
+def test_later_work_waits_in_full() -> None:
+    """Work that comes after a time without waits in full."""
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.start_work(0.0)
     outage.check(0.0, 0)

@@ -127,7 +127,8 @@ BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 @settings(max_examples=300, deadline=None)
 @given(st.lists(courses, max_size=5), times)
 @example([BUSY, BUSY], [0.0])  # one of them is always open again when the other says that it has no room
-def test_every_task_ends_when_there_is_a_good_teacher_at_last(found: list[Course], tasks_at: list[float]) -> None:
+def test_tasks_end_when_a_good_teacher_comes(found: list[Course], tasks_at: list[float]) -> None:
+    """Every task ends when there is a good teacher at last."""
     world = World([*found, GOOD], tasks_at)
     world.run()
     assert sorted(world.ended) == list(range(len(tasks_at)))
@@ -135,7 +136,8 @@ def test_every_task_ends_when_there_is_a_good_teacher_at_last(found: list[Course
 
 @settings(max_examples=300, deadline=None)
 @given(courses, times)
-def test_one_bad_teacher_costs_no_task_where_a_good_one_is_there_or_comes(bad: Course, tasks_at: list[float]) -> None:
+def test_bad_teacher_costs_no_task(bad: Course, tasks_at: list[float]) -> None:
+    """One bad teacher costs no task where a good one is there or comes."""
     good = Course((None,), 0.05, 0.0, 4.9, None, "")
     world = World([bad, good], tasks_at)
     world.run()

@@ -39,7 +39,7 @@ def words(
     return failure.message if failure is not None else ""
 
 
-def test_only_what_the_metadata_fixes_must_agree() -> None:
+def test_only_fixed_metadata_must_agree() -> None:
     compatibility = agree(spec(-1, 997))
     assert [words(compatibility, length, 997) for length in (5, 7, 1, 5)] == [""] * 4
     assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(compatibility, 5, 998)
@@ -47,7 +47,8 @@ def test_only_what_the_metadata_fixes_must_agree() -> None:
     assert "rows of float16 with 2" in words(compatibility, 5, 997, dtype="float16")
 
 
-def test_an_epoch_begins_anew_when_none_is_left_whose_answers_were_like_the_first() -> None:
+def test_epoch_begins_anew_without_its_like() -> None:
+    """An epoch begins anew when none is left whose answers were like the first."""
     compatibility = agree(spec(9))
     for teacher in ("a", "b"):
         assert compatibility.check_output(teacher, INPUTS, answer("float32")) is None
@@ -69,7 +70,8 @@ def test_an_epoch_begins_anew_when_none_is_left_whose_answers_were_like_the_firs
     )
 
 
-def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> None:
+def test_input_shape_fixes_output_shape() -> None:
+    """Without metadata, inputs of one shape give outputs of one shape."""
     compatibility = agree(ModelSpec("m", "1", {}, {}))
     assert words(compatibility, 5, 8, inputs=(4, 5)) == ""
     assert words(compatibility, 7, 8, inputs=(4, 7)) == ""
@@ -77,7 +79,7 @@ def test_without_metadata_inputs_of_one_shape_give_outputs_of_one_shape() -> Non
     assert "rows of shape [5, 9], the teachers before it [5, 8]" in words(compatibility, 5, 9, inputs=(4, 5))
 
 
-def test_top_k_has_k_classes_and_the_fixed_dimensions() -> None:
+def test_top_k_has_k_classes() -> None:
     inputs = [("x", "FP32", (2, 5))]
     for known, good, bad in (((-1, 9), (5, 9), None), ((3, 9), (3, 9), (4, 9)), ((-1, 2), (5, 2), None)):
         compatibility = agree(spec(*known), k=3)
@@ -90,7 +92,8 @@ def test_top_k_has_k_classes_and_the_fixed_dimensions() -> None:
     assert compatibility.check_output("t", inputs, {"y": top_k(np.zeros((2, 9), "f4"), 2)}) is not None
 
 
-def test_a_teacher_whose_metadata_fixes_other_sizes_is_not_connected() -> None:
+def test_other_fixed_sizes_are_not_connected() -> None:
+    """A teacher whose metadata fixes other sizes is not connected."""
     compatibility, instance = agree(spec(-1, 997)), Instance("s", "t", "127.0.0.1", 1)
     assert compatibility.incompatibility(instance, spec(-1, 997)) == ""
     assert compatibility.incompatibility(instance, spec(5, 997)) == ""
@@ -100,7 +103,8 @@ def test_a_teacher_whose_metadata_fixes_other_sizes_is_not_connected() -> None:
     assert "rows of shape [997]" in compatibility.incompatibility(instance, spec(997))
 
 
-def test_kept_labels_need_inputs_of_one_shape_only_where_labels_follow_them() -> None:
+def test_kept_labels_may_fix_the_input_shape() -> None:
+    """Kept labels need inputs of one shape only where labels follow them."""
     short, long = {"x": np.zeros((2, 5), "f4")}, {"x": np.zeros((2, 8), "f4")}
     for known, k in ((spec(9), None), (spec(-1), 3), (ModelSpec("m", "1", {}, {}), None)):
         free = agree(known, k)
@@ -133,7 +137,7 @@ def specs(*versions: str) -> list[ModelSpec]:
         (["2", "3"], "2"),
     ],
 )
-def test_the_version_follows_the_live_teachers(live: list[str], version: str) -> None:
+def test_version_follows_the_live_teachers(live: list[str], version: str) -> None:
     compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
     (compatibility.spec,) = specs("1")
     compatibility.select_version(specs(*live))
@@ -141,7 +145,8 @@ def test_the_version_follows_the_live_teachers(live: list[str], version: str) ->
     assert compatibility.spec.version == version
 
 
-def test_another_version_may_give_another_dtype_and_take_another_length() -> None:
+def test_other_version_may_differ_in_dtype() -> None:
+    """Another version may give another dtype and take another length."""
     compatibility = agree(spec(-1))
     assert compatibility.check_output("a", INPUTS, answer("float32")) is None
     assert compatibility.check_output("b", INPUTS, answer("float32")) is None
@@ -151,7 +156,7 @@ def test_another_version_may_give_another_dtype_and_take_another_length() -> Non
     compatibility.check_cacheable({"x": np.zeros((2, 8), "f4")})
 
 
-def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_change_and_mixture_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
     (compatibility.spec,) = specs("1")
     for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
@@ -163,9 +168,10 @@ def test_each_change_and_each_mixture_is_said_once(caplog: pytest.LogCaptureFixt
     assert changed.startswith("the teachers of s have version '2' of their model now, and had '1'")
 
 
-def test_a_teacher_of_another_version_is_warned_of_unless_its_version_is_about_to_be_followed(
+def test_other_version_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """A teacher of another version is warned of unless its version is about to be followed."""
     compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
     (compatibility.spec,) = specs("1")
     other = Instance("b", "s", "10.0.0.1", 1)

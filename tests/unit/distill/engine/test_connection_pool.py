@@ -120,7 +120,7 @@ def test_one_that_the_registry_forgot_stays(world: World) -> None:
     assert world.is_usable == "b", "registered again, it left on purpose"
 
 
-def test_one_forgotten_goes_with_its_connection(world: World) -> None:
+def test_forgotten_teacher_loses_connection(world: World) -> None:
     world.see("b", lapsed="a")
     world.see("b")
     world.down("a")
@@ -140,7 +140,7 @@ def test_one_that_lapsed_is_tried_again(world: World) -> None:
     assert world.connection("a") is None
 
 
-def test_one_that_is_renewed_is_tried_at_once(world: World) -> None:
+def test_renewed_teacher_is_tried_at_once(world: World) -> None:
     world.see("b", lapsed="a")
     world.down("a")
     world.see("a", "b")
@@ -150,7 +150,7 @@ def test_one_that_is_renewed_is_tried_at_once(world: World) -> None:
     assert not connection.lapsed
 
 
-def test_drain_and_revocation_end_lapsed_ones(world: World) -> None:
+def test_drain_and_revocation_end_lapsed(world: World) -> None:
     world.see(lapsed="ab")
     world.see(draining="a", revoked="b")
     assert world.is_usable == ""

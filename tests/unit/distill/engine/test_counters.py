@@ -54,7 +54,7 @@ def test_labels_of_those_that_left_go() -> None:
     registry.unregister(collector)
 
 
-def test_a_late_answer_counts_for_the_departed() -> None:
+def test_late_answer_counts_for_the_departed() -> None:
     reader = Reader()
     reader.counters.add_teacher("a", "h:1")
     reader.counters.remove_teacher("a")

@@ -17,7 +17,7 @@ from edl.distill.transport.schema import OutputSpec
 TIMEOUT_S = 20.0
 
 
-def test_a_request_that_is_cancelled_before_its_first_step_ends() -> None:
+def test_request_cancelled_unstarted_ends() -> None:
     """A reader breaks out of an epoch in the same turn of the loop: a task that never began runs no `finally`."""
     thread = EventLoopThread.acquire()
     engine = Engine(

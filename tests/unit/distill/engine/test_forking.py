@@ -18,7 +18,8 @@ def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.enable()
 
 
-def test_it_is_on_again_after_the_last_of_several_forks_at_once() -> None:
+def test_on_again_after_the_last_fork() -> None:
+    """It is on again after the last of several forks at once."""
     _GarbageGuard.before()
     _GarbageGuard.before()
     _GarbageGuard.after_in_parent()
@@ -27,7 +28,7 @@ def test_it_is_on_again_after_the_last_of_several_forks_at_once() -> None:
     assert gc.isenabled()
 
 
-def test_it_stays_off_where_the_program_turned_it_off() -> None:
+def test_stays_off_where_the_program_says() -> None:
     gc.disable()
     _GarbageGuard.before()
     _GarbageGuard.after_in_parent()

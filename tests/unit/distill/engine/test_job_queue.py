@@ -75,7 +75,8 @@ def hurry(setup: Setup) -> None:
     )  # no hiccup between the puts of a test makes that positive
 
 
-def test_a_job_is_taken_at_once_where_it_does_not_pay_to_gather(setup: Setup) -> None:
+def test_job_is_taken_at_once_without_gain(setup: Setup) -> None:
+    """A job is taken at once where it does not pay to gather."""
     setup.put(1)
     setup.until_taken(1)
     setup.demand.gather_limit = 4
@@ -84,14 +85,15 @@ def test_a_job_is_taken_at_once_where_it_does_not_pay_to_gather(setup: Setup) ->
     setup.until_taken(1, 2)
 
 
-def test_a_job_that_nobody_follows_is_not_left_behind(setup: Setup) -> None:
+def test_last_job_is_not_left_behind(setup: Setup) -> None:
     setup.demand.gather_limit = 4
     hurry(setup)
     setup.put(1)
     setup.until_taken(1)
 
 
-def test_jobs_wait_for_an_answer_while_the_teachers_are_busy(setup: Setup) -> None:
+def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
+    """Jobs wait for an answer while the teachers are busy."""
     setup.demand.gather_limit, setup.demand.busy = 3, True
     hurry(setup)
     setup.put(1, 2)
@@ -102,14 +104,16 @@ def test_jobs_wait_for_an_answer_while_the_teachers_are_busy(setup: Setup) -> No
     setup.until_taken(1, 2)
 
 
-def test_jobs_that_are_enough_wake_the_loop_though_the_teachers_are_busy(setup: Setup) -> None:
+def test_enough_jobs_wake_the_loop(setup: Setup) -> None:
+    """Jobs that are enough wake the loop though the teachers are busy."""
     setup.demand.gather_limit, setup.demand.busy = 3, True
     hurry(setup)
     setup.put(1, 2, 3)
     setup.until_taken(1, 2, 3)
 
 
-def test_nothing_is_taken_while_the_teachers_are_full_until_an_answer_comes(setup: Setup) -> None:
+def test_full_teachers_take_nothing(setup: Setup) -> None:
+    """Nothing is taken while the teachers are full until an answer comes."""
     setup.demand.full = setup.demand.busy = True
     setup.put(1, 2)
     setup.on_loop(lambda: None)
@@ -126,7 +130,7 @@ def test_taking_in_is_taking_all(setup: Setup) -> None:
     assert setup.taken == [1, 2]
 
 
-def test_none_is_lost_or_overtakes_whatever_the_teachers_do_meanwhile(setup: Setup) -> None:
+def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
     """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
     count = 20_000
     setup.demand.gather_limit = 4

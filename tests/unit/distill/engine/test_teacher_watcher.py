@@ -39,7 +39,7 @@ def test_teachers_are_followed_after_a_bug(tmp_path: Path, caplog: pytest.LogCap
     assert any("not foreseen" in record.getMessage() for record in caplog.records)
 
 
-def test_a_registry_that_fails_drops_no_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_registry_drops_no_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from edl.errors import DiscoveryError
 
     url = f"sqlite:///{tmp_path}/discovery.sqlite"

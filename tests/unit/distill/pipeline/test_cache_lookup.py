@@ -47,9 +47,7 @@ def cache_of(*keys: CacheKey) -> SoftLabelCache:
         ),
     ],
 )
-def test_what_is_asked_in_the_same_words_goes_first(
-    there: list[CacheKey], ask: OutputSpec, chosen: CacheKey | None
-) -> None:
+def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chosen: CacheKey | None) -> None:
     with cache_of(*there) as cache:
         if chosen is not None:
             assert offline_view(CacheConfig(cache), ask).key == chosen

@@ -78,7 +78,7 @@ def test_small_answers_are_not_counted_out(cache_queue: CacheQueue) -> None:
     assert view.ids == list(range(1000)), "their number is no bound, but their bytes are"
 
 
-def test_an_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
+def test_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     view: Any = View()
     view.go_on.set()
     cache_queue.put(view, [1], answer(16 * MIB))
@@ -111,7 +111,7 @@ def test_an_unforeseen_error_ends_the_cache(cache_queue: CacheQueue, caplog: pyt
     assert len(messages(caplog)) == 1, "said once"
 
 
-def test_close_returns_though_the_thread_died() -> None:
+def test_close_returns_after_the_threads_end() -> None:
     cache_queue, view = CacheQueue(4 * MIB), View(failure=KeyError("a bug"))
     closing = threading.Thread(target=cache_queue.close, daemon=True)
     for number in range(300):
@@ -122,7 +122,7 @@ def test_close_returns_though_the_thread_died() -> None:
     assert not closing.is_alive(), "close() waits for a thread that is dead"
 
 
-def test_even_the_end_of_the_thread_is_noticed(
+def test_end_of_the_thread_is_noticed(
     cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is no `Exception` ends the thread itself."""
@@ -135,7 +135,7 @@ def test_even_the_end_of_the_thread_is_noticed(
     assert len(messages(caplog)) == 1
 
 
-def test_foreseen_errors_cost_their_rows_only(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     bad: Any = View(failure=SettingsError("rows are of another shape"))
     good: Any = View()
     bad.go_on.set()

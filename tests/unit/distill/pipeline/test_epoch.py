@@ -77,14 +77,17 @@ def batches(cutter: type[Cutter] = BatchCutter, rows: int | None = None, **gette
     return cutter(getters or {"x": itemgetter(0)}, rows, 1)
 
 
-def test_a_batch_of_more_requests_than_may_be_open_is_delivered_whole() -> None:
+def test_batch_above_the_limit_arrives_whole() -> None:
+    """A batch of more requests than may be open is delivered whole."""
     source = iter([(np.arange(100) + 1000 * number,) for number in range(3)])
     found = run(Epoch(Labels(), source, batches(rows=1)))
     assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
 @pytest.mark.parametrize(("cutter", "asked"), [(SampleCutter, 4), (BatchCutter, 100)])
-def test_how_large_a_request_may_be_is_asked_once_for_each(cutter: type[Cutter], asked: int) -> None:
+def test_request_size_is_asked_once_each(cutter: type[Cutter], asked: int) -> None:
+    """How large a request may be is asked once for each."""
+
     class Counting(Labels):
         asked = 0
 
@@ -97,7 +100,8 @@ def test_how_large_a_request_may_be_is_asked_once_for_each(cutter: type[Cutter],
     assert labels.asked == asked
 
 
-def test_a_source_that_fails_while_the_loop_waits_for_a_chunk_that_is_not_full() -> None:
+def test_source_fails_before_a_chunk_is_full() -> None:
+    """The loop is told, and does not hang."""
     waiting = threading.Event()
 
     def source() -> Iterator[Any]:
@@ -110,12 +114,12 @@ def test_a_source_that_fails_while_the_loop_waits_for_a_chunk_that_is_not_full()
         run(Epoch(Labels(), source(), batches(SampleCutter, 32)))
 
 
-def test_any_error_of_sending_reaches_the_loop() -> None:
+def test_error_of_sending_reaches_the_loop() -> None:
     with pytest.raises(OSError, match="no space"):
         run(Epoch(Labels(OSError("no space")), iter([(np.arange(3),)]), batches()))
 
 
-def test_views_of_one_array_are_no_buffer_filled_again() -> None:
+def test_views_are_no_refilled_buffer() -> None:
     data = np.arange(40, dtype=np.float32).reshape(10, 4)
     getters = {"x": itemgetter(0), "w": itemgetter(1)}
     source = iter([(data, data[:, :3]), (data[:7], data[:7, :2])])

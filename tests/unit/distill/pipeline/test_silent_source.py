@@ -122,7 +122,7 @@ def test_requests_of_a_busy_source_are_full() -> None:
     assert sizes == [32, 32]
 
 
-def test_samples_that_do_not_fit_are_an_error() -> None:
+def test_samples_that_misfit_are_an_error() -> None:
     """Found out when what is not full is sealed, by the thread that sends it."""
     training = Training()
 

@@ -53,7 +53,7 @@ def test_any_bytes_and_text_arrive(words: list[Any]) -> None:
 
 
 @given(st.lists(st.binary(min_size=1, max_size=4), min_size=1, max_size=4))
-def test_fixed_size_bytes_arrive_or_are_refused(words: list[bytes]) -> None:
+def test_fixed_bytes_arrive_or_are_refused(words: list[bytes]) -> None:
     array = np.array(words)
     assert array.dtype.kind == "S"
     if all(len(word) == array.dtype.itemsize and word[-1] for word in words):
@@ -98,7 +98,7 @@ def test_a_models_words_keep_their_nuls() -> None:
         cast_to_spec(words, np.array(CLIPS))
 
 
-def test_outputs_that_a_type_lacks_are_refused() -> None:
+def test_outputs_a_type_lacks_are_refused() -> None:
     assert cast_to_spec(TensorSpec("y", "INT8", ()), np.array([-128, 127])).tolist() == [-128, 127]
     with pytest.raises(TypeError, match="'y' holds 300 as int64, which INT8 does not have"):
         cast_to_spec(TensorSpec("y", "INT8", ()), np.array([1, 300]))

@@ -33,7 +33,7 @@ def rows_of(item: Item) -> list[Any]:
 
 
 @given(st.lists(st.integers(1, 9), max_size=30), st.integers(1, 7))
-def test_every_row_of_sample_lists_is_in_one_chunk(sizes: list[int], chunk_rows: int) -> None:
+def test_each_row_of_lists_is_in_one_chunk(sizes: list[int], chunk_rows: int) -> None:
     numbers = iter(range(1000))
     lists = [[(next(numbers), "label") for _ in range(size)] for size in sizes]
     items, chunks = cut(SampleListCutter(X, chunk_rows, 1), lists)
@@ -62,30 +62,32 @@ def test_batches_are_split_and_never_merged(sizes: list[int], chunk_rows: int | 
         (600, 250, [600]),
     ],
 )
-def test_where_the_user_does_not_say_requests_are_no_larger_than_teachers_take(
-    chunk_rows: int | None, max_rows: int, sizes: list[int]
-) -> None:
+def test_requests_fit_teachers_by_default(chunk_rows: int | None, max_rows: int, sizes: list[int]) -> None:
+    """Where the user does not say, requests are no larger than teachers take."""
     cutter = BatchCutter(X, chunk_rows, 1)
     cutter.max_rows = max_rows
     _, chunks = cut(cutter, [(np.arange(600),)])
     assert [chunk.rows for chunk in chunks] == sizes
 
 
-def test_batches_that_are_small_enough_are_sent_as_they_are() -> None:
+def test_small_batches_are_sent_as_they_are() -> None:
+    """Batches that are small enough are sent as they are."""
     batch = np.zeros((256, 3))
     _, (chunk,) = cut(BatchCutter(X, None, 1), [(batch,)])
     assert np.shares_memory(chunk.fields["x"], batch)
 
 
 @pytest.mark.parametrize(("max_rows", "sizes"), [(0, [32, 8]), (64, [32, 8]), (15, [15, 15, 10])])
-def test_samples_are_gathered_to_no_more_than_teachers_take(max_rows: int, sizes: list[int]) -> None:
+def test_gathered_samples_fit_the_teachers(max_rows: int, sizes: list[int]) -> None:
+    """Samples are gathered to no more than teachers take."""
     cutter = SampleCutter(X, None, 1)
     cutter.max_rows = max_rows
     _, chunks = cut(cutter, [(number,) for number in range(40)])
     assert [chunk.rows for chunk in chunks] == sizes
 
 
-def test_samples_are_gathered_in_order_with_the_rest_at_the_end() -> None:
+def test_samples_are_gathered_in_order() -> None:
+    """Samples are gathered in order with the rest at the end."""
     items, chunks = cut(SampleCutter(X, 4, 1), [(np.full(3, i, np.float32), i) for i in range(10)])
     assert [chunk.rows for chunk in chunks] == [4, 4, 2]
     assert [rows_of(item)[0][0] for item in items] == list(range(10))
@@ -117,7 +119,8 @@ def test_what_cannot_be_sent_is_named(cutter: Cutter, value: Any, words: str) ->
         cutter.put(value)
 
 
-def test_samples_of_different_shapes_are_named_by_their_number() -> None:
+def test_misshapen_samples_are_named() -> None:
+    """Samples of different shapes are named by their number."""
     cutter = SampleCutter(X, 3, 1)
     cut_two = [cutter.put((np.zeros(shape), 0)) for shape in (4, 4)]
     assert len(cut_two) == 2

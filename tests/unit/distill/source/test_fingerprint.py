@@ -120,7 +120,7 @@ def test_no_label_of_a_refilled_buffer(rows: int) -> None:
     assert sum(mislabelled) <= 1, "one may be filled again while it is in use; then the next step is an error"
 
 
-def test_a_buffer_filled_while_in_use_is_noticed() -> None:
+def test_buffer_filled_in_use_is_noticed() -> None:
     """The training loop waits for the source, so each item is delivered before the next one is filled in."""
     loop_has_it, filled = threading.Semaphore(0), threading.Semaphore(0)
 
@@ -325,7 +325,7 @@ def test_a_made_array_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize("kind", ["indexed", "iterable"])
-def test_data_sets_that_refill_are_read_rightly(kind: str) -> None:
+def test_refilling_data_sets_are_read_right(kind: str) -> None:
     class Refilled(list[Any]):
         buffer = np.zeros(2)
 
@@ -351,7 +351,7 @@ def test_what_is_kept_is_sent_as_it_was() -> None:
     assert np.shares_memory(np.asarray(sent.raw[0]), array), "without a cache there is no need to copy"
 
 
-def test_samples_of_types_that_clash_are_named() -> None:
+def test_samples_of_clashing_types_are_named() -> None:
     with pytest.raises(SourceError, match="sample 1: input 'x' is float64, samples before it int64, and no type"):
         item_of([(2**60 + 1,), (0.5,)], SampleListCutter)
     with pytest.raises(SourceError, match=r"no type holds both"):

@@ -41,7 +41,7 @@ def test_unknown_until_the_first_answer() -> None:
     assert weight.expected(3, None) == 300
 
 
-def test_estimate_follows_large_answers_at_once() -> None:
+def test_estimate_follows_growth_at_once() -> None:
     weight = AnswerSizeEstimator(OutputSpec(("y",)))
     weight.came(1, 100)
     weight.came(1, 10_000)

@@ -137,7 +137,7 @@ def test_bfloat16_arrives_as_its_numbers() -> None:
     assert bits(taught(chunk.fields)) == bits(numbers)
 
 
-def test_tensors_that_numpy_lacks_are_refused() -> None:
+def test_tensors_numpy_lacks_are_refused() -> None:
     torch = pytest.importorskip("torch")
     for tensor in (torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
         with pytest.raises(SourceError, match="batch 0, input 'x'"):

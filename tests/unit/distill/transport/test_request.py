@@ -51,7 +51,8 @@ def converted(values: Any, dtype: str, datatype: str) -> Any:
         ([2**64 - 1], "uint64", "FP32", "18446744073709551615"),
     ],
 )
-def test_a_value_that_a_conversion_would_change_is_named(values: Any, dtype: str, datatype: str, named: str) -> None:
+def test_value_lost_in_conversion_is_named(values: Any, dtype: str, datatype: str, named: str) -> None:
+    """A value that a conversion would change is named."""
     with pytest.raises(SourceError, match=rf"input 'x' holds {named}.*wants {datatype}.*convert it in your source"):
         converted(values, dtype, datatype)
 
@@ -72,14 +73,15 @@ def test_a_value_that_a_conversion_would_change_is_named(values: Any, dtype: str
         (np.zeros((2, 0)), "float64", "FP32"),
     ],
 )
-def test_what_is_the_same_in_another_type_is_converted(values: Any, dtype: str, datatype: str) -> None:
+def test_equal_values_are_converted(values: Any, dtype: str, datatype: str) -> None:
     result = converted(values, dtype, datatype)
     assert result.dtype == dtype_of(datatype)
     np.testing.assert_array_equal(result, np.asarray(values, dtype).astype(result.dtype))
 
 
 @given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(0, 5)), elements=st.floats(width=32)))
-def test_a_model_that_wants_bfloat16_is_sent_what_torch_would_make_of_it(values: Any) -> None:
+def test_bfloat16_is_rounded_as_by_torch(values: Any) -> None:
+    """A model that wants bfloat16 is sent what torch would make of it."""
     with np.errstate(invalid="ignore"):
         too_large = np.isinf(torch.from_numpy(values).bfloat16().float().numpy()) & ~np.isinf(values)
     values[too_large] = 0
@@ -90,7 +92,7 @@ def test_a_model_that_wants_bfloat16_is_sent_what_torch_would_make_of_it(values:
     np.testing.assert_array_equal(arrived, torch.from_numpy(values).bfloat16().float().numpy())
 
 
-def test_what_has_no_value_as_bfloat16_is_refused() -> None:
+def test_values_bfloat16_lacks_are_refused() -> None:
     with pytest.raises(SourceError, match="input 'x' is bool; model 'm' wants BF16"):
         converted([True], "bool", "BF16")
 
@@ -99,7 +101,8 @@ def test_what_has_no_value_as_bfloat16_is_refused() -> None:
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
     st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "BF16", "FP32", "FP64"]),
 )
-def test_whole_numbers_arrive_as_they_are_or_not_at_all(values: list[int], datatype: str) -> None:
+def test_whole_numbers_arrive_or_are_refused(values: list[int], datatype: str) -> None:
+    """Whole numbers arrive as they are or not at all."""
     try:
         result = converted(values, "int64", datatype)
     except SourceError:
@@ -119,7 +122,8 @@ def fits(value: int, datatype: str) -> bool:
     return int(kind.type(value)) == value
 
 
-def test_a_string_that_is_no_text_is_named_with_its_input() -> None:
+def test_string_that_is_no_text_is_named() -> None:
+    """A string that is no text is named with its input."""
     for array in (np.array(["good", "\ud800bad"]), np.array(["good", "\ud800bad"], object)):
         with pytest.raises(SourceError, match=r"input 'words' has a string that is no text, '\\ud800bad'.*send bytes"):
             Payload.of({"words": array}, None)

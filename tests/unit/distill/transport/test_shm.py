@@ -50,7 +50,8 @@ def test_slots_in_use_never_overlap(steps: list[tuple[bool, int]]) -> None:
     assert left_by(os.getpid()) == []
 
 
-def test_the_limit_holds_and_what_is_given_back_is_used_again() -> None:
+def test_returned_memory_is_used_again() -> None:
+    """The limit holds, and what is given back is used again."""
     arena = Arena(64 * 1024)
     slots = [slot for _ in range(40) if (slot := arena.take(4096)) is not None]
     assert len(slots) == 16

@@ -18,7 +18,7 @@ from edl.collective.job_records import prefix
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError, ProtocolError
 
-__all__ = ["JobRun", "Storing"]
+__all__ = ["JobRun", "CheckpointPersister"]
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class JobRun:
         return self._known
 
 
-class Storing:
-    """Stores what the workers mark for it, and, when asked, whatever is newest; nothing before `begin`.
+class CheckpointPersister:
+    """Stores what the workers mark for it, and, when asked, whatever is newest; nothing before `start`.
 
     Args:
         url: of the storage, in words of fsspec; empty for none, and then nothing happens here.
@@ -97,17 +97,17 @@ class Storing:
         self._thread: threading.Thread | None = None
         self._persister = Persister(url, run=run, fence=fence) if url else None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Store from now on: the slots are empty, or what they hold is of this job's run."""
         if self._persister is not None and self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(self._persister,), name="edl-storing", daemon=True)
             self._thread.start()
 
-    def prove(self, timeout_s: float, heed: Callable[[], object]) -> None:
+    def check_storage(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> None:
         """See that something can be stored. A storage that does not answer within `timeout_s` is only told of.
 
         Args:
-            heed: called again and again while it is waited for; may raise.
+            raise_if_stopping: called again and again while it is waited for; may raise.
 
         Raises:
             SettingsError: nothing can be stored there.
@@ -128,7 +128,7 @@ class Storing:
         threading.Thread(target=run, name="edl-prove", daemon=True).start()
         deadline = time.monotonic() + timeout_s
         while True:
-            heed()
+            raise_if_stopping()
             try:
                 proof.result(_PROVING_LOOK_S)
             except FutureTimeoutError:

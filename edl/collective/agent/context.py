@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from edl.collective.agent.checkpoint_persister import JobRun, Storing
-from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.checkpoint_persister import CheckpointPersister, JobRun
+from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import Launch, MeetingPlace, meeting_place
+from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
-from edl.collective.agent.signals import Signals
-from edl.collective.agent.status_publisher import Chronicle
-from edl.collective.agent.worker_group import Crew
+from edl.collective.agent.signals import StopSignals
+from edl.collective.agent.status_publisher import StatusPublisher
+from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.job_records import Node, State, World
 from edl.collective.replica.replicator import JobSecret, Replication
 from edl.discovery.store import Store
 from edl.errors import ClosedError
 
-__all__ = ["Ending", "Event", "Events", "Gone", "Part", "is_member", "take_part"]
+__all__ = ["ShutdownState", "AgentEvent", "EventQueue", "PeerLost", "AgentContext", "is_member", "open_agent_context"]
 
 _STORE_LAST_S = 30.0
 _TELL_LAST_S = 5.0
@@ -38,19 +38,19 @@ _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
-class Gone:
+class PeerLost:
     """The agent of another node is gone, its process at any rate."""
 
     node: str
 
 
-Event = WorkerExit | ZygoteLost | Gone | None
+AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
 """None: something changed that has to be looked at."""
-Events = queue.SimpleQueue[Event]
+EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 @dataclass
-class Ending:
+class ShutdownState:
     """What has to be known when everything is given back.
 
     Attributes:
@@ -68,32 +68,32 @@ class Ending:
     @property
     def exit_code(self) -> int | None:
         """What the process is to end with: a job that is done is not a success while its result is in no storage."""
-        return Exit.NOT_STORED if self.code == Exit.DONE and not self.stored else self.code
+        return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
 
     @property
     def job_over(self) -> bool:
         """The job has ended, and this node was there."""
-        return self.joined and self.code in (Exit.DONE, Exit.FAILED)
+        return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
 
 
 @dataclass
-class Part:
+class AgentContext:
     """One node's part in a job; `spare` is where the next world that this node is first in will meet."""
 
-    told: Launch
+    spec: LaunchSpec
     store: Store
     say: Callable[[str], None]
-    signals: Signals
-    events: Events
+    signals: StopSignals
+    events: EventQueue
     host: HostFolder
     membership: Membership
-    chronicle: Chronicle
-    storing: Storing
+    status: StatusPublisher
+    persister: CheckpointPersister
     replicas: Replication
-    tethers: PeerConnections
-    crew: Crew
-    spare: MeetingPlace
-    ending: Ending = field(default_factory=Ending)
+    peer_connections: PeerConnections
+    worker_group: WorkerGroup
+    spare: MasterEndpoint
+    shutdown: ShutdownState = field(default_factory=ShutdownState)
 
     @property
     def id(self) -> str:
@@ -102,10 +102,10 @@ class Part:
 
 
 @contextmanager
-def take_part(
-    told: Launch, store: Store, say: Callable[[str], None], signals: Signals, events: Events
-) -> Iterator[Part]:
-    """Everything that one node needs for its part in a job. The block says in `Part.ending` how it ended.
+def open_agent_context(
+    spec: LaunchSpec, store: Store, say: Callable[[str], None], signals: StopSignals, events: EventQueue
+) -> Iterator[AgentContext]:
+    """Everything that one node needs for its part in a job. The block says in `AgentContext.shutdown` how it ended.
 
     Whatever happens, nothing of it is left behind but a state in memory that somebody may go on from.
 
@@ -113,38 +113,38 @@ def take_part(
         SettingsError: checkpoints cannot be stored where they shall be.
         DiscoveryError: the store cannot be reached.
     """
-    ending = Ending()
+    shutdown = ShutdownState()
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     with ExitStack() as stack:
-        host = HostFolder(f"{told.store} {told.job}", name)
-        stack.callback(lambda: _give_up(host, told, ending))
-        spare = meeting_place(told)
-        node = Node(name, told.addr, spare.port, told.workers)
-        membership = Membership(store, told.job, node, told.ttl_s, lambda: events.put(None))
+        host = HostFolder(f"{spec.store} {spec.job}", name)
+        stack.callback(lambda: _give_up(host, spec, shutdown))
+        spare = open_master_endpoint(spec)
+        node = Node(name, spec.addr, spare.port, spec.workers)
+        membership = Membership(store, spec.job, node, spec.ttl_s, lambda: events.put(None))
         stack.callback(membership.close)
-        chronicle = Chronicle(store, told.job, name, told.workers, say)
+        status = StatusPublisher(store, spec.job, name, spec.workers, say)
         stack.callback(
-            lambda: chronicle.close(
-                crew if ending.joined else None, timeout_s=_HURRIED_S if signals.urgent else _TELL_LAST_S
+            lambda: status.close(
+                worker_group if shutdown.joined else None, timeout_s=_HURRIED_S if signals.urgent else _TELL_LAST_S
             )
         )
-        slots = [host.slots(rank) for rank in range(told.workers)]
+        slots = [host.slots(rank) for rank in range(spec.workers)]
         fence = partial(_may_store, membership, signals)
-        storing = Storing(
-            told.checkpoint, slots, JobRun(store, told.job), fence, say, interval_s=told.checkpoint_interval_s
+        persister = CheckpointPersister(
+            spec.checkpoint, slots, JobRun(store, spec.job), fence, say, interval_s=spec.checkpoint_interval_s
         )
-        stack.callback(lambda: _store_last(storing, signals, say, ending, resumable=told.resumable))
-        secret = JobSecret(store, told.job)
-        replicas = Replication(name, host.replicas, [Path(each) for each in slots], secret, say, tls=told.tls)
+        stack.callback(lambda: _store_last(persister, signals, say, shutdown, resumable=spec.resumable))
+        secret = JobSecret(store, spec.job)
+        replicas = Replication(name, host.replicas, [Path(each) for each in slots], secret, say, tls=spec.tls)
         stack.callback(replicas.close)
-        tethers = PeerConnections(name, lambda node: events.put(Gone(node)), told.tls)
-        stack.callback(tethers.close)  # not before the workers are gone: others go on at once
-        membership.update(replica_port=replicas.port, tether_port=tethers.port)
-        crew = Crew(told, host, events.put, say, signals.heed)
-        stack.callback(crew.close)
-        yield Part(
-            told, store, say, signals, events, host, membership, chronicle, storing, replicas, tethers, crew, spare,
-            ending,
+        peer_connections = PeerConnections(name, lambda node: events.put(PeerLost(node)), spec.tls)
+        stack.callback(peer_connections.close)  # not before the workers are gone: others go on at once
+        membership.update(replica_port=replicas.port, tether_port=peer_connections.port)
+        worker_group = WorkerGroup(spec, host, events.put, say, signals.raise_if_stopping)
+        stack.callback(worker_group.close)
+        yield AgentContext(
+            spec, store, say, signals, events, host, membership, status, persister, replicas, peer_connections,
+            worker_group, spare, shutdown,
         )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def is_member(world: World, node: str) -> bool:
     return world.position(node) is not None
 
 
-def _may_store(membership: Membership, signals: Signals) -> bool:
+def _may_store(membership: Membership, signals: StopSignals) -> bool:
     """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread.
 
     Raises:
@@ -163,41 +163,46 @@ def _may_store(membership: Membership, signals: Signals) -> bool:
         world = membership.world()
     except ClosedError:
         return False
-    return signals.asked or world.state is not State.RUNNING or is_member(world, membership.node.id)
+    return signals.stopping or world.state is not State.RUNNING or is_member(world, membership.node.id)
 
 
-def _give_up(host: HostFolder, told: Launch, ending: Ending) -> None:
+def _give_up(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
     """Whoever leaves last, or could not store what it had to, keeps the state in memory for a later start here."""
-    if ending.exit_code == Exit.NOT_STORED:
+    if shutdown.exit_code == ExitCode.NOT_STORED:
         host.unstored = True
-        host.close(keep=told.resumable)
+        host.close(keep=spec.resumable)
         return
-    keep = ending.code not in (Exit.DONE, Exit.FAILED) and ending.alone and told.resumable
-    host.close(keep, used=ending.joined, ended=ending.job_over)
+    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.alone and spec.resumable
+    host.close(keep, used=shutdown.joined, ended=shutdown.job_over)
 
 
 def _store_last(
-    storing: Storing, signals: Signals, say: Callable[[str], None], ending: Ending, *, resumable: bool
+    persister: CheckpointPersister,
+    signals: StopSignals,
+    say: Callable[[str], None],
+    shutdown: ShutdownState,
+    *,
+    resumable: bool,
 ) -> None:
     """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
-    done = ending.code == Exit.DONE
+    done = shutdown.code == ExitCode.DONE
     # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
-    patient = done or (signals.slurm and signals.asked)
+    patient = done or (signals.slurm and signals.stopping)
     if done:
-        storing.store_newest()
+        persister.store_newest()
     # In a thread, since a storage that hangs cannot be called back. That one ends with the process; what it has not
     # completed by then is left incomplete, which readers know.
-    ending.stored = False
+    shutdown.stored = False
 
     def close() -> None:
-        ending.stored = storing.close(_STORE_LAST_S, patient=patient)
+        shutdown.stored = persister.close(_STORE_LAST_S, patient=patient)
 
     closing = threading.Thread(target=close, name="edl-store-last", daemon=True)
     closing.start()
     began, warned = time.monotonic(), False
     while closing.is_alive() and not signals.urgent:
         closing.join(_LOOK_S)
-        if signals.asked and not warned and time.monotonic() - began > 1.0 and closing.is_alive():
+        if signals.stopping and not warned and time.monotonic() - began > 1.0 and closing.is_alive():
             warned = True
             until = (
                 "Slurm waits for it as long as its KillWait"
@@ -207,7 +212,7 @@ def _store_last(
             say(f"the last checkpoint is being stored; {until}")
     if closing.is_alive():
         say("the last checkpoint was not stored; what was stored before is as it was")
-    if ending.exit_code == Exit.NOT_STORED:
-        say(f"the job is done, its last state is not stored: exit code {Exit.NOT_STORED:d}")
+    if shutdown.exit_code == ExitCode.NOT_STORED:
+        say(f"the job is done, its last state is not stored: exit code {ExitCode.NOT_STORED:d}")
         if resumable:
             say("it stays in this host's memory for an hour: the same command stores it, once the storage takes it")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Exit"]
+__all__ = ["ExitCode"]
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes; a node that left on a signal ends with 128 and the signal's number, as 143 for SIGTERM."""
 
     DONE = 0

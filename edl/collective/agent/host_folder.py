@@ -36,7 +36,7 @@ class HostFolder:
 
     Attributes:
         path: the folder, in memory where the host has `/dev/shm`.
-        heir_of: the node whose folder this was, empty if the folder is new.
+        previous_owner: the node whose folder this was, empty if the folder is new.
         dead: nodes whose agents have died on this host, that one among them.
     """
 
@@ -54,7 +54,7 @@ class HostFolder:
                 self.path, self._lock = _make(root / digest)
             for lock in left.values():
                 os.close(lock)
-        self.heir_of = _owner(self.path)
+        self.previous_owner = _owner(self.path)
         self._is_of(node)
 
     @property
@@ -68,7 +68,7 @@ class HostFolder:
 
     @property
     def command(self) -> str:
-        """What left the state here ran, as `Launch.command`; "" where the job's name says it all."""
+        """What left the state here ran, as `LaunchSpec.command`; "" where the job's name says it all."""
         file = self.path / "command"
         return file.read_text() if file.exists() else ""
 
@@ -146,8 +146,8 @@ class HostFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     self.path.parent.rmdir()
-            elif self.heir_of and not used:
-                self._is_of(self.heir_of)
+            elif self.previous_owner and not used:
+                self._is_of(self.previous_owner)
             os.close(self._lock)
 
     def _is_of(self, node: str) -> None:

@@ -21,10 +21,10 @@ from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, padd
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["Launch", "MeetingPlace", "environment", "forks", "meeting_place"]
+__all__ = ["LaunchSpec", "MasterEndpoint", "worker_environment", "worker_forks", "open_master_endpoint"]
 
 
-class MeetingPlace(Protocol):
+class MasterEndpoint(Protocol):
     """Where the ranks of one generation meet; `port` is the one to tell the other nodes."""
 
     @property
@@ -32,7 +32,7 @@ class MeetingPlace(Protocol):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSpec:
     """One node's part of a job.
 
     Attributes:
@@ -85,28 +85,28 @@ class Launch:
     slurm: bool = False
 
 
-def meeting_place(launch: Launch) -> MeetingPlace:
+def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
     """Where the ranks of one generation meet. Each gets a new one: old addresses must not be found.
 
     For torch it is a store, for Paddle, whose first trainer opens one, ports that are kept free.
     """
-    if launch.framework == "paddle":
-        return ReservedPorts(launch.workers + 1)
-    store: MeetingPlace = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    if spec.framework == "paddle":
+        return ReservedPorts(spec.workers + 1)
+    store: MasterEndpoint = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     return store
 
 
-def environment(launch: Launch, world: World, member: Member, local_rank: int) -> dict[str, str]:
+def worker_environment(spec: LaunchSpec, world: World, member: Member, local_rank: int) -> dict[str, str]:
     """What torchrun sets for one worker, with the generation as the restart count."""
     rank = member.first_rank + local_rank
     first = world.nodes[0]
-    paddle = launch.framework == "paddle"
+    paddle = spec.framework == "paddle"
     return {
         "LOCAL_RANK": str(local_rank),
         "RANK": str(rank),
         "GROUP_RANK": str(world.position(member.id)),
         "ROLE_RANK": str(rank),
-        "ROLE_NAME": launch.role,
+        "ROLE_NAME": spec.role,
         "LOCAL_WORLD_SIZE": str(member.local_world_size),
         "WORLD_SIZE": str(world.size),
         "GROUP_WORLD_SIZE": str(len(world.nodes)),
@@ -114,14 +114,14 @@ def environment(launch: Launch, world: World, member: Member, local_rank: int) -
         "MASTER_ADDR": first.addr,
         "MASTER_PORT": str(first.port),
         "TORCHELASTIC_RESTART_COUNT": str(world.generation),
-        "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts),
-        "TORCHELASTIC_RUN_ID": launch.job,
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.job,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "EDL_GENERATION": str(world.generation),
         **(paddle_environment(world, member, local_rank, gpu=has_gpu_build()) if paddle else {}),
         **_threads(world, member),
-        **launch.environ,
+        **spec.environ,
     }
 
 
@@ -137,16 +137,16 @@ def _threads(world: World, member: Member) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // here))}
 
 
-def forks(
-    launch: Launch, world: World, member: Member, host: HostFolder, since: int = 0
+def worker_forks(
+    spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
 ) -> tuple[dict[int, ForkRequest], Any]:
     """The workers of a generation on this node, and the `LogsDest` that tells where their output goes.
 
     Args:
         since: the first generation that this agent takes part in.
     """
-    environs = {rank: environment(launch, world, member, rank) for rank in range(launch.workers)}
-    logs = launch.logs.reify(environs)
+    environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
+    logs = spec.logs.reify(environs)
     result = {}
     for local_rank, environ in environs.items():
         environ["EDL_BOARD"] = str(host.board(local_rank))
@@ -155,9 +155,9 @@ def forks(
         environ["EDL_REPLICAS"] = str(host.replicas)
         environ["EDL_RUN"] = host.run
         environ["EDL_SINCE_GENERATION"] = str(since)
-        if launch.checkpoint:
-            environ["EDL_CHECKPOINT"] = launch.checkpoint
-            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(launch.checkpoint_interval_s)
+        if spec.checkpoint:
+            environ["EDL_CHECKPOINT"] = spec.checkpoint
+            environ["EDL_CHECKPOINT_INTERVAL_S"] = str(spec.checkpoint_interval_s)
         environ["EDL_STDOUT"] = logs.stdouts.get(local_rank, "")
         environ["EDL_STDERR"] = logs.stderrs.get(local_rank, "")
         environ["TORCHELASTIC_ERROR_FILE"] = logs.error_files[local_rank]
@@ -168,6 +168,6 @@ def forks(
     return result, logs
 
 
-def errors_of(logs: Any) -> dict[int, Path]:
+def error_files(logs: Any) -> dict[int, Path]:
     """Local rank -> the file in which the worker leaves its exception."""
     return {rank: Path(path) for rank, path in logs.error_files.items()}

@@ -1,6 +1,6 @@
 """What one node does as its job's records change: its workers begin, stop and pause, its own record follows.
 
-What should become of the job is decided by `world.next_world`, what ended workers mean by `failures.judge`.
+What should become of the job is decided by `world.next_world`, what ended workers mean by `failures.decide_recovery`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from edl.collective.agent.context import Part, is_member
-from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.context import AgentContext, is_member
+from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.failures import RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
-from edl.collective.agent.launch_spec import MeetingPlace, meeting_place
+from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
 from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
 from edl.collective.agent.membership.node_records import JobRecords
@@ -26,46 +26,48 @@ from edl.collective.goodput.node import Doing
 from edl.collective.job_records import Exclusion, State, World
 from edl.errors import DiscoveryError
 
-__all__ = ["Conduct"]
+__all__ = ["NodeReconciler"]
 
 
-class Conduct:
+class NodeReconciler:
     """Acts for one node that has joined. Used from the agent's thread only."""
 
-    def __init__(self, part: Part) -> None:
-        self._part = part
-        self._say, self._told, self._crew = part.say, part.told, part.crew
-        self._membership, self._signals = part.membership, part.signals
-        self._spare: MeetingPlace = part.spare
-        self._meeting: MeetingPlace | None = None
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self._say, self._spec, self._worker_group = context.say, context.spec, context.worker_group
+        self._membership, self._signals = context.membership, context.signals
+        self._spare: MasterEndpoint = context.spare
+        self._meeting: MasterEndpoint | None = None
         self._sightings = MembershipTimer(time.monotonic())
-        self._shortage = QuorumWait(part.told.rules.min_nodes, part.told.join_timeout_s)
-        self._exclusions = Exclusions(part.store, part.told.job, host_key())
+        self._shortage = QuorumWait(context.spec.rules.min_nodes, context.spec.join_timeout_s)
+        self._exclusions = Exclusions(context.store, context.spec.job, host_key())
         self._excluded: Exclusion | None = None
         self._unreachable_since: float | None = None
         self._reserve = False
-        self._alone_s = 0.8 * part.told.rules.takeover_s
+        self._alone_s = 0.8 * context.spec.rules.takeover_s
 
     @property
     def pausing(self) -> bool:
         """Whether this node's workers are to pause, so that every moment counts."""
-        return self._crew.running and self._sightings.pausing
+        return self._worker_group.running and self._sightings.pausing
 
     @property
     def paused_unsaid(self) -> bool:
         """Whether they have, and the others do not know it yet."""
-        return self.pausing and self._membership.node.paused != self._crew.generation and self._crew.paused
+        return (
+            self.pausing and self._membership.node.paused != self._worker_group.generation and self._worker_group.paused
+        )
 
     @property
     def doing(self) -> Doing:
         """What this node's time is spent on, as far as the workers' boards do not say more."""
-        if self._crew.finished:
+        if self._worker_group.finished:
             return Doing.IDLE
-        if self._crew.running:
+        if self._worker_group.running:
             return Doing.RUNNING
         return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
 
-    def act(self, records: JobRecords) -> int | None:
+    def reconcile(self, records: JobRecords) -> int | None:
         """Do what follows from the records. Returns the exit code if this node's part is over.
 
         Raises:
@@ -76,34 +78,34 @@ class Conduct:
             self._say("the store answers again")
         world = records.world
         self._sightings.note(world, records.nodes, time.monotonic(), held=is_join_deferred(world, records.nodes))
-        others = (node for name, node in records.nodes.items() if name != self._part.id)
-        self._part.ending.alone = all(node.leaving for node in others)
+        others = (node for name, node in records.nodes.items() if name != self._context.id)
+        self._context.shutdown.alone = all(node.leaving for node in others)
         if world.ended:
             return self._end(world)
-        position = world.position(self._part.id) if world.state is State.RUNNING else None
+        position = world.position(self._context.id) if world.state is State.RUNNING else None
         if self._excluded is not None:
             return self._leave_faulty(records, self._excluded, member=position is not None)
         if world.state is not State.FORMING:
             self._shortage.over()
-        self._tell_of_place(position is None and len(world.nodes) >= self._told.rules.max_nodes, world)
+        self._tell_of_place(position is None and len(world.nodes) >= self._spec.rules.max_nodes, world)
         if position is None:
             code = self._wait(records)
             if code is not None:
                 return code
-        elif world.generation != self._crew.generation:
-            verdict = self._crew.verdict(world.forgiven)
+        elif world.generation != self._worker_group.generation:
+            verdict = self._worker_group.judge_failures(world.forgiven)
             if verdict is not None and verdict.leave_out:  # others lost contact, and were first to begin anew
                 self._exclude(verdict)
                 if self._excluded is not None:
                     return self._leave_faulty(records, member=True)
             self._begin(world, position)
-        self._crew.hangs.others_busy = any(
-            name != self._part.id and node.busy == world.generation for name, node in records.nodes.items()
+        self._worker_group.hangs.others_busy = any(
+            name != self._context.id and node.busy == world.generation for name, node in records.nodes.items()
         )
-        if self._crew.running:
-            self._crew.ask_pause(world.pause_at)
-        if self._signals.asked and self._crew.running and not self._crew.reports_steps:
-            self._crew.terminate(self._signals.number)  # there is no pause to wait for
+        if self._worker_group.running:
+            self._worker_group.request_pause(world.pause_at)
+        if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
+            self._worker_group.terminate_workers(self._signals.number)  # there is no pause to wait for
         self._tell(world)
         return self._decide(records)
 
@@ -121,22 +123,22 @@ class Conduct:
             self._unreachable_since = time.monotonic()
             self._say(f"the store does not answer ({exc}): going on without it for a while")
         cut_s = self._membership.cut_s
-        if self._crew.running and cut_s > self._alone_s:
+        if self._worker_group.running and cut_s > self._alone_s:
             self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
-            self._crew.halt()
-        if self._crew.running:
+            self._worker_group.stop_workers()
+        if self._worker_group.running:
             return None
-        if self._signals.asked:
+        if self._signals.stopping:
             return self._signals.exit_code
         away_s = time.monotonic() - self._unreachable_since
-        if away_s <= self._told.join_timeout_s:
+        if away_s <= self._spec.join_timeout_s:
             return None
-        self._part.ending.alone = True  # as far as is known here: the state in memory is kept for a later start
+        self._context.shutdown.alone = True  # as far as is known here: the state in memory is kept for a later start
         self._say(
             f"no store for {away_s:.0f} s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code "
-            f"{Exit.TRY_AGAIN:d}"
+            f"{ExitCode.TRY_AGAIN:d}"
         )
-        return Exit.TRY_AGAIN
+        return ExitCode.TRY_AGAIN
 
     @property
     def until(self) -> float:
@@ -150,34 +152,38 @@ class Conduct:
         last = member.first_rank + member.local_world_size - 1
         ranks = f"rank {last}" if last == member.first_rank else f"ranks {member.first_rank}-{last}"
         self._say(f"generation {world.generation} ({world.message}): {_count(world.size, 'rank')}, {ranks} here")
-        self._part.chronicle.tell("generation", world.message, world.generation)
-        if world.message.startswith(HANGING) and self._crew.running:
-            self._say(f"what the workers of this node did:\n{self._crew.stacks()}")
-            self._part.chronicle.tell("hang", world.message, world.generation - 1)
+        self._context.status.record_event("generation", world.message, world.generation)
+        if world.message.startswith(HANGING) and self._worker_group.running:
+            self._say(f"what the workers of this node did:\n{self._worker_group.dump_stacks()}")
+            self._context.status.record_event("hang", world.message, world.generation - 1)
         if position == 0:
-            self._meeting, self._spare = self._spare, meeting_place(self._told)
-        if self._crew.running:
+            self._meeting, self._spare = self._spare, open_master_endpoint(self._spec)
+        if self._worker_group.running:
             # What follows is no training of the old workers.
-            self._part.chronicle.observe(Doing.RENDEZVOUS, self._crew, self._part.replicas.replicated_us)
-        self._part.replicas.world_changed(world)
-        self._part.tethers.follow(choose_peers(world, position))
-        self._crew.begin(world, position)
+            self._context.status.observe(Doing.RENDEZVOUS, self._worker_group, self._context.replicas.replicated_us)
+        self._context.replicas.world_changed(world)
+        self._context.peer_connections.follow(choose_peers(world, position))
+        self._worker_group.start_generation(world, position)
 
     def _wait(self, records: JobRecords) -> int | None:
         """This node is not a member now. Returns the exit code if it is not to wait for that."""
-        if self._crew.running and self._signals.asked and not self._crew.terminate(self._signals.number):
+        if (
+            self._worker_group.running
+            and self._signals.stopping
+            and not self._worker_group.terminate_workers(self._signals.number)
+        ):
             return None
-        if self._crew.running:
-            self._crew.halt()
-            if records.world.state is State.FORMING and not self._signals.asked:
+        if self._worker_group.running:
+            self._worker_group.stop_workers()
+            if records.world.state is State.FORMING and not self._signals.stopping:
                 self._say(f"the workers are stopped: {records.world.message}")
-            elif not self._signals.asked:
+            elif not self._signals.stopping:
                 self._say("the others went on without this node, which was silent: it joins them again")
-                self._part.replicas.world_changed(records.world)
-                self._part.host.forget_slots()  # theirs are newer, and must not be mixed up with these
-        if self._signals.asked:
+                self._context.replicas.world_changed(records.world)
+                self._context.host.forget_slots()  # theirs are newer, and must not be mixed up with these
+        if self._signals.stopping:
             saved = self._membership.node.paused >= 0
-            self._part.chronicle.tell("leave", "asked to", records.world.generation)
+            self._context.status.record_event("leave", "asked to", records.world.generation)
             self._say(f"left; {self._kept}" if saved else "left")
             return self._signals.exit_code
         return self._wait_for_more(records) if records.world.state is State.FORMING else None
@@ -188,13 +194,13 @@ class Conduct:
         here = sum(not node.leaving for node in records.nodes.values())
         words = self._shortage.note(here, now)
         waited_s = self._shortage.waited_s(now)
-        if waited_s > self._told.join_timeout_s:
-            wanted = self._told.rules.min_nodes
+        if waited_s > self._spec.join_timeout_s:
+            wanted = self._spec.rules.min_nodes
             self._say(
                 f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s "
-                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {Exit.TRY_AGAIN:d}"
+                f"(--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code {ExitCode.TRY_AGAIN:d}"
             )
-            return Exit.TRY_AGAIN
+            return ExitCode.TRY_AGAIN
         if words:
             self._say(words)
         return None
@@ -202,19 +208,19 @@ class Conduct:
     @property
     def _kept(self) -> str:
         """Where the state is that this node saved before it left."""
-        if not self._part.ending.alone:
+        if not self._context.shutdown.alone:
             return "the others have every step until now"
-        if self._told.checkpoint:
-            return f"every step until now is saved, and will be at {self._told.checkpoint}"
+        if self._spec.checkpoint:
+            return f"every step until now is saved, and will be at {self._spec.checkpoint}"
         return "every step until now is saved, in this host's memory for an hour (--checkpoint URL keeps it for longer)"
 
     def _end(self, world: World) -> int:
-        self._crew.halt()
+        self._worker_group.stop_workers()
         if world.state is State.DONE:
-            self._say(f"job {self._told.job} has ended: {world.message}")
-            return Exit.DONE
-        self._say(f"job {self._told.job} has failed: {world.message}")
-        return Exit.FAILED
+            self._say(f"job {self._spec.job} has ended: {world.message}")
+            return ExitCode.DONE
+        self._say(f"job {self._spec.job} has failed: {world.message}")
+        return ExitCode.FAILED
 
     def _decide(self, records: JobRecords) -> int | None:
         """Propose what the job's record should become."""
@@ -223,29 +229,29 @@ class Conduct:
         finished = [one for one in world.nodes if one.id in nodes and nodes[one.id].finished == world.generation]
         ended = [rank for one in finished for rank in one.ranks]
         missing = any(one.id not in nodes for one in world.nodes)
-        verdict = self._crew.verdict(world.forgiven, others_ended=ended, missing=missing)
+        verdict = self._worker_group.judge_failures(world.forgiven, others_ended=ended, missing=missing)
         if verdict is not None and verdict.leave_out:
             verdict = self._exclude(verdict)
             if self._excluded is not None:
-                return self.act(records)
+                return self.reconcile(records)
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
             moment = self._moment(verdict or RecoveryDecision(restart=self._stopped_before(world)))
-            proposal = next_world(world, records.nodes, moment, self._told.rules)
+            proposal = next_world(world, records.nodes, moment, self._spec.rules)
         if proposal is None or proposal == world:
             return None
         if not self._membership.propose(proposal, records.version):
-            self._part.events.put(None)  # somebody was first: look again
+            self._context.events.put(None)  # somebody was first: look again
             return None
         if verdict is not None:
             if verdict.fatal and verdict.unclear:
                 self._exclusions.remove_unclear()
-            self._crew.restarted()
-            self._part.storing.store_newest()
+            self._worker_group.count_restart()
+            self._context.persister.store_newest()
             kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
-            self._part.chronicle.tell(kind, text, world.generation)
-        return self.act(self._membership.read())  # the others learn of it by their watches
+            self._context.status.record_event(kind, text, world.generation)
+        return self.reconcile(self._membership.read())  # the others learn of it by their watches
 
     def _exclude(self, verdict: RecoveryDecision) -> RecoveryDecision:
         """Leave this host out because of its GPU. Returns another verdict where the fault was on another host before.
@@ -254,7 +260,7 @@ class Conduct:
             DiscoveryError: the store does not answer, and nothing is changed.
         """
         clear = not verdict.unclear
-        exclusion = Exclusion(self._part.id, verdict.restart, clear, self._crew.step, time.time())
+        exclusion = Exclusion(self._context.id, verdict.restart, clear, self._worker_group.step, time.time())
         other = None if clear else self._exclusions.same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
@@ -263,72 +269,72 @@ class Conduct:
         self._excluded = exclusion
         surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
         self._say(f"{surely} ({verdict.restart}): the job goes on without this node")
-        self._part.chronicle.tell("faulty", verdict.restart, self._crew.generation)
-        self._crew.halt()
-        self._part.storing.store_newest()
+        self._context.status.record_event("faulty", verdict.restart, self._worker_group.generation)
+        self._worker_group.stop_workers()
+        self._context.persister.store_newest()
         return verdict
 
     def _leave_faulty(self, records: JobRecords, exclusion: Exclusion, *, member: bool) -> int | None:
         """Leave a job that goes on without this node; first the others get what only this node's memory has."""
         if member:
-            if not self._part.replicas.hand_over():
+            if not self._context.replicas.hand_over():
                 return None
             if not self._membership.node.leaving:
                 self._membership.update(leaving=True)
-            nodes = records.nodes | {self._part.id: self._membership.node}
-            moment = replace(self._moment(RecoveryDecision()), restart=f"a GPU of {self._part.id} failed")
-            proposal = next_world(records.world, nodes, moment, self._told.rules)
+            nodes = records.nodes | {self._context.id: self._membership.node}
+            moment = replace(self._moment(RecoveryDecision()), restart=f"a GPU of {self._context.id} failed")
+            proposal = next_world(records.world, nodes, moment, self._spec.rules)
             if proposal is not None and self._membership.propose(proposal, records.version):
-                return self.act(self._membership.read())
+                return self.reconcile(self._membership.read())
             return None
-        self._part.chronicle.tell("leave", "its GPU failed", records.world.generation)
-        self._say(f"left; this host is out of job {self._told.job}: {REMEDY}; exit code {Exit.FAULTY_NODE:d}")
-        return Exit.FAULTY_NODE
+        self._context.status.record_event("leave", "its GPU failed", records.world.generation)
+        self._say(f"left; this host is out of job {self._spec.job}: {REMEDY}; exit code {ExitCode.FAULTY_NODE:d}")
+        return ExitCode.FAULTY_NODE
 
     def _stopped_before(self, world: World) -> str:
         """Why this node's part of the present generation does not run any more, if it is so.
 
         It cannot begin again: its ranks have met, and others may have gone on.
         """
-        same = world.state is State.RUNNING and world.generation == self._crew.generation
-        over = self._crew.running or self._membership.node.finished == world.generation
-        stopped = same and is_member(world, self._part.id) and not over
+        same = world.state is State.RUNNING and world.generation == self._worker_group.generation
+        over = self._worker_group.running or self._membership.node.finished == world.generation
+        stopped = same and is_member(world, self._context.id) and not over
         return "its workers were stopped while the store was away" if stopped else ""
 
     def _moment(self, verdict: RecoveryDecision) -> LocalObservation:
         now = time.monotonic()
         return LocalObservation(
-            node=self._part.id,
+            node=self._context.id,
             quiet_s=self._sightings.quiet_s(now),
             pausing_s=self._sightings.pausing_s(now),
-            pause_step=self._crew.pause_step(),
-            pause_needs_s=self._crew.pause_needs_s(),
+            pause_step=self._worker_group.pause_step(),
+            pause_needs_s=self._worker_group.pause_needs_s(),
             restart=verdict.restart,
             forgives=verdict.after_error,
-            dead=self._part.host.dead,
+            dead=self._context.host.dead,
         )
 
     # --- The record of this node. ---
 
     def _tell(self, world: World) -> None:
         """Bring this node's record up to date."""
-        node, crew = self._membership.node, self._crew
+        node, worker_group = self._membership.node, self._worker_group
         changes: dict[str, Any] = {}
-        if self._signals.asked and not node.leaving:
+        if self._signals.stopping and not node.leaving:
             changes["leaving"] = True
-        paused = crew.generation if crew.paused and world.pause_at is not None else -1
-        if paused >= 0 and self._signals.asked and not self._part.replicas.hand_over():
+        paused = worker_group.generation if worker_group.paused and world.pause_at is not None else -1
+        if paused >= 0 and self._signals.stopping and not self._context.replicas.hand_over():
             paused = -1  # whoever goes on needs what only this node has
-        if node.paused != paused and (paused >= 0 or not self._signals.asked):
+        if node.paused != paused and (paused >= 0 or not self._signals.stopping):
             changes["paused"] = paused
-        if node.finished != crew.generation and crew.finished:
-            changes["finished"] = crew.generation
+        if node.finished != worker_group.generation and worker_group.finished:
+            changes["finished"] = worker_group.generation
         if node.port != self._spare.port:
             changes["port"] = self._spare.port
-        busy = crew.generation if crew.running and crew.hangs.busy else -1
+        busy = worker_group.generation if worker_group.running and worker_group.hangs.busy else -1
         if node.busy != busy:
             changes["busy"] = busy
-        slot_nbytes = nbytes_of(Path(self._part.host.slots(0)))
+        slot_nbytes = nbytes_of(Path(self._context.host.slots(0)))
         if slot_nbytes > node.slot_nbytes:
             changes["slot_nbytes"] = slot_nbytes
         if changes:

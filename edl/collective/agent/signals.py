@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["AskedToLeaveError", "Signals"]
+__all__ = ["AskedToLeaveError", "StopSignals"]
 
 _ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _ASKING_IN_SLURM = (*_ASKING, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
@@ -17,7 +17,7 @@ class AskedToLeaveError(Exception):
     """Somebody asked this node to leave while it waited for something that would have taken longer."""
 
 
-class Signals:
+class StopSignals:
     """Counts what arrives between `__enter__` and `__exit__`, which are for the main thread.
 
     Each is only noted: when it can be acted on is for those to know who are in the middle of something.
@@ -36,7 +36,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     @property
-    def asked(self) -> bool:
+    def stopping(self) -> bool:
         """Whether this node shall leave."""
         return bool(self._numbers)
 
@@ -55,7 +55,7 @@ class Signals:
         """Of a process that left for the last signal, as a shell says it."""
         return 128 + self._numbers[-1]
 
-    def heed(self) -> None:
+    def raise_if_stopping(self) -> None:
         """To be called now and then by whoever waits.
 
         Raises:
@@ -64,7 +64,7 @@ class Signals:
         if self._numbers:
             raise AskedToLeaveError
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> StopSignals:
         asking = _ASKING_IN_SLURM if self.slurm else _ASKING
         heeded = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
         self._before = {number: signal.signal(number, self._note) for number in heeded}

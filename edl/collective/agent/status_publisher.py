@@ -10,20 +10,20 @@ from dataclasses import replace
 
 from edl.collective.agent.health.stragglers import share
 from edl.collective.agent.health.worker_watch import StragglerDetector
-from edl.collective.agent.worker_group import Crew
+from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.node import Doing, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, finished_before
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
-__all__ = ["Chronicle"]
+__all__ = ["StatusPublisher"]
 
 _WRITE_EVERY_S = 1.0
 _ASK_S = 3.0
 """So long at most nothing is charged, while it is asked which steps were finished before. It is asked on after that."""
 
 
-class Chronicle:
+class StatusPublisher:
     """Keeps one agent's ledger up to date. Its methods are for the agent's thread, and never wait for the store.
 
     What cannot be written now, because the store does not answer, is in what is written next.
@@ -48,10 +48,10 @@ class Chronicle:
         self._record: NodeRecord | None = None
         self._events: list[tuple[str, str, int]] = []
         self._closing = False
-        self._thread = threading.Thread(target=self._write, name="edl-chronicle", daemon=True)
+        self._thread = threading.Thread(target=self._write, name="edl-status", daemon=True)
         self._thread.start()
 
-    def observe(self, doing: Doing, crew: Crew, replicated_us: int = 0) -> None:
+    def observe(self, doing: Doing, worker_group: WorkerGroup, replicated_us: int = 0) -> None:
         """Charge the time until now. Call it often; the store is written about once a second.
 
         Args:
@@ -59,34 +59,37 @@ class Chronicle:
         """
         self._replicated_us = replicated_us
         now = time.monotonic()
-        self._ask(crew.generation, now)
+        self._ask(worker_group.generation, now)
         waits = self._asking is not None and now - self._asked_at < _ASK_S
         due = not waits and now - self._handed_at >= _WRITE_EVERY_S
         if not due and doing is self._doing:
             return
         self._doing = doing
-        self._ledger.observe(now, doing, list(crew.readings().values()), self._highest)
+        self._ledger.observe(now, doing, list(worker_group.read_statuses().values()), self._highest)
         if due:
             self._handed_at = now
             self._hand_over()
 
-    def tell(self, kind: str, text: str, generation: int = -1) -> None:
+    def record_event(self, kind: str, text: str, generation: int = -1) -> None:
         """Put an event; kinds are those of `ledger_codec.Event`."""
         with self._waiting:
             self._events.append((kind, text, generation))
             self._waiting.notify()
 
-    def share_times(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
+    def share_step_times(self, generation: int, own_s: dict[int, float], leads: bool) -> None:
         """Put what this node's ranks took for a step; who leads compares all nodes' and names who is slow."""
         with self._waiting:
             self._times = (generation, own_s, leads)
             self._waiting.notify()
 
-    def close(self, crew: Crew | None, *, timeout_s: float = 5.0) -> None:
-        """The part of this node is over, with this crew; None if it had none. What is not written in time is not."""
-        if crew is not None:
+    def close(self, worker_group: WorkerGroup | None, *, timeout_s: float = 5.0) -> None:
+        """Write what is left, with the last state of these workers; None if the node had none.
+
+        What cannot be written within `timeout_s` is not.
+        """
+        if worker_group is not None:
             now = time.monotonic()
-            self._ledger.observe(now, self._doing, list(crew.readings().values()), self._highest)
+            self._ledger.observe(now, self._doing, list(worker_group.read_statuses().values()), self._highest)
             self._ledger.end(now)
             self._hand_over()
         with self._waiting:

@@ -18,7 +18,7 @@ from edl.collective.agent.health.hang_detector import HangDetector
 from edl.collective.agent.health.heartbeat import Heartbeat
 from edl.collective.agent.health.process_activity import read_queued_s
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import Launch, errors_of, forks
+from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
 from edl.collective.agent.membership import pause as pausing
 from edl.collective.agent.processes.log_tee import LogTee
 from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
@@ -28,7 +28,7 @@ from edl.collective.job_records import World
 from edl.collective.worker_status import Board, Reading
 from edl.errors import EDLError
 
-__all__ = ["HANGING", "Crew"]
+__all__ = ["HANGING", "WorkerGroup"]
 
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
@@ -38,44 +38,44 @@ HANGING = "the workers hang"
 """How the reason of a restart begins, before which every node shows the stacks of its workers."""
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one node. Used from the agent's thread only.
 
     Args:
-        told: this node's part of the job.
+        spec: this node's part of the job.
         host: the node's folder in memory.
-        report: called from another thread with each `WorkerExit` and `ZygoteLost`, which `take` wants to have; with
-            None when the job's records have to be looked at before `go_on` can be said again.
+        report: called from another thread with each `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
+            when the job's records have to be looked at before `allow_heartbeat` can be called again.
         say: called with each line that a person should see.
         heed: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
     def __init__(
         self,
-        told: Launch,
+        spec: LaunchSpec,
         host: HostFolder,
         report: Callable[[WorkerExit | ZygoteLost | None], None],
         say: Callable[[str], None],
         heed: Callable[[], object],
     ) -> None:
-        self._told = told
+        self._spec = spec
         self._host = host
         self._report = report
         self._say = say
         self._heed = heed
-        self._workers = WorkerPool(told.warm, report)
-        self._output = LogTee(told.role)
-        self._boards = {rank: Board.create(host.board(rank)) for rank in range(told.workers)}
+        self._workers = WorkerPool(spec.warm, report)
+        self._output = LogTee(spec.role)
+        self._boards = {rank: Board.create(host.board(rank)) for rank in range(spec.workers)}
         self._errors: dict[int, Path] = {}
         self._failures: list[WorkerFailure] = []
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._regrouping = RegroupTimer(_REGROUP_S)
-        self._restarts = RestartPolicy(told.max_restarts)
+        self._restarts = RestartPolicy(spec.max_restarts)
         self._kernel_log = KernelLog()
         self._began_at = 0.0
-        self.hangs = HangDetector(told.hang)
+        self.hangs = HangDetector(spec.hang)
         self._forks_begin = True
         self._since = 0
         self._terminated_at: float | None = None
@@ -83,7 +83,7 @@ class Crew:
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
-        self._heart = Heartbeat(told.ttl_s / 2, self._beat, host.touch, lambda: report(None))
+        self._heart = Heartbeat(spec.ttl_s / 2, self._beat, host.touch, lambda: report(None))
 
     # --- Starting and stopping. ---
 
@@ -96,7 +96,7 @@ class Crew:
         self._workers.warm_up(heed=self._heed)
         return self._workers.complaint
 
-    def begin(self, world: World, position: int) -> None:
+    def start_generation(self, world: World, position: int) -> None:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
         member = world.nodes[position]
         if not self._forks_begin and self._workers.prewarmed:
@@ -108,8 +108,8 @@ class Crew:
             self._since = world.generation
             self._beat()  # without a first sign of life nobody would miss the next ones
         self.generation, self.first_rank = world.generation, member.first_rank
-        jobs, logs = forks(self._told, world, member, self._host, self._since)
-        self._errors = errors_of(logs)
+        jobs, logs = worker_forks(self._spec, world, member, self._host, self._since)
+        self._errors = error_files(logs)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
         self._regrouping.begin(staying, time.monotonic())
         try:
@@ -125,7 +125,7 @@ class Crew:
         self._kernel_log.clear()
         self._output.follow(logs, self.first_rank)
 
-    def halt(self) -> None:
+    def stop_workers(self) -> None:
         """Stop the workers; their boards and slots stay."""
         if self.running:
             self.running = False
@@ -133,24 +133,24 @@ class Crew:
             self._output.stop()
         self._forget()
 
-    def terminate(self, number: int) -> bool:
+    def terminate_workers(self, number: int) -> bool:
         """Pass a signal on to the workers, the first time; from then on only their end is waited for.
 
         Returns:
-            Whether they have ended, or have had `Launch.grace_s` for it; then `halt` is due.
+            Whether they have ended, or have had `LaunchSpec.grace_s` for it; then `stop_workers` is due.
         """
         now = time.monotonic()
         if self._terminated_at is None:
             self._terminated_at = now
             self._workers.send_signal(number)
-        return not self._workers.running or now - self._terminated_at >= self._told.grace_s
+        return not self._workers.running or now - self._terminated_at >= self._spec.grace_s
 
     @property
     def terminating(self) -> bool:
         """Whether the workers were asked to end, so that nothing follows from how they do."""
         return self._terminated_at is not None
 
-    def go_on(self, asked_at: float, until: float) -> None:
+    def allow_heartbeat(self, asked_at: float, until: float) -> None:
         """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
         self._heart.allow(asked_at, until)
 
@@ -163,7 +163,7 @@ class Crew:
 
     # --- What is heard of them. ---
 
-    def take(self, event: WorkerExit | ZygoteLost) -> None:
+    def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
         """A worker or all of them ended."""
         if isinstance(event, ZygoteLost):
             self._fail(WorkerFailure(self.first_rank, -signal.SIGKILL, "", "the process that forks workers died"))
@@ -175,7 +175,7 @@ class Crew:
                 text = failures.read_error_file(self._errors[event.local_rank])
                 self._fail(WorkerFailure(rank, event.status, text, f"{event} (rank {rank})"))
 
-    def look(self) -> None:
+    def check_workers(self) -> None:
         """Find workers that neither work nor end."""
         if not self.running or self.terminating:
             return
@@ -184,7 +184,7 @@ class Crew:
         self._look_for_begun()
         self._look_for_hanging()
 
-    def stacks(self) -> str:
+    def dump_stacks(self) -> str:
         """What the workers execute just now, for a person to read."""
         running = sorted(self._workers.running.items())
         texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in running])
@@ -193,7 +193,7 @@ class Crew:
             for (rank, pid), text in zip(running, texts, strict=True)
         )
 
-    def readings(self) -> dict[int, Reading]:
+    def read_statuses(self) -> dict[int, Reading]:
         """What the workers' boards say, by local rank."""
         return {rank: board.read() for rank, board in self._boards.items()}
 
@@ -205,16 +205,16 @@ class Crew:
     @property
     def finished(self) -> bool:
         """Whether all workers of this generation ended well."""
-        return self.running and not self.terminating and len(self._ended_well) == self._told.workers
+        return self.running and not self.terminating and len(self._ended_well) == self._spec.workers
 
     @property
     def paused(self) -> bool:
         """Whether all workers have paused."""
         return self.running and all(
-            reading.paused >= 0 and reading.generation == self.generation for reading in self.readings().values()
+            reading.paused >= 0 and reading.generation == self.generation for reading in self.read_statuses().values()
         )
 
-    def ask_pause(self, step: int | None) -> None:
+    def request_pause(self, step: int | None) -> None:
         """Ask all workers to pause after `step`; None takes it back."""
         for board in self._boards.values():
             board.ask_pause(step)
@@ -222,17 +222,19 @@ class Crew:
     @property
     def reports_steps(self) -> bool:
         """Whether any worker has said which step it has finished."""
-        return any(reading.step >= 0 and reading.generation == self.generation for reading in self.readings().values())
+        return any(
+            reading.step >= 0 and reading.generation == self.generation for reading in self.read_statuses().values()
+        )
 
     def pause_step(self) -> int | None:
         """A step that no worker has finished and that all can still be told of; None if they report no steps."""
-        return pausing.pause_step(self.readings().values(), self.generation) if self.running else None
+        return pausing.pause_step(self.read_statuses().values(), self.generation) if self.running else None
 
     def pause_needs_s(self) -> float:
         """How long the steps until a pause may take, where steps are long."""
-        return pausing.pause_needs_s(self.readings().values())
+        return pausing.pause_needs_s(self.read_statuses().values())
 
-    def verdict(
+    def judge_failures(
         self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False
     ) -> RecoveryDecision | None:
         """What follows from the failures of this generation; None while there are none, or the cause is not clear.
@@ -246,7 +248,7 @@ class Crew:
             return None
         waited_s = time.monotonic() - self._failed_at
         ended = {*others_ended, *(self.first_rank + rank for rank in self._ended_well)}
-        contact_s = _ECHO_S if ended else self._told.ttl_s + 1.0
+        contact_s = _ECHO_S if ended else self._spec.ttl_s + 1.0
         verdict = failures.decide_recovery(
             self._failures,
             waited_s,
@@ -259,7 +261,7 @@ class Crew:
         )
         return self._restarts.limited(verdict, forgiven, self.step) if verdict is not None else None
 
-    def restarted(self) -> None:
+    def count_restart(self) -> None:
         """The verdict was carried out: count it."""
         hung = any(one.what.startswith(HANGING) for one in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
@@ -278,7 +280,7 @@ class Crew:
     def _renew_workers(self) -> None:
         """Have another process to fork workers from; one that imports nothing where forks did not begin."""
         self._workers.close()
-        warm = self._told.warm if self._forks_begin else replace(self._told.warm, prewarm=False)
+        warm = self._spec.warm if self._forks_begin else replace(self._spec.warm, prewarm=False)
         self._workers = WorkerPool(warm, self._report)
         self._workers.warm_up(heed=self._heed)
 
@@ -289,7 +291,7 @@ class Crew:
     @property
     def step(self) -> int:
         """The last step that any worker finished, -1 if they report none."""
-        return max(reading.step for reading in self.readings().values())
+        return max(reading.step for reading in self.read_statuses().values())
 
     def _fail(self, failure: WorkerFailure) -> None:
         if not self._failures:
@@ -319,8 +321,8 @@ class Crew:
 
         A fork has none of its parent's other threads. If one of them held a lock at that moment, the fork waits for it.
         """
-        limit_s = self._told.hang.begin_s
-        if self._failures or self._told.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
+        limit_s = self._spec.hang.begin_s
+        if self._failures or self._spec.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return
         for local_rank in self._workers.running:
             if self._boards[local_rank].read().generation != self.generation:
@@ -335,7 +337,7 @@ class Crew:
         """Find workers that are alive and make no step."""
         if self._failures or self.finished:
             return
-        readings = self.readings()
+        readings = self.read_statuses()
         watched = {
             rank: (pid, readings[rank])
             for rank, pid in self._workers.running.items()

@@ -30,10 +30,10 @@ from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
 from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
-from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.health.worker_watch import HangLimits
-from edl.collective.agent.launch_spec import Launch
+from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.log_folder import kept_log_folder, temporary_log_folder
 from edl.collective.agent.processes.zygote import ProgramSpec
@@ -74,28 +74,28 @@ def main(argv: Sequence[str]) -> int:
         conf = _conf(options)
         endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
         url = _store_url(options, stack) if endpoint is None else endpoint.url
-        told = replace(_launch(options, conf, url, stack), slurm=step is not None)
-        store = stack.enter_context(_opened(options, endpoint, url, told))
-        told = replace(told, addr=told.addr or own_address(url))  # of a URL that is known to name a store
+        spec = replace(_launch(options, conf, url, stack), slurm=step is not None)
+        store = stack.enter_context(_opened(options, endpoint, url, spec))
+        spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
-        if told.rules.max_nodes > 1 and told.addr.startswith("127.") and not here_only:
-            _say(f"others will look for this node at {told.addr}; on several hosts give each its --local-addr")
+        if spec.rules.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
+            _say(f"others will look for this node at {spec.addr}; on several hosts give each its --local-addr")
         if step is not None and step.rank == 0:
-            nodes = f"--nnodes {options.nnodes} --nproc-per-node {told.workers}"
-            _say(f"{step.describe()}: --rdzv-id {told.job} {nodes}, store {url}")
+            nodes = f"--nnodes {options.nnodes} --nproc-per-node {spec.workers}"
+            _say(f"{step.describe()}: --rdzv-id {spec.job} {nodes}, store {url}")
         _tell_of_unused(options, endpoint, url)
-        code = Agent(told, store, _say).run()
-        if runs is not None and code in (Exit.DONE, Exit.NOT_STORED):
-            runs.count(stored=code == Exit.DONE)
+        code = Agent(spec, store, _say).run()
+        if runs is not None and code in (ExitCode.DONE, ExitCode.NOT_STORED):
+            runs.count(stored=code == ExitCode.DONE)
         if url.startswith(_SERVED):
             from edl.collective.agent.command_line.served_store import keep_for_later
 
-            keep_for_later(store, told.job, code == Exit.NOT_STORED)
+            keep_for_later(store, spec.job, code == ExitCode.NOT_STORED)
         return code
 
 
 def _opened(
-    options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, told: Launch
+    options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, spec: LaunchSpec
 ) -> AbstractContextManager[Store]:
     """The store, served by one of the nodes or not."""
     credentials = Credentials.of(
@@ -105,7 +105,7 @@ def _opened(
         return open_store(url, timeout_s=_STORE_TIMEOUT_S, credentials=credentials)
     from edl.collective.agent.command_line.served_store import served_store  # gRPC: others need not wait for its import
 
-    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=told.join_timeout_s, say=_say)
+    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=spec.join_timeout_s, say=_say)
 
 
 def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
@@ -130,7 +130,7 @@ def _conf(options: argparse.Namespace) -> dict[str, str]:
         raise SettingsError(f"--rdzv-conf {options.rdzv_conf}: wanted is NAME=VALUE,NAME=VALUE") from exc
 
 
-def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: ExitStack) -> Launch:
+def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: ExitStack) -> LaunchSpec:
     minimum, maximum = _nodes(options.nnodes)
     try:
         workers = torchrun.determine_local_world_size(options.nproc_per_node)
@@ -144,7 +144,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: before torch is imported by the workers
     # A worker that starts touches all of its memory for the first time: with huge pages in a third of the time.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    return Launch(
+    return LaunchSpec(
         job=job,
         warm=_warm(options),
         workers=workers,

@@ -140,7 +140,7 @@ class Membership:
         """
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
 
-    def bury(self, node: str) -> None:
+    def delete_node(self, node: str) -> None:
         """Take away the record of another node, whose agent's process is gone for certain.
 
         Raises:

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from edl.collective.agent import join as arrival
-from edl.collective.agent.context import Part
+from edl.collective.agent.context import AgentContext
+from edl.collective.agent.join import _is_left_out
 from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
 from edl.collective.goodput.records import read_job
 from edl.collective.job_records import Exclusion
@@ -75,8 +75,8 @@ def test_readmit_lets_a_host_join_again(store: Store) -> None:
     said: list[str] = []
 
     def left_out(*, readmit: bool) -> bool:
-        told = SimpleNamespace(job="job", readmit=readmit)
-        return arrival._is_left_out(cast(Part, SimpleNamespace(store=store, told=told, say=said.append)))
+        spec = SimpleNamespace(job="job", readmit=readmit)
+        return _is_left_out(cast(AgentContext, SimpleNamespace(store=store, spec=spec, say=said.append)))
 
     assert left_out(readmit=False)
     assert f"leaves this host out ({FAULT})" in said[-1]

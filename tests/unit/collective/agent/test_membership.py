@@ -133,7 +133,7 @@ def test_removed_record_is_written_again(stores: tuple[Store, Store]) -> None:
     with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
         one.join()
         other.join()
-        other.bury("a")
+        other.delete_node("a")
         assert set(other.read().nodes) == {"b"}
         assert set(one.read().nodes) == {"a", "b"}
         assert set(other.read().nodes) == {"a", "b"}

@@ -10,7 +10,7 @@ import pytest
 
 from edl.collective.agent.command_line.options import parse_options
 from edl.collective.agent.command_line.slurm import SlurmStep
-from edl.collective.agent.signals import Signals
+from edl.collective.agent.signals import StopSignals
 from edl.errors import SettingsError
 
 # Of task 3 of `srun --nodes=3 --ntasks=5` on hosts with two tasks, two tasks and one.
@@ -158,7 +158,7 @@ def send() -> Callable[[int], None]:
 
 
 def test_repeated_sigterm_does_not_hurry(send: Callable[[int], None]) -> None:
-    with Signals(lambda: None, slurm=True) as signals:
+    with StopSignals(lambda: None, slurm=True) as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             send(number)
         assert signals.asked
@@ -170,7 +170,7 @@ def test_repeated_sigterm_does_not_hurry(send: Callable[[int], None]) -> None:
 
 
 def test_elsewhere_a_second_signal_hurries(send: Callable[[int], None]) -> None:
-    with Signals(lambda: None) as signals:
+    with StopSignals(lambda: None) as signals:
         send(signal.SIGTERM)
         assert not signals.urgent
         send(signal.SIGTERM)

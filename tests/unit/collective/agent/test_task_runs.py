@@ -14,8 +14,8 @@ from edl.collective.agent.command_line import cli as run
 from edl.collective.agent.command_line import task_runs
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
-from edl.collective.agent.exit_codes import Exit
-from edl.collective.agent.launch_spec import Launch
+from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.launch_spec import LaunchSpec
 from edl.errors import SettingsError
 
 STEP = SlurmStep.of(
@@ -134,11 +134,11 @@ def test_call_after_unstored_end_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     names: list[str] = []
 
     class UnstoredAgent:
-        def __init__(self, launch: Launch, *_: object) -> None:
+        def __init__(self, launch: LaunchSpec, *_: object) -> None:
             names.append(launch.job)
 
         def run(self) -> int:
-            return Exit.NOT_STORED
+            return ExitCode.NOT_STORED
 
     for name, value in (("JOB_ID", "17"), ("STEP_ID", "0"), ("PROCID", "0"), ("TASK_PID", "99")):
         monkeypatch.setenv(f"SLURM_{name}", value)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.agent.launch_spec import Launch, environment, errors_of, forks
+from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_environment, worker_forks
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.job_records import Member, State, World
@@ -25,7 +25,7 @@ MEMBERS = (
 WORLD = World(5, State.RUNNING, MEMBERS)
 
 
-def launch(workers: int, **changes: object) -> Launch:
+def launch(workers: int, **changes: object) -> LaunchSpec:
     told = {
         "warm": ProgramSpec("script", "train.py"),
         "rules": RendezvousSettings(1, 4),
@@ -33,7 +33,7 @@ def launch(workers: int, **changes: object) -> Launch:
         "max_restarts": 2,
         **changes,
     }
-    return Launch(job="resnet", workers=workers, **told)  # type: ignore[arg-type]
+    return LaunchSpec(job="resnet", workers=workers, **told)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def host() -> Iterator[HostFolder]:
 def test_ranks_count_through_all_nodes() -> None:
     """Ranks count through all nodes in their order."""
     environs = [
-        environment(launch(member.local_world_size), WORLD, member, local)
+        worker_environment(launch(member.local_world_size), WORLD, member, local)
         for member in MEMBERS
         for local in range(member.local_world_size)
     ]
@@ -59,7 +59,7 @@ def test_ranks_count_through_all_nodes() -> None:
 
 def test_all_meet_at_the_first_node() -> None:
     """All meet at the first node of this generation."""
-    one = environment(launch(2), WORLD, MEMBERS[2], 1)
+    one = worker_environment(launch(2), WORLD, MEMBERS[2], 1)
     assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
     assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
     assert (one["TORCHELASTIC_RUN_ID"], one["TORCHELASTIC_MAX_RESTARTS"]) == ("resnet", "2")
@@ -71,30 +71,34 @@ def test_nodes_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     on_one_host = [replace(member, addr="127.0.0.1") for member in MEMBERS[:2]]
     world = replace(WORLD, nodes=(*on_one_host, MEMBERS[2]))
-    threads = [environment(launch(1), world, member, 0).get("OMP_NUM_THREADS") for member in world.nodes]
+    threads = [worker_environment(launch(1), world, member, 0).get("OMP_NUM_THREADS") for member in world.nodes]
     assert threads == ["2", "2", None], "4 workers share 8 cores; the third node is alone on its host"
     alone = replace(WORLD, nodes=MEMBERS[:1])
-    assert "OMP_NUM_THREADS" not in environment(launch(1), alone, MEMBERS[0], 0), "as under torchrun"
+    assert "OMP_NUM_THREADS" not in worker_environment(launch(1), alone, MEMBERS[0], 0), "as under torchrun"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in environment(launch(1), world, world.nodes[0], 0), "the user's own is inherited"
+    assert "OMP_NUM_THREADS" not in worker_environment(launch(1), world, world.nodes[0], 0), (
+        "the user's own is inherited"
+    )
 
 
 def test_the_users_own_variables_come_last() -> None:
-    one = environment(launch(2, environ={"MASTER_ADDR": "proxy", "NEW": "1"}), WORLD, MEMBERS[2], 0)
+    one = worker_environment(launch(2, environ={"MASTER_ADDR": "proxy", "NEW": "1"}), WORLD, MEMBERS[2], 0)
     assert (one["MASTER_ADDR"], one["NEW"]) == ("proxy", "1")
 
 
 def test_workers_have_files_of_their_own(host: HostFolder, tmp_path: Path) -> None:
     """Each worker has files of its own and storage only if there is one."""
     logs = DefaultLogsSpecs(str(tmp_path), Std.NONE, Std.from_str("1:1"))
-    jobs, dest = forks(launch(3, logs=logs), WORLD, MEMBERS[1], host)
+    jobs, dest = worker_forks(launch(3, logs=logs), WORLD, MEMBERS[1], host)
     assert sorted(jobs) == [0, 1, 2]
     for name in ("EDL_BOARD", "EDL_CONTROL", "EDL_SLOTS", "TORCHELASTIC_ERROR_FILE"):
         assert len({job.environ[name] for job in jobs.values()}) == 3
     assert len({job.stacks for job in jobs.values()}) == 3
     assert not any("EDL_CHECKPOINT" in job.environ for job in jobs.values())
-    assert errors_of(dest) == {rank: Path(job.environ["TORCHELASTIC_ERROR_FILE"]) for rank, job in jobs.items()}
+    assert error_files(dest) == {rank: Path(job.environ["TORCHELASTIC_ERROR_FILE"]) for rank, job in jobs.items()}
 
-    stored, _ = forks(launch(1, logs=logs, checkpoint="memory://x", checkpoint_interval_s=7.5), WORLD, MEMBERS[1], host)
+    stored, _ = worker_forks(
+        launch(1, logs=logs, checkpoint="memory://x", checkpoint_interval_s=7.5), WORLD, MEMBERS[1], host
+    )
     assert stored[0].environ["EDL_CHECKPOINT"] == "memory://x"
     assert stored[0].environ["EDL_CHECKPOINT_INTERVAL_S"] == "7.5"

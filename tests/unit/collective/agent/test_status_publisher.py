@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from edl.collective.agent.status_publisher import Chronicle
-from edl.collective.agent.worker_group import Crew
+from edl.collective.agent.status_publisher import StatusPublisher
+from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.node import Doing, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, read_job
 from edl.collective.worker_status import Reading
@@ -31,12 +31,12 @@ class _Refusing(SqliteStore):
 
 @dataclass
 class _CameLate:
-    """As much of a crew as a chronicle looks at: its workers are of a generation that this node had no part in yet."""
+    """What a publisher reads of a worker group, whose workers are of a generation that is new to this node."""
 
     generation: int = 5
     workers: dict[int, Reading] = field(default_factory=dict)
 
-    def readings(self) -> dict[int, Reading]:
+    def read_statuses(self) -> dict[int, Reading]:
         return self.workers
 
 
@@ -45,14 +45,14 @@ def test_unanswered_question_is_repeated(tmp_path: Path) -> None:
     with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
         before = NodeRecord("before", 1, 1, generation=3, step=7)
         LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write(before)
-        chronicle = Chronicle(store, "job", "late", 1, print)
-        crew = cast(Crew, _CameLate())
+        publisher = StatusPublisher(store, "job", "late", 1, print)
+        workers = cast(WorkerGroup, _CameLate())
         deadline = time.monotonic() + 20
         while True:
-            chronicle.observe(Doing.RUNNING, crew)
+            publisher.observe(Doing.RUNNING, workers)
             known = [] if store.refusals else [one.reached for one in read_job(store, "job").nodes if one.reached >= 0]
             if known == [7]:
                 break
             assert time.monotonic() < deadline, f"steps that were finished before are charged as new ones: {known}"
             time.sleep(0.02)
-        chronicle.close(None)
+        publisher.close(None)

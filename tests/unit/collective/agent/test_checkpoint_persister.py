@@ -17,7 +17,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from edl.collective.agent.checkpoint_persister import JobRun, Storing
+from edl.collective.agent.checkpoint_persister import CheckpointPersister, JobRun
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.checkpoint.state.state import State
@@ -61,10 +61,10 @@ def put(prefix: Path, step: int) -> None:
     saved.put(prefix, State(values=torch.full((10,), step)), step)
 
 
-def storing(url: str, prefix: Path, lines: list[str]) -> Storing:
-    one = Storing(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
-    one.begin()
-    return one
+def started(url: str, prefix: Path, lines: list[str]) -> CheckpointPersister:
+    persister = CheckpointPersister(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+    persister.start()
+    return persister
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -89,22 +89,24 @@ def test_next_state_is_stored_after_errors(
     lines: list[str] = []
     monkeypatch.setattr(Balky, "before", staticmethod(fail(error)))
     put(tmp_path / "s", 1)
-    one = storing(url, tmp_path / "s", lines)
+    persister = started(url, tmp_path / "s", lines)
     wait_for(lambda: bool(lines))
     assert "slow down" in lines[0] or "memory" in lines[0]
     monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
     put(tmp_path / "s", 2)
-    one.store_newest()
+    persister.store_newest()
     wait_for(lambda: "stored the state after step 2" in lines[-1])
-    assert one.close(20)
+    assert persister.close(20)
 
 
 def test_unknown_states_are_not_stored(tmp_path: Path, url: str) -> None:
     """Before it is known whose states these are nothing is stored."""
     put(tmp_path / "s", 1)
-    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line))
-    one.store_newest()
-    assert one.close(5.0, patient=True)
+    persister = CheckpointPersister(
+        url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line)
+    )
+    persister.store_newest()
+    assert persister.close(5.0, patient=True)
     fs, root = fsspec.core.url_to_fs(url)
     assert not fs.exists(root)
 
@@ -115,12 +117,12 @@ def test_own_fault_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch
     put(tmp_path / "s", 1)
     with monkeypatch.context() as broken:
         broken.setattr(Persister, "_choose", lambda *arguments: 1 / 0)
-        one = storing(url, tmp_path / "s", lines)
+        persister = started(url, tmp_path / "s", lines)
         wait_for(lambda: bool(lines))
         assert "fault in EDL" in lines[0]
-    one.store_newest()
+    persister.store_newest()
     wait_for(lambda: "stored the state after step 1" in lines[-1])
-    assert one.close(20)
+    assert persister.close(20)
 
 
 def test_repeated_failure_is_reported_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +136,11 @@ def test_repeated_failure_is_reported_once(tmp_path: Path, url: str, monkeypatch
 
     monkeypatch.setattr(Balky, "before", staticmethod(before))
     put(tmp_path / "s", 1)
-    one = storing(url, tmp_path / "s", lines)
+    persister = started(url, tmp_path / "s", lines)
     for _ in range(3):
-        one.store_newest()
+        persister.store_newest()
         assert tries.acquire(timeout=20)
-    assert not one.close(20)
+    assert not persister.close(20)
     assert [line for line in lines if "slow down" in line] == lines[:1]
 
 
@@ -152,10 +154,10 @@ def test_job_end_retries_the_last_state(tmp_path: Path, url: str, monkeypatch: p
             raise ApiError("slow down")
 
     monkeypatch.setattr(Balky, "before", staticmethod(before))
-    one = storing(url, tmp_path / "s", lines)
+    persister = started(url, tmp_path / "s", lines)
     put(tmp_path / "s", 1)
-    one.store_newest()
-    assert one.close(20, patient=True)
+    persister.store_newest()
+    assert persister.close(20, patient=True)
     assert "stored the state after step 1" in lines[-1]
 
 
@@ -168,10 +170,10 @@ def test_storage_that_takes_nothing_is_left(
     released = threading.Event()
     monkeypatch.setattr(Balky, "before", staticmethod(lambda: released.wait(60)))
     put(tmp_path / "s", 1)
-    one = storing(url, tmp_path / "s", lines)
-    one.store_newest()
+    persister = started(url, tmp_path / "s", lines)
+    persister.store_newest()
     try:
-        assert not one.close(0.3, patient=patient)
+        assert not persister.close(0.3, patient=patient)
         assert "left incomplete" in lines[-1]
     finally:
         released.set()
@@ -182,17 +184,17 @@ def test_job_end_waits_for_slow_storage(tmp_path: Path, url: str, monkeypatch: p
     lines: list[str] = []
     monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.7)))
     put(tmp_path / "s", 1)
-    one = storing(url, tmp_path / "s", lines)
+    persister = started(url, tmp_path / "s", lines)
     began = time.monotonic()
-    one.store_newest()
-    assert one.close(2.5, patient=True)
+    persister.store_newest()
+    assert persister.close(2.5, patient=True)
     assert time.monotonic() - began > 2.5
     assert "stored the state after step 1" in lines[-1]
 
 
 def test_no_storage_no_wait(tmp_path: Path) -> None:
     """Without a storage nothing is waited for."""
-    assert storing("", tmp_path / "s", []).close(0)
+    assert started("", tmp_path / "s", []).close(0)
 
 
 def test_agents_agree_on_a_run(tmp_path: Path) -> None:
@@ -235,13 +237,13 @@ def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
     fsspec.register_implementation("full", Full, clobber=True)
     put(tmp_path / "s", 1)
     lines: list[str] = []
-    one = storing(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
+    persister = started(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
     wait_for(lambda: bool(lines))
     assert "quota" in lines[0]
-    assert one._persister.taken > 0
+    assert persister._persister.taken > 0
     begin = time.monotonic()
-    one.store_newest()
-    assert not one.close(1.0, patient=True)
+    persister.store_newest()
+    assert not persister.close(1.0, patient=True)
     assert time.monotonic() - begin < 15
 
 
@@ -267,10 +269,10 @@ def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
 
     put(tmp_path / "s", 1)
     lines: list[str] = []
-    one = Storing(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
-    one.begin()
-    one.store_newest()
-    assert one.close(20.0, patient=True)
+    persister = CheckpointPersister(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
+    persister.start()
+    persister.store_newest()
+    assert persister.close(20.0, patient=True)
     assert "stored the state after step 1" in lines[-1]
     assert "no leader" in lines[0]
 
@@ -279,9 +281,9 @@ def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
 
 
 def worker_storing(url: str, prefix: Path) -> Background:
-    one = Background(url, SlotPair(prefix), keep=2)
-    one.agreed(int(RUN, 16))
-    return one
+    persister = Background(url, SlotPair(prefix), keep=2)
+    persister.agreed(int(RUN, 16))
+    return persister
 
 
 def test_worker_alone_retries_at_the_end(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,8 +362,8 @@ def test_worker_alone_ends_well_if_stored(
 def test_a_storage_that_cannot_keep_pace(tmp_path: Path, url: str) -> None:
     """It is said once when it begins, and when it is over."""
     lines: list[str] = []
-    slow = Storing(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lines.append, interval_s=1e-9)
-    slow.begin()
+    slow = CheckpointPersister(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lines.append, interval_s=1e-9)
+    slow.start()
     for step in (1, 2):
         put(tmp_path / "s", step)
         wait_for(lambda step=step: any(f"after step {step} at" in line for line in lines))  # type: ignore[misc]

@@ -34,7 +34,7 @@ def test_agents_have_folders_of_their_own(job: str) -> None:
     """Agents of a host have folders of their own."""
     first, second = HostFolder(job, "a"), HostFolder(job, "b")
     assert first.path != second.path
-    assert (first.heir_of, second.heir_of) == ("", "")
+    assert (first.previous_owner, second.previous_owner) == ("", "")
     assert first.path.stat().st_mode & 0o077 == 0
     first.close(keep=False)
     second.close(keep=False)
@@ -46,7 +46,7 @@ def test_left_state_is_taken_over(job: str) -> None:
     save(first, step=7)
     first.close(keep=True)
     second = HostFolder(job, "b")
-    assert (second.heir_of, second.path) == ("a", first.path)
+    assert (second.previous_owner, second.path) == ("a", first.path)
     assert [found.label.step for found in find(Path(second.slots(0)))] == [7]
     second.close(keep=False)
 
@@ -96,10 +96,10 @@ def test_newest_folder_is_taken_over(job: str, dead: tuple[str, ...]) -> None:
     """Of several folders that with the newest state is taken over."""
     leave(job, *dead)
     heir = HostFolder(job, "heir")
-    assert heir.heir_of == "b"
+    assert heir.previous_owner == "b"
     assert heir.dead == {one.split()[0] for one in dead}
     second = HostFolder(job, "second")
-    assert second.heir_of in heir.dead - {"b"}, "the next one is for the next agent"
+    assert second.previous_owner in heir.dead - {"b"}, "the next one is for the next agent"
     heir.close(keep=False, ended=True)
     second.close(keep=False, ended=True)
 
@@ -108,7 +108,7 @@ def test_stateless_folder_is_not_taken_over(job: str) -> None:
     """It has no run yet, and died last."""
     leave(job, "state 1 3 1000 5", "fresh")
     heir = HostFolder(job, "heir")
-    assert (heir.heir_of, heir.run) == ("state", "1")
+    assert (heir.previous_owner, heir.run) == ("state", "1")
     heir.close(keep=False, ended=True)
 
 
@@ -144,7 +144,7 @@ def test_folder_is_found_by_any_number(job: str) -> None:
     leave(job, "dead 1 0 7 1")
     first.close(keep=False)
     heir = HostFolder(job, "heir")
-    assert heir.heir_of == "dead"
+    assert heir.previous_owner == "dead"
     heir.close(keep=False)
 
 
@@ -153,7 +153,7 @@ def test_simultaneous_agents_take_one_each(job: str) -> None:
     leave(job, *(f"dead{number} 1 0 {number} 1" for number in range(4)))
     with ThreadPoolExecutor(4) as pool:
         heirs = list(pool.map(lambda number: HostFolder(job, f"heir{number}"), range(4)))
-    assert {heir.heir_of for heir in heirs} == {f"dead{number}" for number in range(4)}
+    assert {heir.previous_owner for heir in heirs} == {f"dead{number}" for number in range(4)}
     for heir in heirs:
         heir.close(keep=False)
 
@@ -165,7 +165,7 @@ def test_agent_without_part_leaves_the_state(job: str) -> None:
     first.close(keep=True)
     HostFolder(job, "b").close(keep=True, used=False)
     third = HostFolder(job, "c")
-    assert third.heir_of == "a", "of whom the others know that it was a member, and now that it is dead"
+    assert third.previous_owner == "a", "of whom the others know that it was a member, and now that it is dead"
     third.close(keep=False)
 
 
@@ -189,7 +189,7 @@ def test_killed_agents_folder_is_taken_over(job: str) -> None:
         assert other.path != path, "it lives"
         process.kill()
     heir = HostFolder(job, "c")
-    assert (heir.heir_of, heir.path) == ("dead", path)
+    assert (heir.previous_owner, heir.path) == ("dead", path)
     heir.close(keep=False)
     other.close(keep=False)
 
@@ -240,7 +240,7 @@ def test_job_end_leaves_unstored_state(job: str) -> None:
     failed.close(keep=True)
     last.close(keep=False, ended=True)
     again = HostFolder(job, "again")
-    assert (again.heir_of, again.unstored, again.holds_state) == ("failed", True, True)
+    assert (again.previous_owner, again.unstored, again.holds_state) == ("failed", True, True)
     again.close(keep=False)
 
 
@@ -266,5 +266,5 @@ def test_folder_names_its_run(job: str) -> None:
     save(first, step=7)
     first.close(keep=True)
     second = HostFolder(job, "b")
-    assert (second.heir_of, second.run) == ("a", "1f")
+    assert (second.previous_owner, second.run) == ("a", "1f")
     second.close(keep=False)

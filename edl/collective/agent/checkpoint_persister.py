@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 from edl.collective.checkpoint.storage.run_id import new_run, run_name
-from edl.collective.checkpoint.storage.writer import Persister
+from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.collective.job_records import prefix
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError, ProtocolError
@@ -95,7 +95,7 @@ class CheckpointPersister:
         self._complaint = ""
         self._attempt_at = self._most = 0
         self._thread: threading.Thread | None = None
-        self._persister = Persister(url, run=run, fence=fence) if url else None
+        self._persister = CheckpointWriter(url, run=run, fence=fence) if url else None
 
     def start(self) -> None:
         """Store from now on: the slots are empty, or what they hold is of this job's run."""
@@ -170,7 +170,7 @@ class CheckpointPersister:
                 return False
         return not self._complaint
 
-    def _run(self, persister: Persister) -> None:
+    def _run(self, persister: CheckpointWriter) -> None:
         wait_s = _LOOK_EVERY_S
         while True:
             self._wake.wait(wait_s)
@@ -197,7 +197,7 @@ class CheckpointPersister:
         else:
             self._say("the storage keeps pace again")
 
-    def _store(self, persister: Persister, urgent: bool) -> bool:
+    def _store(self, persister: CheckpointWriter, urgent: bool) -> bool:
         """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
         self._attempt_at, began = persister.taken, time.monotonic()
         try:

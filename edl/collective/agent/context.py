@@ -25,7 +25,7 @@ from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.job_records import Node, State, World
-from edl.collective.replica.replicator import JobSecret, Replication
+from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
 from edl.errors import ClosedError
 
@@ -89,7 +89,7 @@ class AgentContext:
     membership: Membership
     status: StatusPublisher
     persister: CheckpointPersister
-    replicas: Replication
+    replicas: Replicator
     peer_connections: PeerConnections
     worker_group: WorkerGroup
     spare: MasterEndpoint
@@ -135,7 +135,7 @@ def open_agent_context(
         )
         stack.callback(lambda: _store_last(persister, signals, say, shutdown, resumable=spec.resumable))
         secret = JobSecret(store, spec.job)
-        replicas = Replication(name, host.replicas, [Path(each) for each in slots], secret, say, tls=spec.tls)
+        replicas = Replicator(name, host.replicas, [Path(each) for each in slots], secret, say, tls=spec.tls)
         stack.callback(replicas.close)
         peer_connections = PeerConnections(name, lambda node: events.put(PeerLost(node)), spec.tls)
         stack.callback(peer_connections.close)  # not before the workers are gone: others go on at once

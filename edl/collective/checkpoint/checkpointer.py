@@ -12,11 +12,11 @@ from typing import Any, Final
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
 from edl.collective.checkpoint.memory import restore as checkpoint_memory
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.replica_slots import Keeping
-from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.memory.staging import finish_queued_work
-from edl.collective.checkpoint.memory.writer import Writer
-from edl.collective.checkpoint.pace import Pace
+from edl.collective.checkpoint.memory.writer import SlotWriter
+from edl.collective.checkpoint.pace import SaveSchedule
 from edl.collective.checkpoint.state.state import State, WorldChange
 from edl.collective.checkpoint.storage import reader as storage_read
 from edl.collective.checkpoint.storage.run_id import new_run
@@ -97,11 +97,11 @@ class Checkpointer:
             overhead = OVERHEAD
         self.state = state
         self.generation = read("EDL_GENERATION", int) or 0
-        self._pace = Pace(overhead, interval_s, interval_steps)
+        self._pace = SaveSchedule(overhead, interval_s, interval_steps)
         self._slots = slots or SlotPair.from_env()
         self._board = board or Board.from_env()
         self._group = group
-        self._keeping = Keeping.from_env(self._slots.prefix)
+        self._keeping = ReplicaSlots.from_env(self._slots.prefix)
         self._keep_next = False
         self._holders: frozenset[int] = frozenset()
         self._usual_s = 0.0
@@ -122,7 +122,7 @@ class Checkpointer:
         self._pause_s = pause_s
         self._agent_s = agent_s
         here = self._board
-        self._writer = Writer(overlap=overlap, waiting=lambda: here.phase(Phase.SAVE))
+        self._writer = SlotWriter(overlap=overlap, waiting=lambda: here.phase(Phase.SAVE))
         self._run = new_run()
         self._slots.unmark()
         self._background: Background | None = None
@@ -387,7 +387,7 @@ class Checkpointer:
         return storage_read.newest(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
-        self, step: int, persist: bool, place: tuple[int, int], *, keeping: Keeping | None = None, wait: bool
+        self, step: int, persist: bool, place: tuple[int, int], *, keeping: ReplicaSlots | None = None, wait: bool
     ) -> float:
         """Copy the state into the older one of two slots. Returns the seconds that it held training up.
 
@@ -396,7 +396,7 @@ class Checkpointer:
             keeping: where the state is to be kept for a replica, if it is.
         """
         begin = time.perf_counter()
-        label = Label(self.generation, step, *place, persist=persist)
+        label = SlotHeader(self.generation, step, *place, persist=persist)
 
         def complete(seconds: float) -> None:
             self._board.saved(step)

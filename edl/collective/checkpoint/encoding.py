@@ -20,15 +20,15 @@ from typing import Any, Final
 
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["DEEPEST", "Aside", "Back", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
+__all__ = ["DEEPEST", "StoreTensor", "LoadTensor", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
 
 Path = tuple[Any, ...]
 """Where in the whole a value is: names, keys and indices from the outside in."""
 
-Aside = Callable[[Any, Path], int]
+StoreTensor = Callable[[Any, Path], int]
 """Takes a tensor or numpy array aside. Returns the number by which decoding asks for it."""
 
-Back = Callable[[int], Any]
+LoadTensor = Callable[[int], Any]
 """Gives what was taken aside under a number: a tensor, or for a numpy array its bytes as a tensor or array of uint8."""
 
 DEEPEST: Final = 64
@@ -37,7 +37,7 @@ _JSON_INT: Final = 1 << 62
 _ARRAY, _TENSOR, _LEAF, _PARAMETER = "array", "tensor", "leaf", "parameter"
 
 
-def encode(value: Any, aside: Aside, path: Path = ()) -> bytes:
+def encode(value: Any, aside: StoreTensor, path: Path = ()) -> bytes:
     """`value` as bytes.
 
     Args:
@@ -53,7 +53,7 @@ def encode(value: Any, aside: Aside, path: Path = ()) -> bytes:
     return to_json(_encode(value, aside, path))
 
 
-def decode(form: Any, back: Back) -> Any:
+def decode(form: Any, back: LoadTensor) -> Any:
     """The value that `encode` was given, from what `from_json` makes of its bytes.
 
     Raises:
@@ -84,7 +84,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _encode(value: Any, aside: Aside, path: Path) -> Any:
+def _encode(value: Any, aside: StoreTensor, path: Path) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -115,11 +115,11 @@ def _encode(value: Any, aside: Aside, path: Path) -> Any:
     return _encode_numpy(value, aside, path) or _encode_torch(value, aside, path) or _refuse(value, path)
 
 
-def _encode_all(values: Iterable[Any], aside: Aside, path: Path) -> list[Any]:
+def _encode_all(values: Iterable[Any], aside: StoreTensor, path: Path) -> list[Any]:
     return [_encode(one, aside, (*path, index)) for index, one in enumerate(values)]
 
 
-def _encode_items(value: dict[Any, Any], aside: Aside, path: Path) -> list[Any]:
+def _encode_items(value: dict[Any, Any], aside: StoreTensor, path: Path) -> list[Any]:
     return [[_encode(key, _no_tensor, (*path, key)), _encode(one, aside, (*path, key))] for key, one in value.items()]
 
 
@@ -128,7 +128,7 @@ def _no_tensor(value: Any, path: Path) -> int:
     raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where no restored one is found again")
 
 
-def _encode_numpy(value: Any, aside: Aside, path: Path) -> dict[str, Any] | None:
+def _encode_numpy(value: Any, aside: StoreTensor, path: Path) -> dict[str, Any] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
@@ -149,7 +149,7 @@ def _dtype_of(value: Any, path: Path) -> str:
     return text
 
 
-def _encode_torch(value: Any, aside: Aside, path: Path) -> dict[str, Any] | None:
+def _encode_torch(value: Any, aside: StoreTensor, path: Path) -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -174,7 +174,7 @@ def _refuse(value: Any, path: Path) -> Any:
     )
 
 
-def _decode(form: Any, back: Back) -> Any:
+def _decode(form: Any, back: LoadTensor) -> Any:
     if isinstance(form, list):
         return [_decode(one, back) for one in form]
     if not isinstance(form, dict):
@@ -188,18 +188,18 @@ def _decode(form: Any, back: Back) -> Any:
         raise ProtocolError(f"a value tagged {tag!r} cannot be read: {exc!r}") from exc
 
 
-def _decode_items(items: Any, back: Back) -> dict[Any, Any]:
+def _decode_items(items: Any, back: LoadTensor) -> dict[Any, Any]:
     return {_decode(key, back): _decode(one, back) for key, one in items}
 
 
-def _decode_scalar(content: Any, back: Back) -> Any:
+def _decode_scalar(content: Any, back: LoadTensor) -> Any:
     import numpy as np
 
     dtype, data = content
     return np.ndarray((), _plain_dtype(dtype), bytes.fromhex(data))[()]
 
 
-def _decode_array(content: Any, back: Back) -> Any:
+def _decode_array(content: Any, back: LoadTensor) -> Any:
     import numpy as np
 
     dtype, shape, number = content
@@ -215,7 +215,7 @@ def _plain_dtype(text: str) -> Any:
     return dtype
 
 
-def _decode_dtype(content: Any, back: Back) -> Any:
+def _decode_dtype(content: Any, back: LoadTensor) -> Any:
     import torch
 
     dtype = getattr(torch, content)
@@ -224,19 +224,19 @@ def _decode_dtype(content: Any, back: Back) -> Any:
     return dtype
 
 
-def _decode_size(content: Any, back: Back) -> Any:
+def _decode_size(content: Any, back: LoadTensor) -> Any:
     import torch
 
     return torch.Size(content)
 
 
-def _decode_device(content: Any, back: Back) -> Any:
+def _decode_device(content: Any, back: LoadTensor) -> Any:
     import torch
 
     return torch.device(content)
 
 
-def _decode_parameter(content: Any, back: Back) -> Any:
+def _decode_parameter(content: Any, back: LoadTensor) -> Any:
     import torch
 
     number, requires_grad = content
@@ -246,7 +246,7 @@ def _decode_parameter(content: Any, back: Back) -> Any:
 
 _DICTS: Final = {"ordered": collections.OrderedDict, "counter": collections.Counter}
 _SETS: Final = {"set": set, "frozenset": frozenset}
-_DECODERS: Final[dict[str, Callable[[Any, Back], Any]]] = {
+_DECODERS: Final[dict[str, Callable[[Any, LoadTensor], Any]]] = {
     "int": lambda content, back: int(content, 16),
     "float": lambda content, back: struct.unpack(">d", bytes.fromhex(content))[0],
     "complex": lambda content, back: complex(*struct.unpack(">dd", bytes.fromhex(content))),

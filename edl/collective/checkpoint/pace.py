@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from edl.errors import SettingsError
 
-__all__ = ["Pace"]
+__all__ = ["SaveSchedule"]
 
 
 @dataclass
-class Pace:
+class SaveSchedule:
     """Counts steps to the next save. All ranks of a world must be told the same, or they save different steps.
 
     Exactly one of the three says how often.

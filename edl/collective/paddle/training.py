@@ -25,8 +25,8 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.checkpoint import checkpointer as checkpoint
-from edl.collective.checkpoint.state.snapshot import Meta
-from edl.collective.checkpoint.state.state import Captured, Loading, State
+from edl.collective.checkpoint.state.snapshot import StateMetadata
+from edl.collective.checkpoint.state.state import CapturedState, State, StateRestore
 from edl.collective.paddle.fields import PaddleRng, unwrapped, wrapped
 from edl.errors import SettingsError, TemporaryError
 from edl.settings import read
@@ -77,11 +77,11 @@ class PaddleState(State):
     def __getattr__(self, name: str) -> Any:
         return unwrapped(super().__getattr__(name))
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedState:
         _check_joined()
         return super().capture()
 
-    def begin_load(self, meta: Meta, *, local: bool = True) -> Loading:
+    def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
         _check_joined()
         return super().begin_load(meta, local=local)
 

@@ -8,19 +8,27 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.memory.replica_slots import NOTHING, stamp_of
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Found, find
-from edl.collective.replica.protocol import CHUNK_NBYTES, GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link, translated
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, find
+from edl.collective.replica.protocol import (
+    CHUNK_NBYTES,
+    GO_ON,
+    HANDSHAKE_S,
+    PRESENT,
+    AuthenticatedConnection,
+    ReplicaAnnouncement,
+    translated,
+)
 from edl.errors import PermanentError, TemporaryError
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["Refused", "send_states"]
+__all__ = ["ReplicaRefusedError", "send_states"]
 
 _OPERATION_S: Final = 10.0
 
 
-class Refused(PermanentError):
+class ReplicaRefusedError(PermanentError):
     """The receiver does not want the state, and says why."""
 
 
@@ -28,7 +36,7 @@ def send_states(
     address: tuple[str, int],
     secret: bytes,
     node: str,
-    states: Sequence[Found],
+    states: Sequence[CompleteSlot],
     *,
     stopping: Callable[[], bool] = lambda: False,
     tls: PeerTLS | None = None,
@@ -59,18 +67,20 @@ def send_states(
             tls.handshake(wrapped, HANDSHAKE_S)
             stack.enter_context(tls.explained())  # TLS 1.3: the other side refuses a certificate later
             connection = wrapped
-        link = Link(connection, secret, sending=True, timeout_s=operation_s)
+        link = AuthenticatedConnection(connection, secret, sending=True, timeout_s=operation_s)
         for local_rank, state in enumerate(states):
             _send(link, node, local_rank, state, stopping)
 
 
-def _send(link: Link, node: str, local_rank: int, state: Found, stopping: Callable[[], bool]) -> None:
+def _send(
+    link: AuthenticatedConnection, node: str, local_rank: int, state: CompleteSlot, stopping: Callable[[], bool]
+) -> None:
     meta = state.meta()
     if meta is None:
         raise TemporaryError(f"{state.path} was overwritten before it was sent")
     label = state.label
     others = [stamp_of(one.label) for one in find(state.path.with_suffix("")) if one != state]
-    announcement = Announcement(
+    announcement = ReplicaAnnouncement(
         node,
         local_rank,
         *(label.generation, label.step, label.world, label.rank),
@@ -84,7 +94,7 @@ def _send(link: Link, node: str, local_rank: int, state: Found, stopping: Callab
     _answer(link)
 
 
-def _contents(state: Found, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
+def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
     """The data and the metadata. Raises before the end if it was overwritten, so that it is worth nothing there."""
     data = memoryview(state.map())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
@@ -96,8 +106,8 @@ def _contents(state: Found, meta: bytes, stopping: Callable[[], bool]) -> Iterat
         raise TemporaryError(f"{state.path} was overwritten while it was sent")
 
 
-def _answer(link: Link) -> bytes:
+def _answer(link: AuthenticatedConnection) -> bytes:
     answer = link.receive_frame()
     if answer not in (GO_ON, PRESENT):
-        raise Refused(answer.decode(errors="replace"))
+        raise ReplicaRefusedError(answer.decode(errors="replace"))
     return answer

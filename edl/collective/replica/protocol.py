@@ -6,7 +6,7 @@
     sender -> receiver   32 random bytes, HMAC(secret, "sender" | both)
     receiver -> sender   HMAC(secret, "receiver" | both)
     then, for each part of the state
-    sender -> receiver   frame: JSON that says what comes (`Announcement`)
+    sender -> receiver   frame: JSON that says what comes (`ReplicaAnnouncement`)
     receiver -> sender   frame: `GO_ON`, or `PRESENT` if it has that, or else why it refuses it
     sender -> receiver   the data and the metadata as they are, and their tag; not if it is present
     receiver -> sender   frame: `GO_ON`, now that it has all
@@ -41,7 +41,15 @@ from typing import Final
 
 from edl.errors import ProtocolError, TemporaryError
 
-__all__ = ["CHUNK_NBYTES", "GO_ON", "HANDSHAKE_S", "PRESENT", "Announcement", "Link", "translated"]
+__all__ = [
+    "CHUNK_NBYTES",
+    "GO_ON",
+    "HANDSHAKE_S",
+    "PRESENT",
+    "ReplicaAnnouncement",
+    "AuthenticatedConnection",
+    "translated",
+]
 
 CHUNK_NBYTES: Final = 1 << 20
 """Of a piece that is sent, and of one that is authenticated by itself: both sides must cut alike."""
@@ -60,7 +68,7 @@ _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
-class Announcement:
+class ReplicaAnnouncement:
     """What is sent next: the state of one worker.
 
     Attributes:
@@ -87,7 +95,7 @@ class Announcement:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Announcement:
+    def decode(cls, data: bytes) -> ReplicaAnnouncement:
         """The inverse of `encode`.
 
         Raises:
@@ -113,7 +121,7 @@ class Announcement:
         return told
 
 
-class Link:
+class AuthenticatedConnection:
     """An authenticated connection. Whatever is raised, it is good for nothing afterwards.
 
     Args:

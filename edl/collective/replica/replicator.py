@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final
 from edl.collective.checkpoint.memory.replica_slots import (
     NOTHING,
     ReplicaFolder,
-    Stamp,
+    StateVersion,
     kept_prefix,
     newest_common,
     stamp_of,
 )
-from edl.collective.checkpoint.memory.slots import Found, find
+from edl.collective.checkpoint.memory.slots import CompleteSlot, find
 from edl.collective.job_records import Member, World, prefix
 from edl.collective.replica.client import send_states
-from edl.collective.replica.schedule import Act, Course, ReplicaPace
+from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.collective.replica.server import ReplicaServer
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, EDLError
@@ -33,7 +33,7 @@ from edl.errors import DiscoveryError, EDLError
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["JobSecret", "Replication", "peer_of"]
+__all__ = ["JobSecret", "Replicator", "peer_of"]
 
 _LOOK_EVERY_S: Final = 0.2
 _CLOSE_S: Final = 1.0
@@ -74,7 +74,7 @@ class JobSecret:
         return self._known
 
 
-class Replication:
+class Replicator:
     """Runs from now until `close`, in threads of its own.
 
     Args:
@@ -103,14 +103,14 @@ class Replication:
         self._slots = list(slots)
         self._secret = secret
         self._say = say
-        self._course = Course(pace or ReplicaPace.from_env())
+        self._course = ReplicationSchedule(pace or ReplicaPace.from_env())
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._peer: Member | None = None
         self._world = 0
         self._handing = self._handed = self._silent = self._closing = False
         self._replicated_us = 0
-        self._noticed: tuple[Stamp, int] = (NOTHING, 0)
+        self._noticed: tuple[StateVersion, int] = (NOTHING, 0)
         self._tls = tls
         self._server = ReplicaServer(self._folder, secret, say, tls=tls)
         self._thread = threading.Thread(target=self._run, name="edl-replication", daemon=True)
@@ -184,9 +184,9 @@ class Replication:
             if world != self._world:
                 return
             act = self._course.next(time.monotonic(), common, newest)
-            if act is Act.WANT and self._folder.wanted() != newest:
+            if act is ReplicaAction.WANT and self._folder.wanted() != newest:
                 self._folder.want(newest)
-        if act is Act.SEND:
+        if act is ReplicaAction.SEND:
             began = time.monotonic()
             done = self._send(peer, world, states)
             with self._lock:
@@ -208,7 +208,7 @@ class Replication:
             with self._lock:
                 self._handed = self._handing and world == self._world
 
-    def _send(self, peer: Member, world: int, states: Sequence[Found]) -> bool:
+    def _send(self, peer: Member, world: int, states: Sequence[CompleteSlot]) -> bool:
         """Send states of all workers. Returns whether the peer has them."""
 
         def stopping() -> bool:

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from edl.collective.checkpoint.memory.replica_slots import NOTHING, Stamp
+from edl.collective.checkpoint.memory.replica_slots import NOTHING, StateVersion
 from edl.errors import SettingsError
 from edl.settings import positive_float, read
 
-__all__ = ["Act", "Course", "ReplicaPace"]
+__all__ = ["ReplicaAction", "ReplicationSchedule", "ReplicaPace"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReplicaPace:
             raise SettingsError(f"{self}: give durations that are not negative, and a share above 0 and up to 1")
 
 
-class Act(Enum):
+class ReplicaAction(Enum):
     """What to do now."""
 
     WAIT = "wait"
@@ -55,14 +55,14 @@ class Act(Enum):
     """Have the workers keep a newer one than any has."""
 
 
-class Course:
+class ReplicationSchedule:
     """What one node has sent to its present peer, and what comes next. All times are of one clock, in seconds."""
 
     def __init__(self, pace: ReplicaPace) -> None:
         self._pace = pace
         self._sent = NOTHING
         self._due = self._retry = -math.inf
-        self._passed_over: tuple[Stamp, float] = (NOTHING, -math.inf)
+        self._passed_over: tuple[StateVersion, float] = (NOTHING, -math.inf)
 
     def begin(self, *, same_peer: bool) -> None:
         """A new world: its first state is kept at once, and a new peer gets what there is before that."""
@@ -70,7 +70,7 @@ class Course:
             self._sent = NOTHING
         self._due = self._retry = -math.inf
 
-    def next(self, now: float, common: Stamp, newest: Stamp) -> Act:
+    def next(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
         """What to do.
 
         Args:
@@ -78,17 +78,17 @@ class Course:
             newest: the newest that any of them has.
         """
         if common > self._sent:
-            return Act.SEND if now >= self._retry else Act.WAIT
+            return ReplicaAction.SEND if now >= self._retry else ReplicaAction.WAIT
         if newest > max(common, self._sent):
             stamp, since = self._passed_over
             if stamp != newest:
                 self._passed_over = (newest, now)
-                return Act.WAIT
+                return ReplicaAction.WAIT
             if now - since < self._pace.patience_s:
-                return Act.WAIT
-        return Act.WANT if now >= self._due else Act.WAIT
+                return ReplicaAction.WAIT
+        return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
-    def sent(self, stamp: Stamp, began: float, ended: float) -> None:
+    def sent(self, stamp: StateVersion, began: float, ended: float) -> None:
         """The peer has this state of all workers."""
         self._sent = stamp
         self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, stamp_of
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair, find
-from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, Announcement, Link
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find
+from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, AuthenticatedConnection, ReplicaAnnouncement
 from edl.discovery.served.listening import open_listener
 from edl.errors import EDLError
 
@@ -107,10 +107,10 @@ class ReplicaServer:
                         self._serving = None
 
     def _serve(self, connection: socket.socket) -> None:
-        link = Link(connection, self._secret(), sending=False, timeout_s=self._operation_s)
+        link = AuthenticatedConnection(connection, self._secret(), sending=False, timeout_s=self._operation_s)
         while True:
             try:
-                told = Announcement.decode(link.receive_frame())
+                told = ReplicaAnnouncement.decode(link.receive_frame())
             except ConnectionError:
                 return  # that was all
             pair = SlotPair(self._folder.pair(told.node, told.local_rank))
@@ -123,12 +123,12 @@ class ReplicaServer:
             finally:
                 pair.close()
 
-    def _answer(self, told: Announcement, pair: SlotPair) -> bytes:
+    def _answer(self, told: ReplicaAnnouncement, pair: SlotPair) -> bytes:
         if any(one.label == _label(told) for one in pair.find()):
             return PRESENT  # taken a second time, it would replace the one before it
         return self._no_room(told).encode()
 
-    def _receive(self, link: Link, told: Announcement, pair: SlotPair) -> None:
+    def _receive(self, link: AuthenticatedConnection, told: ReplicaAnnouncement, pair: SlotPair) -> None:
         for found in pair.find()[1:]:
             if stamp_of(found.label) == told.before:
                 pair.keep_only(found)
@@ -142,7 +142,7 @@ class ReplicaServer:
         if len(both) == 2:
             self._folder.drop_before(stamp_of(both[1].label))
 
-    def _no_room(self, told: Announcement) -> str:
+    def _no_room(self, told: ReplicaAnnouncement) -> str:
         """Why the state is not taken, empty if it is."""
         nbytes = 2 * (HEADER_NBYTES + told.data_nbytes + told.meta_nbytes)
         prefix = self._folder.pair(told.node, told.local_rank)
@@ -154,5 +154,5 @@ class ReplicaServer:
         return ""
 
 
-def _label(told: Announcement) -> Label:
-    return Label(told.generation, told.step, told.world, told.rank, sharded=True)
+def _label(told: ReplicaAnnouncement) -> SlotHeader:
+    return SlotHeader(told.generation, told.step, told.world, told.rank, sharded=True)

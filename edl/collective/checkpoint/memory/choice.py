@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edl.collective.checkpoint.memory.slots import Label
+from edl.collective.checkpoint.memory.slots import SlotHeader
 
-__all__ = ["Choice", "Holders", "choose"]
+__all__ = ["RestorePlan", "ShardHolders", "choose"]
 
-Holders = Mapping[Label, Collection[int]]
+ShardHolders = Mapping[SlotHeader, Collection[int]]
 """For a part of a sharded state, the ranks each of which held the same shards."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class RestorePlan:
     """What a world of `len(sources)` ranks goes on from.
 
     Attributes:
@@ -42,7 +42,7 @@ class Choice:
     parts: tuple[int, ...]
     from_replicas: bool = False
 
-    def matches(self, label: Label, part: int) -> bool:
+    def matches(self, label: SlotHeader, part: int) -> bool:
         """Whether a slot holds rank `part`'s share of this state."""
         return (label.generation, label.step, label.world, label.rank) == (
             self.generation,
@@ -53,8 +53,10 @@ class Choice:
 
 
 def choose(
-    offers: Sequence[Sequence[Label]], replicas: Sequence[Sequence[Label]] = (), same: Holders | None = None
-) -> Choice | None:
+    offers: Sequence[Sequence[SlotHeader]],
+    replicas: Sequence[Sequence[SlotHeader]] = (),
+    same: ShardHolders | None = None,
+) -> RestorePlan | None:
     """The newest state of which every part that is needed is in somebody's memory.
 
     Args:
@@ -95,7 +97,7 @@ def _entire(
     return newest, held[newest]
 
 
-def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: Holders) -> dict[int, int]:
+def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
     """For each part that nobody offers, one that is offered and has the same shards; who stands in takes turns."""
     alike: dict[int, list[int]] = {}
     for label, ranks in sorted(same.items()):
@@ -106,11 +108,11 @@ def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: H
     return {part: found[part % len(found)] for part, found in alike.items()}
 
 
-def _state(label: Label) -> tuple[int, int, int]:
+def _state(label: SlotHeader) -> tuple[int, int, int]:
     return label.generation, label.step, label.world
 
 
-def _by_state(offers: Sequence[Sequence[Label]]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
+def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
     """State -> rank that saved a part of it -> present ranks that offer that part."""
     held: dict[tuple[int, int, int], dict[int, list[int]]] = {}
     for rank, labels in enumerate(offers):
@@ -119,7 +121,7 @@ def _by_state(offers: Sequence[Sequence[Label]]) -> dict[tuple[int, int, int], d
     return held
 
 
-def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> Choice:
+def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Everybody takes what it has, or else its rank's, or else anybody's, with those who give taking turns."""
     own = {rank: part for part, ranks in parts.items() for rank in ranks}
     givers = sorted(own)
@@ -137,17 +139,17 @@ def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: 
             part, turn = own[source], turn + 1
         sources.append(source)
         taken.append(part)
-    return Choice(*state, (-1,) * state[2], tuple(sources), tuple(taken))
+    return RestorePlan(*state, (-1,) * state[2], tuple(sources), tuple(taken))
 
 
 def _sharded(
     state: tuple[int, int, int], parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int
-) -> Choice:
+) -> RestorePlan:
     """Each takes its rank's part or one with the same shards; in a world of another size all are shown to all."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:
-        return Choice(*state, holders, (), ())
+        return RestorePlan(*state, holders, (), ())
     taken = tuple(rank if rank in parts else stand_ins[rank] for rank in range(size))
     sources = tuple(rank if rank in parts[part] else parts[part][0] for rank, part in enumerate(taken))
-    return Choice(*state, holders, sources, taken)
+    return RestorePlan(*state, holders, sources, taken)

@@ -15,16 +15,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from edl.collective.checkpoint.memory.staging import Piece, PinnedStaging
+from edl.collective.checkpoint.memory.staging import CopyPiece, PinnedStaging
 from edl.settings import positive_int, read
 
-__all__ = ["Copier"]
+__all__ = ["TensorCopier"]
 
 _PIECE_NBYTES: Final = 4 << 20
 _MOST_THREADS: Final = 4
 
 
-class Copier:
+class TensorCopier:
     """Copies tensors to tensors of the same shapes and types. One caller at a time."""
 
     def __init__(self, threads: int | None = None) -> None:
@@ -81,9 +81,9 @@ class Copier:
             self._pool.shutdown()
             self._pool = None
 
-    def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[Piece]:
+    def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[CopyPiece]:
         """What is to be copied, in pieces; what numpy cannot copy is copied here and now."""
-        pieces: list[Piece] = []
+        pieces: list[CopyPiece] = []
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
@@ -96,10 +96,10 @@ class Copier:
             self._staging.copy([to for to, _ in on_gpu], [of for _, of in on_gpu], self._copy_staged)
         return pieces
 
-    def _copy_staged(self, pieces: Sequence[Piece]) -> None:
+    def _copy_staged(self, pieces: Sequence[CopyPiece]) -> None:
         self._copy_pieces([part for piece in pieces for part in _cut(*piece)])
 
-    def _copy_pieces(self, pieces: Sequence[Piece]) -> None:
+    def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
         job = _Job(pieces)
         if sum(to.nbytes for to, _ in pieces) > _PIECE_NBYTES:
             for _ in range(self._helpers):
@@ -119,7 +119,7 @@ class _Job:
     If a piece cannot be copied, the rest is not begun, `then` is not called, and `done` has the error.
     """
 
-    def __init__(self, pieces: Sequence[Piece], then: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, pieces: Sequence[CopyPiece], then: Callable[[], object] = lambda: None) -> None:
         self.done: Future[None] = Future()
         self._then = then
         self._waiting = iter(pieces)
@@ -160,13 +160,13 @@ class _Job:
             self.done.set_result(None)
 
 
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Piece]:
+def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:
     if not source.numel():
         return
     yield from _cut(*(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source)))
 
 
-def _cut(to: Any, of: Any) -> Iterator[Piece]:
+def _cut(to: Any, of: Any) -> Iterator[CopyPiece]:
     """Pieces that several threads can take turns at."""
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]

@@ -16,14 +16,14 @@ from edl.collective.checkpoint.memory.slot_header import (
     HEADER_NBYTES,
     SEQUENCE_AT,
     SEQUENCE_NBYTES,
-    Header,
-    Label,
+    SlotHeader,
+    SlotPage,
     decode,
 )
 
 __all__ = [
-    "Copy",
-    "Found",
+    "SlotCopy",
+    "CompleteSlot",
     "files_of",
     "find",
     "find_marked",
@@ -39,7 +39,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Found(Header):
+class CompleteSlot(SlotPage):
     """A slot that was complete when looked at."""
 
     path: Path
@@ -62,7 +62,7 @@ class Found(Header):
             return None
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
 
-    def copy(self) -> Copy | None:
+    def copy(self) -> SlotCopy | None:
         """The slot's contents as they were when it was found, or None where it was overwritten since."""
         meta = self.meta()
         if meta is None:
@@ -74,9 +74,9 @@ class Found(Header):
                 got = _read_into(file, data)
         except OSError:
             return None
-        return Copy(self.label, meta, data) if got == self.data_nbytes and look(self.path) == self else None
+        return SlotCopy(self.label, meta, data) if got == self.data_nbytes and look(self.path) == self else None
 
-    def pin(self, name: Path) -> Copy | None:
+    def pin(self, name: Path) -> SlotCopy | None:
         """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
 
         The memory is held until that name is removed and the mapping is gone.
@@ -96,14 +96,14 @@ class Found(Header):
             name.unlink(missing_ok=True)
             return None
         memory = memoryview(replace(self, path=name).map())
-        return Copy(self.label, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
+        return SlotCopy(self.label, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
 
 
 @dataclass(frozen=True)
-class Copy:
+class SlotCopy:
     """A slot's contents in memory that nobody else writes to."""
 
-    label: Label
+    label: SlotHeader
     meta: bytes
     data: bytearray | memoryview
 
@@ -138,13 +138,13 @@ def files_of(prefix: Path) -> tuple[Path, ...]:
     return (*paths_of(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
 
 
-def find_marked(prefix: Path) -> list[Found]:
+def find_marked(prefix: Path) -> list[CompleteSlot]:
     """The state that one worker wants on storage, if there is one; it stays as it is until it is stored."""
     found = look(marked_path(prefix))
     return [found] if found is not None else []
 
 
-def find(prefix: Path) -> list[Found]:
+def find(prefix: Path) -> list[CompleteSlot]:
     """The complete slots of one worker, newest first. Torn ones and missing ones are left out.
 
     Args:
@@ -159,7 +159,7 @@ def nbytes_of(prefix: Path) -> int:
     return max((path.stat().st_size for path in paths_of(prefix) if path.exists()), default=0)
 
 
-def look(path: Path) -> Found | None:
+def look(path: Path) -> CompleteSlot | None:
     """The slot in `path` if it is complete."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -168,7 +168,7 @@ def look(path: Path) -> Found | None:
     except OSError:
         return None
     header = decode(page)
-    return Found(**vars(header), path=path) if header is not None and size >= header.end else None
+    return CompleteSlot(**vars(header), path=path) if header is not None and size >= header.end else None
 
 
 def last_sequence(path: Path) -> int:

@@ -28,24 +28,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edl.collective.checkpoint.memory.slots import Found, Label, SlotPair, find, kept_prefix, paths_of, spare_path
+from edl.collective.checkpoint.memory.slots import (
+    CompleteSlot,
+    SlotHeader,
+    SlotPair,
+    find,
+    kept_prefix,
+    paths_of,
+    spare_path,
+)
 from edl.settings import read
 
-__all__ = ["NOTHING", "Keeping", "ReplicaFolder", "Stamp", "kept_prefix", "newest_common", "stamp_of"]
+__all__ = ["NOTHING", "ReplicaSlots", "ReplicaFolder", "StateVersion", "kept_prefix", "newest_common", "stamp_of"]
 
-Stamp = tuple[int, int, int]
+StateVersion = tuple[int, int, int]
 """Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
 
-NOTHING: Stamp = (-1, -1, -1)
+NOTHING: StateVersion = (-1, -1, -1)
 """Older than any state."""
 
 
-def stamp_of(label: Label) -> Stamp:
+def stamp_of(label: SlotHeader) -> StateVersion:
     """Which state a slot has a part of."""
     return label.generation, label.step, label.world
 
 
-def newest_common(held: Sequence[Iterable[Found]]) -> list[Found]:
+def newest_common(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
     """The newest state of which every one of several workers holds its part: those parts, or none.
 
     Args:
@@ -70,11 +78,11 @@ class ReplicaFolder:
         """Those of all states that are here."""
         return sorted({path.with_suffix("") for path in self.path.glob("*-*.[01]")})
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[CompleteSlot]:
         """All complete states of other nodes' workers."""
         return [one for prefix in self.prefixes() for one in find(prefix)]
 
-    def want(self, newer_than: Stamp | None) -> None:
+    def want(self, newer_than: StateVersion | None) -> None:
         """Have the workers keep a state that is newer than this one; None: none at all."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
@@ -83,14 +91,14 @@ class ReplicaFolder:
         draft.write_text(" ".join(map(str, newer_than)))
         draft.rename(self._word)
 
-    def wanted(self) -> Stamp | None:
+    def wanted(self) -> StateVersion | None:
         """What `want` was told."""
         with contextlib.suppress(OSError, ValueError):
             generation, step, world = map(int, self._word.read_text().split())
             return generation, step, world
         return None
 
-    def drop_before(self, stamp: Stamp) -> None:
+    def drop_before(self, stamp: StateVersion) -> None:
         """Remove the states of workers of whom there is none as new as `stamp`."""
         for prefix in self.prefixes():
             if all(stamp_of(one.label) < stamp for one in find(prefix)):
@@ -102,7 +110,7 @@ class ReplicaFolder:
         return self.path / "wanted"
 
 
-class Keeping:
+class ReplicaSlots:
     """What is kept for replicas, and what there is of other nodes, as one worker sees it.
 
     Attributes:
@@ -118,7 +126,7 @@ class Keeping:
         self._given_up = False
 
     @classmethod
-    def from_env(cls, slots: Path) -> Keeping | None:
+    def from_env(cls, slots: Path) -> ReplicaSlots | None:
         """With the folder that `EDL_REPLICAS` names; None where there is no agent that replicates."""
         folder = read("EDL_REPLICAS", Path)
         return None if folder is None else cls(slots, ReplicaFolder(folder))
@@ -139,7 +147,7 @@ class Keeping:
             else:
                 oldest.unlink()
 
-    def keep(self, saved: Found) -> None:
+    def keep(self, saved: CompleteSlot) -> None:
         """Keep the state in this slot, of which no newer one is kept, whatever is saved there next."""
         self.make_way()
         os.link(saved.path, next(path for path in self._names if not path.exists()))
@@ -152,11 +160,11 @@ class Keeping:
             path.unlink()
         return bool(held)
 
-    def replicas(self) -> list[Found]:
+    def replicas(self) -> list[CompleteSlot]:
         """The states of other nodes' workers that can be restored from here."""
         return self._folder.found()
 
-    def went_on_from(self, stamp: Stamp) -> None:
+    def went_on_from(self, stamp: StateVersion) -> None:
         """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
         found = self.slots.find()
         older = [one for one in found if stamp_of(one.label) <= stamp]

@@ -17,15 +17,15 @@ import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.choice import Choice, choose
-from edl.collective.checkpoint.memory.replica_slots import Keeping
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Copy, Found, Label, SlotPair
+from edl.collective.checkpoint.memory.choice import RestorePlan, choose
+from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotCopy, SlotHeader, SlotPair
 from edl.collective.checkpoint.state.snapshot import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError
 
-__all__ = ["Restored", "restore"]
+__all__ = ["RestoredState", "restore"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """What was restored: the last finished step, and how many ranks saved it."""
 
     step: int
@@ -44,10 +44,10 @@ class Restored:
 class _Held:
     """What this rank finds in its host's memory: in its own slots, in those for what is kept, and replicas."""
 
-    own: list[Found]
-    replicas: list[Found]
+    own: list[CompleteSlot]
+    replicas: list[CompleteSlot]
 
-    def find(self, choice: Choice, part: int) -> Found | None:
+    def find(self, choice: RestorePlan, part: int) -> CompleteSlot | None:
         """The slot with that part, preferably one of this rank's own."""
         return next((one for one in (*self.own, *self.replicas) if choice.matches(one.label, part)), None)
 
@@ -57,10 +57,10 @@ def restore(
     slots: SlotPair,
     group: transfer.Group = None,
     *,
-    keeping: Keeping | None = None,
+    keeping: ReplicaSlots | None = None,
     stored: Callable[[], tuple[int, int]] | None = None,
     since: int = 0,
-) -> Restored | None:
+) -> RestoredState | None:
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
     Args:
@@ -98,14 +98,14 @@ def restore(
                     pair.keep_only(found)
     if keeping is not None:
         keeping.went_on_from((choice.generation, choice.step, choice.world))
-    return Restored(choice.step, choice.world)
+    return RestoredState(choice.step, choice.world)
 
 
-def _pairs(slots: SlotPair, keeping: Keeping | None) -> list[SlotPair]:
+def _pairs(slots: SlotPair, keeping: ReplicaSlots | None) -> list[SlotPair]:
     return [slots] if keeping is None else [slots, keeping.slots]
 
 
-def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
+def _look(slots: SlotPair, keeping: ReplicaSlots | None) -> _Held:
     own = [found for pair in _pairs(slots, keeping) for found in pair.find() if found.meta() is not None]
     replicas = [] if keeping is None else [found for found in keeping.replicas() if found.meta() is not None]
     return _Held(own, replicas)
@@ -113,7 +113,7 @@ def _look(slots: SlotPair, keeping: Keeping | None) -> _Held:
 
 def _offers(
     held: _Held, since: int, group: transfer.Group
-) -> tuple[list[list[Label]], list[list[Label]], dict[Label, list[int]], int]:
+) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
     """What each rank has in slots of its own, of which it finds replicas, who held the same shards as those that are
     offered, and since when any agent has taken part.
     """
@@ -123,7 +123,7 @@ def _offers(
         since,
     ]
     said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
-    own, replicas = ([[Label(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
+    own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
     same = {
         label: ranks
         for labels, offer in zip(own, said, strict=True)
@@ -132,17 +132,17 @@ def _offers(
     return own, replicas, same, min(offer[3] for offer in said)
 
 
-def _holders(found: Found, group: transfer.Group) -> list[int]:
+def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
     """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
     meta = found.meta() if found.label.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
 
-def _row(label: Label) -> list[int | bool]:
+def _row(label: SlotHeader) -> list[int | bool]:
     return [label.generation, label.step, label.world, label.rank, False, label.sharded]
 
 
-def _adopt(choice: Choice, part: int, slots: SlotPair, keeping: Keeping | None) -> Found:
+def _adopt(choice: RestorePlan, part: int, slots: SlotPair, keeping: ReplicaSlots | None) -> CompleteSlot:
     """The slot of this rank's own that has its part; a replica on this host is copied into one."""
     for pair in _pairs(slots, keeping):
         for found in pair.find():
@@ -157,7 +157,7 @@ def _adopt(choice: Choice, part: int, slots: SlotPair, keeping: Keeping | None) 
     return _adopt(choice, part, slots, keeping)
 
 
-def _found(held: _Held, choice: Choice, part: int) -> Found:
+def _found(held: _Held, choice: RestorePlan, part: int) -> CompleteSlot:
     found = held.find(choice, part)
     if found is None:
         raise ProtocolError(
@@ -166,14 +166,14 @@ def _found(held: _Held, choice: Choice, part: int) -> Found:
     return found
 
 
-def _load(state: State, found: Found, local: bool) -> None:
+def _load(state: State, found: CompleteSlot, local: bool) -> None:
     meta = parse_meta(_unchanged(found.meta(), found))
     loading = state.begin_load(meta, local=local)
     loading.fill_all(meta.entries, _mapped(found))
     loading.finish()
 
 
-def _hand_over(choice: Choice, held: _Held, slots: SlotPair, group: transfer.Group) -> None:
+def _hand_over(choice: RestorePlan, held: _Held, slots: SlotPair, group: transfer.Group) -> None:
     """Copy slots to those who lack them, one after the other in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
@@ -193,7 +193,7 @@ def _hand_over(choice: Choice, held: _Held, slots: SlotPair, group: transfer.Gro
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
-def _mapped(found: Found) -> torch.Tensor:
+def _mapped(found: CompleteSlot) -> torch.Tensor:
     """A slot's data as uint8 [nbytes], where it is."""
     if not found.data_nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -204,14 +204,14 @@ def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _unchanged(read: T | None, found: Found) -> T:
+def _unchanged(read: T | None, found: CompleteSlot) -> T:
     """What was read of a slot, which nobody but this process should write."""
     if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
     return read
 
 
-def _put_together(state: State, choice: Choice, held: _Held, group: transfer.Group) -> None:
+def _put_together(state: State, choice: RestorePlan, held: _Held, group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(choice.holders) if holder >= 0]
@@ -236,6 +236,6 @@ def _put_together(state: State, choice: Choice, held: _Held, group: transfer.Gro
     loading.finish()
 
 
-def _give(held: _Held, choice: Choice, part: int) -> Copy:
+def _give(held: _Held, choice: RestorePlan, part: int) -> SlotCopy:
     found = _found(held, choice, part)
     return _unchanged(found.copy(), found)

@@ -15,8 +15,8 @@ __all__ = [
     "HEADER_NBYTES",
     "SEQUENCE_AT",
     "SEQUENCE_NBYTES",
-    "Header",
-    "Label",
+    "SlotPage",
+    "SlotHeader",
     "decode",
     "meta_offset",
     "sequence_of",
@@ -38,7 +38,7 @@ _ALIGN: Final = 64
 
 
 @dataclass(frozen=True, order=True)
-class Label:
+class SlotHeader:
     """Which state a slot holds. Labels sort from old to new.
 
     Attributes:
@@ -59,10 +59,10 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Header:
+class SlotPage:
     """What the header of a complete slot says."""
 
-    label: Label
+    label: SlotHeader
     sequence: int
     data_nbytes: int
     meta_nbytes: int
@@ -84,7 +84,7 @@ def meta_offset(data_nbytes: int) -> int:
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
 
 
-def decode(page: bytes) -> Header | None:
+def decode(page: bytes) -> SlotPage | None:
     """What a file that begins with `page` says, None where the slot is not complete."""
     if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC:
         return None
@@ -93,11 +93,11 @@ def decode(page: bytes) -> Header | None:
     if sequence % 2 or page[_CRC_AT:_END] != _crc(sequence, fields):
         return None
     generation, step, world, rank, persist, sharded, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
-    label = Label(generation, step, world, rank, bool(persist), bool(sharded))
-    return Header(label, sequence, data_nbytes, meta_nbytes, meta_crc)
+    label = SlotHeader(generation, step, world, rank, bool(persist), bool(sharded))
+    return SlotPage(label, sequence, data_nbytes, meta_nbytes, meta_crc)
 
 
-def complete(memory: mmap.mmap, header: Header) -> None:
+def complete(memory: mmap.mmap, header: SlotPage) -> None:
     """Make a slot complete whose tensors and metadata are in place: the sequence number is stored last."""
     label = header.label
     fields = _FIELDS.pack(

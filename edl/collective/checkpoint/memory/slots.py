@@ -32,8 +32,8 @@ from typing import Final
 
 from edl.collective.checkpoint.memory import private_slots as slots_private
 from edl.collective.checkpoint.memory.reader import (
-    Copy,
-    Found,
+    CompleteSlot,
+    SlotCopy,
     files_of,
     find,
     find_marked,
@@ -50,8 +50,8 @@ from edl.collective.checkpoint.memory.slot_header import (
     HEADER_NBYTES,
     SEQUENCE_AT,
     SEQUENCE_NBYTES,
-    Header,
-    Label,
+    SlotHeader,
+    SlotPage,
     complete,
     meta_offset,
     sequence_of,
@@ -62,9 +62,9 @@ from edl.settings import read
 
 __all__ = [
     "HEADER_NBYTES",
-    "Copy",
-    "Found",
-    "Label",
+    "SlotCopy",
+    "CompleteSlot",
+    "SlotHeader",
     "SlotPair",
     "find",
     "find_marked",
@@ -119,7 +119,7 @@ class SlotPair:
         prefix = read("EDL_SLOTS", Path)
         return cls(prefix) if prefix is not None else cls(slots_private.new_prefix(), private=True)
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[CompleteSlot]:
         """The complete ones, newest first."""
         return find(self.prefix)
 
@@ -157,7 +157,7 @@ class SlotPair:
         self._writing = number
         return number, memory
 
-    def commit(self, label: Label, data_nbytes: int, meta: bytes) -> None:
+    def commit(self, label: SlotHeader, data_nbytes: int, meta: bytes) -> None:
         """The tensors are in place: add the metadata, and make the slot the newest complete one."""
         if self._writing is None:
             raise ClosedError("commit() without begin()")
@@ -166,7 +166,7 @@ class SlotPair:
         self._writing = None
         begin = meta_offset(data_nbytes)
         memory[begin : begin + len(meta)] = meta
-        complete(memory, Header(label, sequence_of(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
+        complete(memory, SlotPage(label, sequence_of(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
         if label.persist:
             self._mark(path)
 
@@ -185,7 +185,7 @@ class SlotPair:
         if newest is not None:
             _spoil(newest)
 
-    def keep_only(self, kept: Found) -> None:
+    def keep_only(self, kept: CompleteSlot) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = look(other)
@@ -230,7 +230,7 @@ class SlotPair:
                 left.add(path.stat().st_ino)
         self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CompleteSlot | None:
         """The complete slot that was written last."""
         return max((one for one in map(look, self._paths) if one), key=lambda one: one.sequence, default=None)
 
@@ -283,6 +283,6 @@ def _whole_pages(nbytes: int) -> int:
     return -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _spoil(found: Found) -> None:
+def _spoil(found: CompleteSlot) -> None:
     with found.path.open("r+b", buffering=0) as file:
         os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)

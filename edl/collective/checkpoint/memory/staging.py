@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 _BUFFER_NBYTES: Final = 32 << 20
 """Of each buffer: some milliseconds of a GPU's bus, beside which a copy's start of some microseconds is nothing."""
 
-Piece = tuple[Any, Any]
+CopyPiece = tuple[Any, Any]
 """Bytes to copy to, and bytes to copy from, as numpy arrays of uint8."""
 
 
@@ -36,7 +36,7 @@ class _Filled:
     """A buffer that is full when `event` has happened, and where its parts belong."""
 
     event: torch.cuda.Event
-    pieces: Sequence[Piece]
+    pieces: Sequence[CopyPiece]
 
 
 class PinnedStaging:
@@ -55,7 +55,7 @@ class PinnedStaging:
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
-        write: Callable[[Sequence[Piece]], object],
+        write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
         """Copy each source to its target, and return when that is done.
 
@@ -72,7 +72,7 @@ class PinnedStaging:
         self,
         device: torch.device,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        write: Callable[[Sequence[Piece]], object],
+        write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
         buffers = self._buffers = self._buffers or [_pinned(self._nbytes) for _ in range(2)]
         if device not in self._streams:
@@ -131,7 +131,7 @@ def _fill(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], strea
     return _Filled(event, pieces)
 
 
-def _empty(filled: _Filled, write: Callable[[Sequence[Piece]], object]) -> None:
+def _empty(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object]) -> None:
     filled.event.synchronize()
     write(filled.pieces)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from edl.collective.checkpoint.encoding import from_json, to_json
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair
 from edl.collective.checkpoint.state.snapshot import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
@@ -118,7 +118,7 @@ def global_rank(rank: int, group: Group = None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def send_slot(label: Label, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
+def send_slot(label: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
     """Send a slot's contents to the global rank `dst`, which calls `receive_slot`.
 
     Args:
@@ -138,7 +138,7 @@ def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
     _, memory = slots.begin(nbytes, len(meta), hurry=True)
     if nbytes:
         _receive(slot_bytes(memory, nbytes), src, group)
-    slots.commit(Label(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
+    slots.commit(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
 
 
 def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:

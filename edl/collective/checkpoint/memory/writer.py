@@ -29,14 +29,14 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.copying import Copier
-from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.copying import TensorCopier
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.state.sharding import is_sharded
-from edl.collective.checkpoint.state.snapshot import Entry
-from edl.collective.checkpoint.state.state import Captured, State
+from edl.collective.checkpoint.state.snapshot import TensorEntry
+from edl.collective.checkpoint.state.state import CapturedState, State
 from edl.collective.checkpoint.state.tensors import view_of
 
-__all__ = ["Writer"]
+__all__ = ["SlotWriter"]
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return parts + data[whole:][:_SAMPLE_NBYTES].tobytes() + data[-_SAMPLE_NBYTES:].tobytes()
 
 
-class Writer:
+class SlotWriter:
     """Copies states into slots. Optimizers may step in other threads than the one that saves."""
 
     def __init__(
@@ -92,8 +92,8 @@ class Writer:
         self._waiting = waiting
         self._turn = threading.RLock()
         self._pid = os.getpid()
-        self._copier = Copier()
-        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[Entry, ...], list[torch.Tensor]]] = {}
+        self._copier = TensorCopier()
+        self._views: dict[tuple[Path, int], tuple[mmap.mmap, tuple[TensorEntry, ...], list[torch.Tensor]]] = {}
         self._watched: _Watched | None = None
         self._complete = False
         self._retract: Callable[[], object] = lambda: None
@@ -102,7 +102,13 @@ class Writer:
         self._unhook = weakref.finalize(self, hook.remove)
 
     def write(
-        self, state: State, slots: SlotPair, label: Label, then: Callable[[float], object], *, at_once: bool = False
+        self,
+        state: State,
+        slots: SlotPair,
+        label: SlotHeader,
+        then: Callable[[float], object],
+        *,
+        at_once: bool = False,
     ) -> frozenset[int]:
         """Copy `state` into the older one of two slots.
 
@@ -182,7 +188,7 @@ class Writer:
             self._views.clear()
             self._copier.close()
 
-    def _may_wait(self, state: State, captured: Captured) -> set[int]:
+    def _may_wait(self, state: State, captured: CapturedState) -> set[int]:
         """The numbers of the tensors that nobody but an optimizer of the state changes."""
         if not self._overlap:
             return set()
@@ -201,7 +207,7 @@ class Writer:
         return numbers if nbytes >= _WORTH_NBYTES else set()
 
     def _views_of(
-        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[Entry, ...], nbytes: int
+        self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[TensorEntry, ...], nbytes: int
     ) -> tuple[list[torch.Tensor], bool]:
         """The tensors of a slot, made once for a layout, and whether they were there before."""
         known = self._views.get(number)
@@ -235,7 +241,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 class _Gate:
     """What every optimizer of this process calls before its step; it does not keep the writer alive."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: SlotWriter) -> None:
         self._writer = weakref.ref(writer)
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:

@@ -18,14 +18,14 @@ from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, 
 from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
-__all__ = ["Kind", "aliased", "check_loadable", "kind_of", "load", "names_of", "take", "templates"]
+__all__ = ["FieldKind", "aliased", "check_loadable", "kind_of", "load", "names_of", "take", "templates"]
 
-Kind = Literal["module", "optimizer", "object", "value"]
+FieldKind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
 """id() of a parameter -> its name."""
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> FieldKind:
     """Which kind of field this is."""
     if isinstance(value, nn.Module):
         return "module"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from edl.collective.checkpoint.encoding import DEEPEST, Path, dotted
-from edl.collective.checkpoint.state.snapshot import Layout
+from edl.collective.checkpoint.state.snapshot import ShardLayout
 from edl.errors import SettingsError
 
 __all__ = ["LiveMeshes", "box_of", "holders_of", "is_sharded", "layout_of", "tensors_in"]
@@ -51,12 +51,12 @@ def box_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
     return local, tuple(int(start) for start in starts)
 
 
-def layout_of(tensor: Any) -> Layout:
+def layout_of(tensor: Any) -> ShardLayout:
     """How a `DTensor` lies over the ranks, in words that make another one like it."""
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    return Layout(names, tuple(mesh.mesh.shape), ranks, tuple(_words_of(one) for one in tensor.placements))
+    return ShardLayout(names, tuple(mesh.mesh.shape), ranks, tuple(_words_of(one) for one in tensor.placements))
 
 
 def _words_of(placement: Any) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ def holders_of(tensor: Any) -> frozenset[int]:
 
 
 def tensors_in(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in nested containers, by the keys that `Gathered` gives them; not those that are too deep to save."""
+    """Yield the tensors in nested containers with their `TensorCollector` keys, as deep as can be saved."""
     if isinstance(form, torch.Tensor):
         yield dotted(path), form
     elif len(path) > DEEPEST:
@@ -101,14 +101,14 @@ class LiveMeshes:
 
     def __init__(self, tensors: Iterable[object]) -> None:
         """The meshes of those of `tensors` that are sharded."""
-        self._meshes: dict[Any, Layout] = {}
+        self._meshes: dict[Any, ShardLayout] = {}
         for tensor in tensors:
             if is_sharded(tensor):
                 mesh = tensor.device_mesh  # type: ignore[attr-defined]
                 if mesh not in self._meshes:
                     self._meshes[mesh] = layout_of(tensor)
 
-    def match(self, layout: Layout) -> Any:
+    def match(self, layout: ShardLayout) -> Any:
         """The mesh with the same ranks, or else the same shape, or else as many dimensions; None if there is none.
 
         Dimensions of meshes that have names must have the same ones.
@@ -120,7 +120,7 @@ class LiveMeshes:
         ]
         return max(alike, key=lambda found: found[:2])[2] if alike else None
 
-    def empty(self, layout: Layout, whole: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def empty(self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
         """A new tensor of the shape `whole` that lies over the ranks as `layout` says; None where no mesh matches."""
         mesh = self.match(layout)
         if mesh is None:

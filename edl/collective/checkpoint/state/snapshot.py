@@ -16,9 +16,9 @@ from edl.errors import ProtocolError
 
 __all__ = [
     "ALIGN",
-    "Entry",
-    "Layout",
-    "Meta",
+    "TensorEntry",
+    "ShardLayout",
+    "StateMetadata",
     "lay_out",
     "overlap",
     "pack_meta",
@@ -36,7 +36,7 @@ Scope = Literal["replicated", "shard", "local"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How a sharded tensor lies over the ranks that saved it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor, or a rank's part of one.
 
     Attributes:
@@ -67,7 +67,7 @@ class Entry:
         offset: where its bytes begin in the data, row-major.
         nbytes: how many.
         device: the type of the one that it was on.
-        layout: number of its `Layout` in the metadata, -1 for a tensor that is not sharded.
+        layout: number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded.
     """
 
     key: str
@@ -88,7 +88,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Meta:
+class StateMetadata:
     """Metadata, read.
 
     Attributes:
@@ -104,8 +104,8 @@ class Meta:
     kinds: dict[str, str]
     tree: dict[str, Any]
     local: dict[str, Any]
-    entries: tuple[Entry, ...]
-    layouts: tuple[Layout, ...] = ()
+    entries: tuple[TensorEntry, ...]
+    layouts: tuple[ShardLayout, ...] = ()
     holders: tuple[int, ...] = ()
     per_rank: frozenset[str] = frozenset()
 
@@ -129,7 +129,9 @@ def lay_out(sizes: Sequence[int]) -> list[int]:
     return offsets
 
 
-def pack_table(entries: Sequence[Entry], layouts: Sequence[Layout] = (), holders: Sequence[int] = ()) -> bytes:
+def pack_table(
+    entries: Sequence[TensorEntry], layouts: Sequence[ShardLayout] = (), holders: Sequence[int] = ()
+) -> bytes:
     """The table as JSON: the part of the metadata that stays the same from step to step."""
     rows = [
         [e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes, e.device, e.layout] for e in entries
@@ -150,7 +152,7 @@ def _join(fields: dict[str, bytes]) -> bytes:
     return b"{%b}" % b",".join(b"%b:%b" % (to_json(name), form) for name, form in fields.items())
 
 
-def parse_meta(data: bytes) -> Meta:
+def parse_meta(data: bytes) -> StateMetadata:
     """Read metadata.
 
     Raises:
@@ -159,7 +161,7 @@ def parse_meta(data: bytes) -> Meta:
     return read_meta(from_json(data))
 
 
-def read_meta(form: Any) -> Meta:
+def read_meta(form: Any) -> StateMetadata:
     """Read metadata of which the JSON is parsed already.
 
     Raises:
@@ -172,7 +174,9 @@ def read_meta(form: Any) -> Meta:
         layouts = tuple(map(_layout, form.get("layouts", [])))
         holders = tuple(map(int, form.get("holders", [])))
         per_rank = frozenset(map(str, form.get("per_rank", [])))
-        meta = Meta(dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders, per_rank)
+        meta = StateMetadata(
+            dict(form["kinds"]), dict(form["tree"]), dict(form["local"]), entries, layouts, holders, per_rank
+        )
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"metadata of a state cannot be read: {exc!r}") from exc
     for entry in entries:
@@ -181,21 +185,21 @@ def read_meta(form: Any) -> Meta:
     return meta
 
 
-def _entry(row: Sequence[Any]) -> Entry:
+def _entry(row: Sequence[Any]) -> TensorEntry:
     """One of the table; without the last two columns, an earlier version of EDL wrote it."""
     key, dtype, shape, whole, starts, scope, offset, nbytes, *more = row
     device, layout = more or ("cpu", -1)
     place = (tuple(shape), tuple(whole), tuple(starts))
-    return Entry(str(key), str(dtype), *place, scope, int(offset), int(nbytes), str(device), int(layout))
+    return TensorEntry(str(key), str(dtype), *place, scope, int(offset), int(nbytes), str(device), int(layout))
 
 
-def _layout(row: Sequence[Any]) -> Layout:
+def _layout(row: Sequence[Any]) -> ShardLayout:
     names, mesh_shape, ranks, placements = row
     words = tuple(tuple(map(int, one)) for one in placements)
-    return Layout(None if names is None else tuple(names), tuple(mesh_shape), tuple(map(int, ranks)), words)
+    return ShardLayout(None if names is None else tuple(names), tuple(mesh_shape), tuple(map(int, ranks)), words)
 
 
-def _holds_together(entry: Entry) -> bool:
+def _holds_together(entry: TensorEntry) -> bool:
     sizes = (*entry.shape, *entry.whole, *entry.starts, entry.offset, entry.nbytes)
     return (
         len(entry.shape) == len(entry.whole) == len(entry.starts)

@@ -14,13 +14,13 @@ from edl.collective.checkpoint.encoding import decode, encode
 from edl.collective.checkpoint.state import fields as state_fields
 from edl.collective.checkpoint.state import rng as state_rng
 from edl.collective.checkpoint.state.sharding import LiveMeshes, tensors_in
-from edl.collective.checkpoint.state.snapshot import Entry, Layout, Meta, pack_meta, pack_table
+from edl.collective.checkpoint.state.snapshot import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
 from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare
-from edl.collective.checkpoint.state.tensors import Gathered, LiveTensors, Target, refusal, view_of
+from edl.collective.checkpoint.state.tensors import LiveTensors, RestoreTarget, TensorCollector, refusal, view_of
 from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["Captured", "Loading", "State", "WorldChange"]
+__all__ = ["CapturedState", "StateRestore", "State", "WorldChange"]
 
 _log = logging.getLogger(__name__)
 _RNG: Final = "rng"
@@ -45,7 +45,7 @@ Adjust = Callable[[WorldChange], object]
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedState:
     """A state at one moment: metadata, and the live tensors beside it, which the next step will change.
 
     Attributes:
@@ -57,7 +57,7 @@ class Captured:
     """
 
     meta: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     tensors: list[torch.Tensor]
     holders: frozenset[int] = frozenset()
 
@@ -159,13 +159,13 @@ class State:
         )
         return given.intersection(fields) | loaders
 
-    def capture(self) -> Captured:
+    def capture(self) -> CapturedState:
         """The state now. Copies nothing yet but small values.
 
         Raises:
             SettingsError: a field holds something that cannot be saved.
         """
-        gathered = Gathered()
+        gathered = TensorCollector()
         names = state_fields.names_of(self._fields.items())
         kinds: dict[str, str] = {}
         tree: dict[str, bytes] = {}
@@ -187,7 +187,9 @@ class State:
         if laid_out != self._table[0]:
             self._check_restorable(entries, gathered.layouts)
             vars(self)["_table"] = laid_out, pack_table(entries, gathered.layouts, sorted(holders))
-        return Captured(pack_meta(kinds, tree, local, self._table[1], per_rank), entries, gathered.tensors, holders)
+        return CapturedState(
+            pack_meta(kinds, tree, local, self._table[1], per_rank), entries, gathered.tensors, holders
+        )
 
     def begin_restore(self) -> None:
         """Remember what this state has before it is restored: a restarted script has as much, and no more.
@@ -198,7 +200,7 @@ class State:
         for loader in filter(is_stateful_loader, self._fields.values()):
             prepare(loader)
 
-    def _check_restorable(self, entries: Iterable[Entry], layouts: Sequence[Layout]) -> None:
+    def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
         for name, value in self._fields.items():
             state_fields.check_loadable(name, value)
         for entry in entries:
@@ -219,7 +221,7 @@ class State:
                 parameters.update(state_fields.templates(name, value, names))
         return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
 
-    def begin_load(self, meta: Meta, *, local: bool = True) -> Loading:
+    def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
         """Prepare to restore: `fill` the result with tensors, then `finish` it.
 
         Args:
@@ -229,13 +231,13 @@ class State:
         Raises:
             SettingsError: the state has places that belong to one rank each, and this is not that rank.
         """
-        return Loading(self, meta, local)
+        return StateRestore(self, meta, local)
 
 
-class Loading:
+class StateRestore:
     """A restore under way. Between the first `fill` and `finish` the state is neither the old nor the new."""
 
-    def __init__(self, state: State, meta: Meta, local: bool) -> None:
+    def __init__(self, state: State, meta: StateMetadata, local: bool) -> None:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()
         if lacking:
             raise SettingsError(
@@ -248,18 +250,18 @@ class Loading:
         self._forms = {**meta.tree, **(meta.local if local else {})}
         self._names = state_fields.names_of(state._fields.items())
         live = state._live(self._forms)
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, RestoreTarget] = {}
         for entry in meta.entries:
             if entry.key.partition(".")[0] in self._forms:
                 layout = meta.layouts[entry.layout] if entry.layout >= 0 else None
                 self._targets[entry.key] = live.target(entry, layout)
 
     @property
-    def targets(self) -> dict[str, Target]:
+    def targets(self) -> dict[str, RestoreTarget]:
         """What is to be filled, by key."""
         return self._targets
 
-    def fill(self, entry: Entry, part: torch.Tensor) -> None:
+    def fill(self, entry: TensorEntry, part: torch.Tensor) -> None:
         """Copy what is wanted of one tensor, or of one rank's part of it."""
         target = self._targets.get(entry.key)
         if target is not None:
@@ -267,7 +269,7 @@ class Loading:
                 raise ProtocolError(f"{entry.key}: parts of {entry.whole} for a tensor of {tuple(target.value.shape)}")
             target.fill(entry.starts, part)
 
-    def fill_all(self, entries: Iterable[Entry], data: torch.Tensor) -> None:
+    def fill_all(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
         """Copy what is wanted of `data` (uint8), in which `entries` lie."""
         for entry in entries:
             if entry.key in self._targets:

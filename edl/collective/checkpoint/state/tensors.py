@@ -16,17 +16,17 @@ from torch.nn.parameter import is_lazy
 
 from edl.collective.checkpoint.encoding import Path, dotted
 from edl.collective.checkpoint.state.sharding import LiveMeshes, box_of, holders_of, is_sharded, layout_of
-from edl.collective.checkpoint.state.snapshot import Entry, Layout, Scope, lay_out, overlap
+from edl.collective.checkpoint.state.snapshot import Scope, ShardLayout, TensorEntry, lay_out, overlap
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["Gathered", "LiveTensors", "Target", "refusal", "view_of"]
+__all__ = ["TensorCollector", "LiveTensors", "RestoreTarget", "refusal", "view_of"]
 
 Shape = tuple[int, ...]
 _Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
 
 
 @dataclass
-class Gathered:
+class TensorCollector:
     """Takes aside what the encoding of a state leaves out.
 
     Attributes:
@@ -41,7 +41,7 @@ class Gathered:
     tensors: list[torch.Tensor] = field(default_factory=list)
     scope: Scope = "replicated"
     made_anew: bool = True
-    layouts: list[Layout] = field(default_factory=list)
+    layouts: list[ShardLayout] = field(default_factory=list)
     holders: frozenset[int] = frozenset()
     _rows: list[_Row] = field(default_factory=list)
     _keys: set[str] = field(default_factory=set)
@@ -68,10 +68,10 @@ class Gathered:
         self.tensors.append(local)
         return len(self.tensors) - 1
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[TensorEntry, ...]:
         """The table of what was taken."""
         offsets = lay_out([row[6] for row in self._rows])
-        return tuple(Entry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
+        return tuple(TensorEntry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
 
     def _layout_of(self, tensor: Any) -> tuple[int, frozenset[int]]:
         """The number of its layout, -1 if it is not sharded, and who holds the same part."""
@@ -113,7 +113,7 @@ def _bytes_of(array: Any) -> torch.Tensor:
     )
 
 
-def view_of(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     """The tensor of `entry` in `data` (uint8), sharing its memory.
 
     Raises:
@@ -130,7 +130,7 @@ def view_of(data: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 @dataclass
-class Target:
+class RestoreTarget:
     """A tensor to be filled, part by part.
 
     Attributes:
@@ -148,7 +148,7 @@ class Target:
     missing: int
 
     @classmethod
-    def of(cls, key: str, value: torch.Tensor) -> Target:
+    def of(cls, key: str, value: torch.Tensor) -> RestoreTarget:
         """Fill `value`, or this rank's part of it."""
         local, starts = box_of(value)
         return cls(key, value, local, starts, local.numel())
@@ -183,15 +183,15 @@ class LiveTensors:
     parameters: Mapping[str, torch.Tensor]
     meshes: LiveMeshes
 
-    def target(self, entry: Entry, layout: Layout | None) -> Target:
+    def target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
         """Where the tensor of `entry` goes.
 
         Raises:
             SettingsError: it was sharded over a mesh that the live state does not use.
         """
-        return Target.of(entry.key, self._value(entry, layout))
+        return RestoreTarget.of(entry.key, self._value(entry, layout))
 
-    def _value(self, entry: Entry, layout: Layout | None) -> torch.Tensor:
+    def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ProtocolError(f"{entry.key}: torch has no type {entry.dtype!r}")
@@ -218,7 +218,7 @@ class LiveTensors:
         return torch.empty(entry.whole, dtype=dtype, device=device)
 
 
-def _fitting(entry: Entry, tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """`tensor` if it has the shape of the saved one."""
     fits = tensor is not None and not is_lazy(tensor) and tuple(tensor.shape) == entry.whole
     return tensor if fits else None
@@ -230,12 +230,12 @@ _NO_MESH = (
 )
 
 
-def refusal(entry: Entry, layout: Layout) -> SettingsError:
+def refusal(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
     """The error of a save that no restart could make use of."""
     return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
 
 
-def _device(entry: Entry) -> torch.device:
+def _device(entry: TensorEntry) -> torch.device:
     """The device that a tensor was on, if there is one of its type here."""
     here = None if entry.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     return here if here is not None and here.type == entry.device else torch.device("cpu")

@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from edl.collective.checkpoint.encoding import decode, from_json
-from edl.collective.checkpoint.memory.slots import Copy
-from edl.collective.checkpoint.state.snapshot import Entry, Meta, parse_meta, read_meta
+from edl.collective.checkpoint.memory.slots import SlotCopy
+from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, parse_meta, read_meta
 from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage.filesystem import SummingWriter
-from edl.collective.checkpoint.storage.manifest import Piece, Summed
+from edl.collective.checkpoint.storage.filesystem import ChecksumWriter
+from edl.collective.checkpoint.storage.manifest import FileDigest, RankManifest
 from edl.errors import ProtocolError
 
-__all__ = ["Items", "metadata", "tensor_in", "write_rank"]
+__all__ = ["RankFileItems", "metadata", "tensor_in", "write_rank"]
 
 _VERSION = "1.0.0"
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -44,21 +44,21 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 
 @dataclass
-class Items:
-    """Where the items of a rank's file are, as they are written; the fields are those of `Piece`."""
+class RankFileItems:
+    """Where the items of a rank's file are, as they are written; the fields are those of `RankManifest`."""
 
     tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
     values: dict[str, tuple[int, int]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def piece(self, copy: Copy, file: str, summed: Summed) -> Piece:
+    def piece(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
         """The piece that describes the file."""
         label = copy.label
         form = from_json(copy.meta)
-        return Piece(label.rank, label.world, file, summed, self.tensors, self.values, self.paths, form)
+        return RankManifest(label.rank, label.world, file, summed, self.tensors, self.values, self.paths, form)
 
 
-def write_rank(copy: Copy, stream: SummingWriter, items: Items) -> None:
+def write_rank(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
     """Write what one rank stores: its shards and its own, and with rank 0 what all ranks share."""
     meta = parse_meta(copy.meta)
     first = copy.label.rank == 0
@@ -72,13 +72,13 @@ def write_rank(copy: Copy, stream: SummingWriter, items: Items) -> None:
             items.tensors[entry.key] = _written(_own(copy, entry), stream)
 
 
-def _written(value: Any, stream: SummingWriter) -> tuple[int, int]:
+def _written(value: Any, stream: ChecksumWriter) -> tuple[int, int]:
     begin = stream.tell()
     torch.save(value, stream)  # type: ignore[arg-type]  # any object with write() will do
     return begin, stream.tell() - begin
 
 
-def _own(copy: Copy, entry: Entry) -> torch.Tensor:
+def _own(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
     """A tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
     if not entry.nbytes:
         return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
@@ -86,7 +86,7 @@ def _own(copy: Copy, entry: Entry) -> torch.Tensor:
     return view_of(own, replace(entry, offset=0))
 
 
-def _flat(meta: Meta, copy: Copy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """The shared fields as DCP flattens them, and the path of each."""
     tree = {name: decode(form, lambda number: _own(copy, meta.entries[number])) for name, form in meta.tree.items()}
     flat: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def _flat(meta: Meta, copy: Copy) -> tuple[dict[str, Any], dict[str, tuple[Any, 
     return flat, paths
 
 
-def metadata(pieces: Iterable[Piece]) -> bytes:
+def metadata(pieces: Iterable[RankManifest]) -> bytes:
     """DCP's `.metadata` of a checkpoint."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -121,8 +121,8 @@ def metadata(pieces: Iterable[Piece]) -> bytes:
 
 
 def _describe(
-    piece: Piece,
-    entry: Entry,
+    piece: RankManifest,
+    entry: TensorEntry,
     described: dict[str, Any],
     stored: dict[MetadataIndex, _StorageInfo],
     paths: dict[str, tuple[Any, ...]],
@@ -167,7 +167,7 @@ class _ViewFile(io.RawIOBase):
         return len(part)
 
 
-def tensor_in(item: memoryview, entry: Entry, *, check: bool) -> torch.Tensor:
+def tensor_in(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
     """The tensor in an item of a file; it shares the item's memory.
 
     Args:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from edl.collective.checkpoint.storage.manifest import MANIFEST, Manifest, Name, Summed, newest_first
+from edl.collective.checkpoint.storage.manifest import MANIFEST, CheckpointName, FileDigest, Manifest, newest_first
 from edl.errors import EDLError, ProtocolError, SettingsError
 
-__all__ = ["Folder", "SummingWriter"]
+__all__ = ["CheckpointFolder", "ChecksumWriter"]
 
 _CHUNK_NBYTES: Final = 8 << 20
 
 
-class SummingWriter(io.RawIOBase):
+class ChecksumWriter(io.RawIOBase):
     """Passes bytes on to a file, and counts and checks them on the way; `taken` is told of each few megabytes."""
 
     def __init__(self, file: Any, taken: Callable[[int], object] = lambda nbytes: None) -> None:
@@ -60,9 +60,9 @@ class SummingWriter(io.RawIOBase):
         return self._size
 
     @property
-    def summed(self) -> Summed:
+    def summed(self) -> FileDigest:
         """Of all that was written so far."""
-        return Summed(self._size, self._crc)
+        return FileDigest(self._size, self._crc)
 
 
 @contextlib.contextmanager
@@ -76,7 +76,7 @@ def _translated() -> Iterator[None]:
         raise OSError(f"{type(exc).__name__}: {exc}") from exc
 
 
-class Folder:
+class CheckpointFolder:
     """Checkpoints under one URL. Errors of the file system, whatever it is, are `OSError`.
 
     Attributes:
@@ -113,21 +113,21 @@ class Folder:
                 opened.write(b"EDL can write here\n")
             self._fs.rm(path)
 
-    def names(self) -> list[Name]:
+    def names(self) -> list[CheckpointName]:
         """All checkpoints, complete or not, newest first; last those that their run has given up."""
-        found = [Name.parse(one) for one in self._listed(self._root)]
+        found = [CheckpointName.parse(one) for one in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
-    def working(self, step: int, run: str, generation: int) -> Name:
+    def working(self, step: int, run: str, generation: int) -> CheckpointName:
         """Where to write a checkpoint before it is complete."""
-        return Name(step, run, generation, temporary=self._local)
+        return CheckpointName(step, run, generation, temporary=self._local)
 
-    def begin(self, name: Name) -> None:
+    def begin(self, name: CheckpointName) -> None:
         """Make room for a checkpoint."""
         with _translated():
             self._fs.makedirs(self._path(name), exist_ok=True)
 
-    def write(self, name: Name, file: str, write: Callable[[SummingWriter], object]) -> Summed:
+    def write(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
         """Write one file of a checkpoint by calling `write`, and have it on disk before returning.
 
         Raises:
@@ -136,7 +136,7 @@ class Folder:
         with _translated():
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
         try:
-            writer = SummingWriter(opened, self._count)
+            writer = ChecksumWriter(opened, self._count)
             try:
                 write(writer)
             except Exception as exc:
@@ -152,7 +152,7 @@ class Folder:
                 opened.close()
         return writer.summed
 
-    def put(self, name: Name, file: str, data: bytes) -> Summed:
+    def put(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
         """Write a small file at once: whoever reads it sees what was there before, or all of it.
 
         Several nodes may write the same one, and a node may be killed while another publishes the checkpoint.
@@ -173,23 +173,23 @@ class Folder:
             raise
         return summed
 
-    def read(self, name: Name, file: str) -> bytes:
+    def read(self, name: CheckpointName, file: str) -> bytes:
         """All of a file."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}")
         return data
 
-    def read_range(self, name: Name, file: str, offset: int, length: int) -> bytes:
+    def read_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
         """Some bytes of a file; fewer where it ends."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
         return data
 
-    def files(self, name: Name) -> set[str]:
+    def files(self, name: CheckpointName) -> set[str]:
         """The names of a checkpoint's files; empty where there is no such checkpoint."""
         return self._listed(self._path(name))
 
-    def manifest(self, name: Name) -> Manifest | None:
+    def manifest(self, name: CheckpointName) -> Manifest | None:
         """A checkpoint's manifest, or None where it is not complete.
 
         Raises:
@@ -200,15 +200,15 @@ class Folder:
         except FileNotFoundError:
             return None
         manifest = Manifest.parse(data)
-        if Name(manifest.step, manifest.run, manifest.generation) != name.final:
+        if CheckpointName(manifest.step, manifest.run, manifest.generation) != name.final:
             raise ProtocolError(f"the manifest in {name} is of another checkpoint")
         return manifest
 
-    def is_published(self, name: Name) -> bool:
+    def is_published(self, name: CheckpointName) -> bool:
         """Whether the checkpoint is complete, under its final name."""
         return MANIFEST in self.files(name.final)
 
-    def publish(self, name: Name) -> bool:
+    def publish(self, name: CheckpointName) -> bool:
         """Give a checkpoint whose manifest is written its name. Returns whether this call did it.
 
         No complete checkpoint is touched by that: a final name is of one run, so whatever has it already is the same.
@@ -233,7 +233,7 @@ class Folder:
         self._sync(final.parent)
         return True
 
-    def remove(self, name: Name) -> None:
+    def remove(self, name: CheckpointName) -> None:
         """Remove a checkpoint, its manifest first, so that half of it is never taken for the whole."""
         for path in (f"{self._path(name)}/{MANIFEST}", self._path(name)):
             with contextlib.suppress(FileNotFoundError), _translated():
@@ -251,7 +251,7 @@ class Folder:
             return set()
         return {posixpath.basename(str(one).rstrip("/")) for one in paths}
 
-    def _path(self, name: Name) -> str:
+    def _path(self, name: CheckpointName) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
     def _sync(self, folder: Path) -> None:

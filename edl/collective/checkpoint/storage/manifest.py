@@ -25,7 +25,7 @@ from typing import Any, Final
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = ["MANIFEST", "METADATA", "Manifest", "Name", "Piece", "Summed", "newest_first"]
+__all__ = ["MANIFEST", "METADATA", "Manifest", "CheckpointName", "RankManifest", "FileDigest", "newest_first"]
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -34,7 +34,7 @@ _NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?
 
 
 @dataclass(frozen=True, order=True)
-class Name:
+class CheckpointName:
     """A checkpoint's name. Names sort from old to new: by the step, then by when the run began.
 
     Attributes:
@@ -54,25 +54,25 @@ class Name:
         return f"step-{self.step}.g-{self.generation}{run}{'.tmp' if self.temporary else ''}"
 
     @classmethod
-    def parse(cls, text: str) -> Name | None:
+    def parse(cls, text: str) -> CheckpointName | None:
         """The name of a folder, or None for a folder that is something else."""
         match = _NAME.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
 
     @property
-    def final(self) -> Name:
+    def final(self) -> CheckpointName:
         """The name when it is complete."""
         return replace(self, temporary=False)
 
 
-def newest_first(names: Iterable[Name]) -> list[Name]:
+def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
     """Sort checkpoints, and put those behind all others that their own run has given up.
 
     A later generation of a run that has stored the same step or an earlier one went on from before that: what the
     earlier generation did from there on is not part of the training any more, though it had got further.
     """
     ordered = sorted(names, reverse=True)
-    reached: dict[str, list[Name]] = {}
+    reached: dict[str, list[CheckpointName]] = {}
     for name in ordered:
         reached.setdefault(name.run, []).append(name)
     abandoned = {
@@ -86,20 +86,20 @@ def newest_first(names: Iterable[Name]) -> list[Name]:
 
 
 @dataclass(frozen=True)
-class Summed:
+class FileDigest:
     """A file's size in bytes, and the CRC32 of its contents."""
 
     size: int
     crc32: int
 
     @classmethod
-    def of(cls, data: bytes) -> Summed:
+    def of(cls, data: bytes) -> FileDigest:
         """Of these contents."""
         return cls(len(data), zlib.crc32(data))
 
 
 @dataclass(frozen=True)
-class Piece:
+class RankManifest:
     """What one rank stored.
 
     Attributes:
@@ -116,7 +116,7 @@ class Piece:
     rank: int
     world: int
     file: str
-    summed: Summed
+    summed: FileDigest
     tensors: dict[str, tuple[int, int]]
     values: dict[str, tuple[int, int]]
     paths: dict[str, tuple[Any, ...]]
@@ -133,7 +133,7 @@ class Piece:
         return to_json({"format": _FORMAT, **asdict(self)})
 
     @classmethod
-    def parse(cls, data: bytes) -> Piece:
+    def parse(cls, data: bytes) -> RankManifest:
         """Read one.
 
         Raises:
@@ -145,7 +145,7 @@ class Piece:
                 rank=int(form["rank"]),
                 world=int(form["world"]),
                 file=str(form["file"]),
-                summed=Summed(**form["summed"]),
+                summed=FileDigest(**form["summed"]),
                 tensors={key: (int(offset), int(length)) for key, (offset, length) in form["tensors"].items()},
                 values={key: (int(offset), int(length)) for key, (offset, length) in form["values"].items()},
                 paths={key: tuple(path) for key, path in form["paths"].items()},
@@ -163,7 +163,7 @@ class Manifest:
     step: int
     generation: int
     world: int
-    files: dict[str, Summed]
+    files: dict[str, FileDigest]
     run: str = ""
 
     def pack(self) -> bytes:
@@ -179,7 +179,7 @@ class Manifest:
         """
         form = _form(data)
         try:
-            files = {str(name): Summed(**one) for name, one in form["files"].items()}
+            files = {str(name): FileDigest(**one) for name, one in form["files"].items()}
             step, generation, world = (int(form[key]) for key in ("step", "generation", "world"))
             return cls(step, generation, world, files, run=str(form.get("run", "")))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:

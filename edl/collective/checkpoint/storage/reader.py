@@ -18,11 +18,11 @@ import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.restore import Restored
-from edl.collective.checkpoint.state.snapshot import Entry, Meta, overlap, read_meta
-from edl.collective.checkpoint.state.state import Loading, State
-from edl.collective.checkpoint.storage.filesystem import Folder
-from edl.collective.checkpoint.storage.manifest import Manifest, Name, Piece, Summed
+from edl.collective.checkpoint.memory.restore import RestoredState
+from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, overlap, read_meta
+from edl.collective.checkpoint.state.state import State, StateRestore
+from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
+from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, Manifest, RankManifest
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError, TemporaryError
 
@@ -44,8 +44,8 @@ _READS: Final = 8
 class _Item:
     """A tensor in a rank's file."""
 
-    piece: Piece
-    entry: Entry
+    piece: RankManifest
+    entry: TensorEntry
 
     @property
     def begin(self) -> int:
@@ -78,7 +78,7 @@ class _Span:
         return tensor_in(view, item.entry, check=check)
 
 
-def restore(state: State, url: str, group: transfer.Group = None) -> Restored | None:
+def restore(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
     """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
 
     Returns:
@@ -87,12 +87,12 @@ def restore(state: State, url: str, group: transfer.Group = None) -> Restored | 
     Raises:
         TemporaryError: the storage cannot be read.
     """
-    folder = Folder(url)
+    folder = CheckpointFolder(url)
     try:
         for name in _shared(folder, group):
             pieces = _pieces(folder, name, group)
             if pieces and _load(state, folder, name, pieces, group):
-                return Restored(name.step, pieces[0].world)
+                return RestoredState(name.step, pieces[0].world)
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
     return None
@@ -111,24 +111,24 @@ def newest(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[in
         TemporaryError: the storage cannot be read.
     """
     try:
-        names = (name for name in _shared(Folder(url), group) if name.run == run or not run)
+        names = (name for name in _shared(CheckpointFolder(url), group) if name.run == run or not run)
         return next(((name.generation, name.step) for name in names), (-1, -1))
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 
 
-def _shared(folder: Folder, group: transfer.Group) -> Iterator[Name]:
+def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
     """The names of the complete ones that the first rank sees, so that all ranks look at the same."""
     mine = folder.names() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
     src = transfer.global_rank(0, group)
     for text in transfer.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
-        name = Name.parse(text)
+        name = CheckpointName.parse(text)
         if name is not None:
             yield name
 
 
-def _pieces(folder: Folder, name: Name, group: transfer.Group) -> list[Piece]:
+def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
     """What each rank stored of a checkpoint, as the first rank here reads it; none if it is incomplete or damaged."""
     said = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
     found = from_json(transfer.broadcast_bytes(said, transfer.global_rank(0, group), group))
@@ -136,20 +136,20 @@ def _pieces(folder: Folder, name: Name, group: transfer.Group) -> list[Piece]:
         raise OSError(found["failed"])
     if "wrong" in found:
         _warn(folder, name, found["wrong"])
-    return [Piece.parse(text.encode()) for text in found.get("pieces", [])]
+    return [RankManifest.parse(text.encode()) for text in found.get("pieces", [])]
 
 
-def _look(folder: Folder, name: Name) -> dict[str, Any]:
+def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
     """The pieces of a checkpoint, or what is wrong with it, or what failed."""
     try:
         manifest = folder.manifest(name)
         if manifest is None:
             return {}
         with ThreadPoolExecutor(_READS) as pool:
-            files = [Piece.name(rank) for rank in range(manifest.world)]
+            files = [RankManifest.name(rank) for rank in range(manifest.world)]
             texts = list(pool.map(lambda file: folder.read(name, file), files))
         for rank, (file, text) in enumerate(zip(files, texts, strict=True)):
-            if manifest.files.get(file) != Summed.of(text) or not _fits(Piece.parse(text), rank, manifest):
+            if manifest.files.get(file) != FileDigest.of(text) or not _fits(RankManifest.parse(text), rank, manifest):
                 return {"wrong": file}
     except FileNotFoundError as exc:
         return {"wrong": str(exc)}
@@ -160,7 +160,7 @@ def _look(folder: Folder, name: Name) -> dict[str, Any]:
     return {"pieces": [text.decode() for text in texts]}
 
 
-def _fits(piece: Piece, rank: int, manifest: Manifest) -> bool:
+def _fits(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
     """Whether a piece is the one of `rank` in this checkpoint, and its items lie in its file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
@@ -168,11 +168,13 @@ def _fits(piece: Piece, rank: int, manifest: Manifest) -> bool:
     )
 
 
-def _warn(folder: Folder, name: Name, wrong: str) -> None:
+def _warn(folder: CheckpointFolder, name: CheckpointName, wrong: str) -> None:
     _log.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
 
 
-def _load(state: State, folder: Folder, name: Name, pieces: Sequence[Piece], group: transfer.Group) -> bool:
+def _load(
+    state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: transfer.Group
+) -> bool:
     """Read what all ranks need, and if it is whole on all, put it into the state. Returns whether it was."""
     rank, world = rank_of(group), world_of(group)
     same = len(pieces) == world
@@ -215,7 +217,7 @@ def _load(state: State, folder: Folder, name: Name, pieces: Sequence[Piece], gro
     return True
 
 
-def _items(pieces: Sequence[Piece], metas: Sequence[Meta]) -> Iterator[_Item]:
+def _items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
     """Every stored tensor, or part of one, that is not empty; of what several ranks stored alike, the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
@@ -255,7 +257,7 @@ def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
     return shared
 
 
-def _read(folder: Folder, name: Name, spans: Sequence[_Span]) -> str:
+def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]) -> str:
     """Read spans, each once. Returns what is wrong with them, empty if nothing is."""
     blocks = [
         (span, begin, min(begin + _BLOCK_NBYTES, span.end))
@@ -289,14 +291,14 @@ def _read(folder: Folder, name: Name, spans: Sequence[_Span]) -> str:
     return ""
 
 
-def _fill(loading: Loading, span: _Span) -> None:
+def _fill(loading: StateRestore, span: _Span) -> None:
     """Put a span's tensors where they belong, and let go of its memory."""
     for item in span.items:
         loading.fill(item.entry, span.tensor(item))
     span.data = bytearray()
 
 
-def _touches(loading: Loading, entry: Entry) -> bool:
+def _touches(loading: StateRestore, entry: TensorEntry) -> bool:
     """Whether this rank needs any of a stored part."""
     target = loading.targets.get(entry.key)
     if target is None or not entry.nbytes:

@@ -8,7 +8,7 @@ import time
 
 from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.checkpoint.storage.run_id import run_name
-from edl.collective.checkpoint.storage.writer import Persister
+from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.errors import EDLError, TemporaryError
 
 __all__ = ["Background"]
@@ -34,7 +34,7 @@ class Background:
     def __init__(self, url: str, slots: SlotPair, keep: int) -> None:
         self._url = url
         self._run_name = ""
-        self._persister = Persister(url, run=lambda: self._run_name, keep=keep)
+        self._persister = CheckpointWriter(url, run=lambda: self._run_name, keep=keep)
         self._prefix = slots.prefix
         self._wake = threading.Event()
         self._stopping = False

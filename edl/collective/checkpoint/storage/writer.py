@@ -1,6 +1,6 @@
 """Storing checkpoints: from the slots of one node's workers to a folder that outlives the node.
 
-`Persister` is used by the agent, or by a thread of the worker where there is no agent. It needs no process group and
+The agent uses a `CheckpointWriter`, or a thread of the worker where there is no agent. It needs no process group, and
 never makes a worker wait. Every node writes the files of its own ranks; whoever finds all ranks' pieces there completes
 the checkpoint. A world that was given up must not do that, so `fence` is asked last. What belongs together is told by
 the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage.run_id`).
@@ -16,15 +16,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edl.collective.checkpoint.memory.slots import Copy, Found, find, find_marked, marked_path, storing_path
-from edl.collective.checkpoint.storage.filesystem import Folder
-from edl.collective.checkpoint.storage.manifest import MANIFEST, METADATA, Manifest, Name, Piece, Summed
+from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotCopy, find, find_marked, marked_path, storing_path
+from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
+from edl.collective.checkpoint.storage.manifest import (
+    MANIFEST,
+    METADATA,
+    CheckpointName,
+    FileDigest,
+    Manifest,
+    RankManifest,
+)
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 
 if TYPE_CHECKING:
-    from edl.collective.checkpoint.storage.filesystem import SummingWriter
+    from edl.collective.checkpoint.storage.filesystem import ChecksumWriter
 
-__all__ = ["Outcome", "Persister"]
+__all__ = ["WriteOutcome", "CheckpointWriter"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +42,7 @@ one, where each more makes the first to be complete later."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class WriteOutcome:
     """What was stored.
 
     Attributes:
@@ -49,7 +56,7 @@ class Outcome:
     committed: bool
 
 
-class Persister:
+class CheckpointWriter:
     """Writes one node's part of checkpoints to a URL. One thread at a time."""
 
     def __init__(
@@ -66,7 +73,7 @@ class Persister:
         Raises:
             SettingsError: nothing here can reach such a URL.
         """
-        self._folder = Folder(url)
+        self._folder = CheckpointFolder(url)
         self._run = run
         self._keep = max(1, keep)
         self._fence = fence or (lambda: True)
@@ -90,7 +97,7 @@ class Persister:
 
     def persist(
         self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False
-    ) -> Outcome | None:
+    ) -> WriteOutcome | None:
         """Store the newest state that all of `slots` hold and that was not stored yet.
 
         Args:
@@ -125,13 +132,13 @@ class Persister:
             raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
         except MemoryError as exc:
             raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
-        return None if committed is None else Outcome(step, generation, world, committed)
+        return None if committed is None else WriteOutcome(step, generation, world, committed)
 
     def _choose(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
-    ) -> tuple[State, list[Found]] | None:
+    ) -> tuple[State, list[CompleteSlot]] | None:
         """The newest state in all slots, and where it is."""
-        held: list[dict[State, Found]] = []
+        held: list[dict[State, CompleteSlot]] = []
         for prefix in slots:
             here = find_marked(prefix) if marked else find(prefix)
             held.append({_state_of(found): found for found in reversed(here)})
@@ -145,7 +152,7 @@ class Persister:
         ]
         return (max(wanted), [labels[max(wanted)] for labels in held]) if wanted else None
 
-    def _store(self, name: Name, found: Mapping[Path, Found]) -> bool:
+    def _store(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> bool:
         """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
 
         All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
@@ -158,9 +165,9 @@ class Persister:
             wanted = {
                 prefix: slot
                 for prefix, slot in found.items()
-                if Piece.name(slot.label.rank) not in there or not self._has(name, slot)
+                if RankManifest.name(slot.label.rank) not in there or not self._has(name, slot)
             }
-            pinned: list[Copy] = []
+            pinned: list[SlotCopy] = []
             for prefix, slot in wanted.items():
                 copy = slot.pin(storing_path(prefix))
                 if copy is None:
@@ -175,7 +182,7 @@ class Persister:
                 storing_path(prefix).unlink(missing_ok=True)
         return True
 
-    def _write_together(self, name: Name, copies: Sequence[Copy]) -> None:
+    def _write_together(self, name: CheckpointName, copies: Sequence[SlotCopy]) -> None:
         """Write several ranks' parts at a time. Raises the first error when all have ended.
 
         The threads are daemons, as the one that calls is under an agent: a storage that hangs must not keep a process
@@ -204,28 +211,28 @@ class Persister:
         if errors:
             raise errors[0]
 
-    def _has(self, name: Name, found: Found) -> bool:
+    def _has(self, name: CheckpointName, found: CompleteSlot) -> bool:
         """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
         try:
-            piece = Piece.parse(self._folder.read(name, Piece.name(found.label.rank)))
+            piece = RankManifest.parse(self._folder.read(name, RankManifest.name(found.label.rank)))
         except ProtocolError:
             return False
         return (piece.run, piece.world) == (name.run, found.label.world)
 
-    def _write(self, name: Name, copy: Copy) -> None:
-        from edl.collective.checkpoint.storage.dcp import Items, write_rank  # torch, which only this needs
+    def _write(self, name: CheckpointName, copy: SlotCopy) -> None:
+        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank  # torch, which only this needs
 
-        rank, items = copy.label.rank, Items()
+        rank, items = copy.label.rank, RankFileItems()
         file = f"__{rank}_0.distcp"
 
-        def write(stream: SummingWriter) -> None:
+        def write(stream: ChecksumWriter) -> None:
             write_rank(copy, stream, items)
 
         summed = self._folder.write(name, file, write)
         piece = replace(items.piece(copy, file, summed), run=name.run)
-        self._folder.put(name, Piece.name(rank), piece.pack())
+        self._folder.put(name, RankManifest.name(rank), piece.pack())
 
-    def _complete(self, name: Name, world: int) -> bool | None:
+    def _complete(self, name: CheckpointName, world: int) -> bool | None:
         """Complete the checkpoint if every rank's piece is there. None if the fence says no.
 
         What a world that was given up has written stays, incomplete: the fence also says no where it cannot tell, and
@@ -235,7 +242,7 @@ class Persister:
             return True
         try:
             there = self._folder.files(name)
-            if not all(Piece.name(rank) in there for rank in range(world)):
+            if not all(RankManifest.name(rank) in there for rank in range(world)):
                 return self._folder.is_published(name)
             manifest = self._manifest(name, world)
             if not self._fence():
@@ -251,26 +258,26 @@ class Persister:
                 raise
         return True  # or another node was faster
 
-    def _manifest(self, name: Name, world: int) -> Manifest:
+    def _manifest(self, name: CheckpointName, world: int) -> Manifest:
         from edl.collective.checkpoint.storage.dcp import metadata
 
-        files: dict[str, Summed] = {}
+        files: dict[str, FileDigest] = {}
         pieces = []
         for rank in range(world):
-            data = self._folder.read(name, Piece.name(rank))
-            piece = Piece.parse(data)
+            data = self._folder.read(name, RankManifest.name(rank))
+            piece = RankManifest.parse(data)
             if (piece.run, piece.world) != (name.run, world):
                 raise ProtocolError(
                     f"{name} has a piece of another run, or of a world of {piece.world} ranks, not {world}"
                 )
             pieces.append(piece)
-            files[Piece.name(rank)] = Summed.of(data)
+            files[RankManifest.name(rank)] = FileDigest.of(data)
             files[piece.file] = piece.summed
         packed = metadata(pieces)
         files[METADATA] = self._folder.put(name, METADATA, packed)
         return Manifest(name.step, name.generation, world, files, name.run)
 
-    def _prune(self, newest: Name) -> None:
+    def _prune(self, newest: CheckpointName) -> None:
         """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
         complete = []
         names = self._folder.names()
@@ -283,14 +290,14 @@ class Persister:
         for name in complete[self._keep :]:
             self._folder.remove(name)
 
-    def _is_complete(self, name: Name) -> bool:
+    def _is_complete(self, name: CheckpointName) -> bool:
         try:
             return self._folder.manifest(name) is not None
         except ProtocolError:
             return False
 
 
-def _state_of(found: Found) -> State:
+def _state_of(found: CompleteSlot) -> State:
     return found.label.generation, found.label.step, found.label.world
 
 

@@ -13,7 +13,7 @@ import pytest
 from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, kept_prefix, stamp_of
 from edl.collective.checkpoint.memory.slots import find
 from edl.collective.job_records import Member, State, World
-from edl.collective.replica.replicator import Replication
+from edl.collective.replica.replicator import Replicator
 from edl.collective.replica.schedule import ReplicaPace
 from tests.integration.collective.checkpoint.test_checkpoint import same
 from tests.integration.collective.checkpoint.world import run
@@ -37,10 +37,10 @@ class Nodes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.said: list[str] = []
-        self.agents: dict[int, Replication] = {}
+        self.agents: dict[int, Replicator] = {}
         for node in NODES:
             (folder / f"node-{node}").mkdir()
-            self.agents[node] = Replication(
+            self.agents[node] = Replicator(
                 f"n{node}", folder / REPLICAS[node], [folder / SLOTS[node]], lambda: b"secret", self.said.append, PACE
             )
 

@@ -23,7 +23,7 @@ from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.storage import worker_persister as storage_background
 from edl.collective.checkpoint.storage.worker_persister import Background
-from edl.collective.checkpoint.storage.writer import Persister
+from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.discovery import open_store
 from edl.errors import DiscoveryError, ProtocolError, TemporaryError
 from tests.unit.collective.checkpoint import saved
@@ -116,7 +116,7 @@ def test_own_fault_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch
     lines: list[str] = []
     put(tmp_path / "s", 1)
     with monkeypatch.context() as broken:
-        broken.setattr(Persister, "_choose", lambda *arguments: 1 / 0)
+        broken.setattr(CheckpointWriter, "_choose", lambda *arguments: 1 / 0)
         persister = started(url, tmp_path / "s", lines)
         wait_for(lambda: bool(lines))
         assert "fault in EDL" in lines[0]
@@ -205,7 +205,7 @@ def test_agents_agree_on_a_run(tmp_path: Path) -> None:
         assert (JobRun(second, "job")(), JobRun(first, "job")()) == (run, run)
         assert JobRun(second, "another")() != run
         put(tmp_path / "s", 1)
-        outcome = Persister(str(tmp_path / "c"), run=JobRun(first, "job")).persist([tmp_path / "s"])
+        outcome = CheckpointWriter(str(tmp_path / "c"), run=JobRun(first, "job")).persist([tmp_path / "s"])
         assert outcome is not None
         assert (tmp_path / f"c/step-1.g-1.r-{run}").is_dir()
         first.put("jobs/third/run", b"../..")

@@ -15,7 +15,7 @@ import pytest
 
 from edl.collective.agent import host_folder as host
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.checkpoint.memory.slots import Label, SlotPair, find, make_room
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find, make_room
 from edl.errors import EDLError
 
 
@@ -55,14 +55,14 @@ def save(folder: HostFolder, generation: int = 0, step: int = 0) -> None:
     """Have a complete state in the folder's first slots."""
     slots = SlotPair(Path(folder.slots(0)))
     slots.begin(8, 0)
-    slots.commit(Label(generation, step, 1, 0), 8, b"")
+    slots.commit(SlotHeader(generation, step, 1, 0), 8, b"")
 
 
 LEAVE = """
 import os, sys, time
 from pathlib import Path
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 folders = []
 for part in sys.argv[2:]:
     name, *state = part.split()
@@ -74,7 +74,7 @@ for part in sys.argv[2:]:
     folder.run = run
     slots = SlotPair(Path(folder.slots(0)))
     slots.begin(8, 0)
-    slots.commit(Label(int(generation), int(step), 1, 0), 8, b"")
+    slots.commit(SlotHeader(int(generation), int(step), 1, 0), 8, b"")
     os.utime(folder.path / "node", (time.time() - float(died_s_ago),) * 2)
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edl.collective.checkpoint.memory.slots import Label, SlotPair
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
@@ -18,4 +18,4 @@ def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, ge
     data = slot_bytes(memory, captured.data_nbytes)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
         view_of(data, entry).copy_(tensor)
-    slots.commit(Label(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)
+    slots.commit(SlotHeader(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.memory import copying
-from edl.collective.checkpoint.memory.copying import Copier
+from edl.collective.checkpoint.memory.copying import TensorCopier
 
 
 @pytest.fixture(params=[1, 3])
-def copier(request: pytest.FixtureRequest) -> Iterator[Copier]:
-    made = Copier(request.param)
+def copier(request: pytest.FixtureRequest) -> Iterator[TensorCopier]:
+    made = TensorCopier(request.param)
     yield made
     made.close()
 
 
-def test_everything_is_copied_bit_for_bit(copier: Copier) -> None:
+def test_everything_is_copied_bit_for_bit(copier: TensorCopier) -> None:
     base = torch.randn(3000, 2000)
     sources = [
         base, base.t(), base[::2, 5], torch.tensor(3.5, dtype=torch.bfloat16), torch.empty(0, 4),
@@ -34,7 +34,7 @@ def test_everything_is_copied_bit_for_bit(copier: Copier) -> None:
         base += 1
 
 
-def test_trainable_parameters_are_copied(copier: Copier) -> None:
+def test_trainable_parameters_are_copied(copier: TensorCopier) -> None:
     """Parameters that require gradients are copied."""
     source = torch.nn.Parameter(torch.ones(2_000_000))
     target = torch.zeros(2_000_000)
@@ -51,7 +51,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_failed_copy_is_an_error(copier: Copier, background: bool) -> None:
+def test_failed_copy_is_an_error(copier: TensorCopier, background: bool) -> None:
     """A copy that fails is an error and nothing follows from it."""
     whole = [(np.zeros(8), np.ones(8)) for _ in range(20)]
     done: list[int] = []
@@ -68,7 +68,7 @@ def test_failed_copy_is_an_error(copier: Copier, background: bool) -> None:
     assert not done
 
 
-def test_uncopyable_is_left_to_the_caller(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncopyable_is_left_to_the_caller(copier: TensorCopier, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread's current stream on a GPU is not the caller's."""
     threads: list[str] = []
     copy = torch.Tensor.copy_

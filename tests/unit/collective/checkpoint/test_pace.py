@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.memory.choice import choose
-from edl.collective.checkpoint.memory.slots import Label
-from edl.collective.checkpoint.pace import Pace
+from edl.collective.checkpoint.memory.slots import SlotHeader
+from edl.collective.checkpoint.pace import SaveSchedule
 from edl.errors import SettingsError
 
 
 @given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
 def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
     """Saving costs no more than the overhead."""
-    pace = Pace(overhead=overhead)
+    pace = SaveSchedule(overhead=overhead)
     assert pace.wanted(step_s, save_s) == 1  # the first one paid for the pages
     pace.agreed(0, 1)
     steps = pace.wanted(step_s, save_s)
@@ -27,7 +27,7 @@ def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: fl
 
 def test_saves_first_and_at_agreed_steps() -> None:
     """It saves at once then at the agreed steps and anew after a restart."""
-    pace = Pace(interval_steps=10)
+    pace = SaveSchedule(interval_steps=10)
     assert pace.due(7)
     pace.agreed(7, pace.wanted(1.0, 0.1))
     assert [step for step in range(8, 20) if pace.due(step)] == [17, 18, 19]
@@ -37,7 +37,7 @@ def test_saves_first_and_at_agreed_steps() -> None:
 
 def test_interval_in_seconds_becomes_steps() -> None:
     """An interval in seconds is counted in steps."""
-    pace = Pace(interval_s=5.0)
+    pace = SaveSchedule(interval_s=5.0)
     assert (pace.wanted(0.5, 9.0), pace.wanted(7.0, 0.0)) == (10, 1)
     assert pace.wanted(0.0, 0.0) > 1
 
@@ -46,12 +46,12 @@ def test_interval_in_seconds_becomes_steps() -> None:
 def test_useless_settings_are_refused(given: dict[str, float]) -> None:
     """Settings that say nothing or too much are refused."""
     with pytest.raises(SettingsError, match="exactly one"):
-        Pace(**given)  # type: ignore[arg-type]
+        SaveSchedule(**given)  # type: ignore[arg-type]
 
 
 def test_newest_generation_is_chosen() -> None:
     """The newest state of the newest generation is chosen."""
-    offers = [[Label(1, 20, 2, 0)], [Label(2, 15, 2, 1), Label(2, 14, 2, 1)], []]
+    offers = [[SlotHeader(1, 20, 2, 0)], [SlotHeader(2, 15, 2, 1), SlotHeader(2, 14, 2, 1)], []]
     choice = choose(offers)
     assert choice is not None
     assert (choice.generation, choice.step) == (2, 15)
@@ -60,23 +60,23 @@ def test_newest_generation_is_chosen() -> None:
 
 
 def test_each_rank_gets_its_own_where_it_can() -> None:
-    both = [Label(3, 8, 2, rank) for rank in range(2)]
-    choice = choose([[Label(3, 9, 2, 0), both[0]], [both[1]]])
+    both = [SlotHeader(3, 8, 2, rank) for rank in range(2)]
+    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
     assert choice is not None
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
         "rank 1 would begin its random numbers anew"
     )
-    choice = choose([[Label(3, 9, 2, 0), both[0]], []])
+    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], []])
     assert choice is not None
     assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
-    choice = choose([[Label(3, 9, 2, 0), both[0]], [both[1]], []])
+    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
     assert choice is not None
     assert choice.step == 9, "in a world of another size nobody's random numbers come back"
 
 
 def test_a_sharded_state_needs_all_its_parts() -> None:
-    newer = [Label(1, 9, 2, 0, sharded=True)]
-    older = [Label(1, 8, 2, rank, sharded=True) for rank in range(2)]
+    newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
+    older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]
     choice = choose([[*newer, older[0]], [older[1]]])
     assert choice is not None
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
@@ -84,7 +84,7 @@ def test_a_sharded_state_needs_all_its_parts() -> None:
 
 def test_moved_ranks_get_their_own_parts() -> None:
     """Ranks that changed places get their own parts."""
-    offers = [[Label(1, 8, 2, 1, sharded=True)], [Label(1, 8, 2, 0, sharded=True)]]
+    offers = [[SlotHeader(1, 8, 2, 1, sharded=True)], [SlotHeader(1, 8, 2, 0, sharded=True)]]
     choice = choose(offers)
     assert choice is not None
     assert (choice.sources, choice.parts) == ((1, 0), (0, 1))
@@ -92,13 +92,13 @@ def test_moved_ranks_get_their_own_parts() -> None:
 
 def test_sharded_state_in_another_world() -> None:
     """A sharded state in a world of another size is put together."""
-    choice = choose([[Label(1, 8, 2, 0, sharded=True)], [Label(1, 8, 2, 1, sharded=True)], []])
+    choice = choose([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
     assert choice is not None
     assert (choice.holders, choice.sources) == ((0, 1), ())
 
 
 # Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
-_HSDP = [Label(1, 8, 4, rank, sharded=True) for rank in range(4)]
+_HSDP = [SlotHeader(1, 8, 4, rank, sharded=True) for rank in range(4)]
 _SAME = {label: (label.rank % 2, label.rank % 2 + 2) for label in _HSDP}
 
 
@@ -121,9 +121,9 @@ def test_a_stand_in_comes_before_a_replica() -> None:
     assert choice is None, "a replica does not say who else held its shards"
 
 
-@given(st.lists(st.lists(st.builds(Label, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
+@given(st.lists(st.lists(st.builds(SlotHeader, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
                          max_size=2), min_size=1, max_size=5))  # fmt: skip
-def test_whoever_gives_a_state_has_it(offers: list[list[Label]]) -> None:
+def test_whoever_gives_a_state_has_it(offers: list[list[SlotHeader]]) -> None:
     choice = choose(offers)
     assert (choice is None) == (not any(offers))
     if choice is not None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Label, SlotPair, find, make_room, nbytes_of
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find, make_room, nbytes_of
 from edl.errors import ClosedError, SettingsError
 
 
@@ -23,7 +23,7 @@ def write(slots: SlotPair, step: int, nbytes: int = 100, generation: int = 0) ->
     meta = b"m%d" % step
     _, memory = slots.begin(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = struct.pack("<q", step)[:1] * nbytes
-    slots.commit(Label(generation, step, 1, 0), nbytes, meta)
+    slots.commit(SlotHeader(generation, step, 1, 0), nbytes, meta)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_the_memory_is_used_again(prefix: Path) -> None:
     for _ in range(4):
         number, memory = slots.begin(1000, 2)
         assert maps.setdefault(number, memory) is memory
-        slots.commit(Label(0, 1, 1, 0), 1000, b"{}")
+        slots.commit(SlotHeader(0, 1, 1, 0), 1000, b"{}")
     assert sorted(maps) == [0, 1]
 
 
@@ -247,7 +247,7 @@ def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:
     """Where somebody waits the other slot gets its memory in the background."""
     pair = SlotPair(prefix)
     pair.begin(3_000_000, 10, hurry=True)
-    pair.commit(Label(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    pair.commit(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
     other = prefix.with_name(prefix.name + ".1")
     deadline = time.monotonic() + 20
     while not other.exists() or other.stat().st_blocks * 512 < 3_000_000:
@@ -264,7 +264,7 @@ def test_retracted_number_is_not_reused(prefix: Path) -> None:
     seen = set()
     for _ in range(5):
         pair.begin(1000, 1)
-        pair.commit(Label(0, 7, 1, 0), 1000, b"x")
+        pair.commit(SlotHeader(0, 7, 1, 0), 1000, b"x")
         seen.add((find(prefix)[0].path, find(prefix)[0].sequence))
         pair.retract()
     assert len({sequence for _, sequence in seen}) == 5
@@ -280,6 +280,6 @@ def test_room_made_before_holds_nothing(prefix: Path) -> None:
     pair = SlotPair(prefix)
     _, memory = pair.begin(3_000_000, 10)
     assert len(memory) == 5_000_000
-    pair.commit(Label(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    pair.commit(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
     assert find(prefix)[0].label.step == 1
     pair.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.copying import Copier
+from edl.collective.checkpoint.memory.copying import TensorCopier
 from edl.collective.checkpoint.memory.staging import PinnedStaging
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Board, Phase
@@ -122,7 +122,7 @@ def test_copy_sees_no_later_updates(gpu: FakeGpu) -> None:
     expected = plain + 1
     gpu.default.queue.append(lambda: plain.add_(1))
     target = torch.empty_like(plain)
-    copier = Copier(2)
+    copier = TensorCopier(2)
     copier.copy([target], [on_gpu(plain)])
     plain.zero_()
     gpu.default.run()

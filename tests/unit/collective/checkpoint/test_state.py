@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from edl.collective.checkpoint.state.sharding import LiveMeshes
-from edl.collective.checkpoint.state.snapshot import Entry, overlap, parse_meta
-from edl.collective.checkpoint.state.state import Captured, State, WorldChange
+from edl.collective.checkpoint.state.snapshot import TensorEntry, overlap, parse_meta
+from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
 from edl.collective.checkpoint.state.tensors import LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError
 
@@ -23,7 +23,7 @@ DTYPES = [
 ]  # fmt: skip
 
 
-def pack(captured: Captured) -> torch.Tensor:
+def pack(captured: CapturedState) -> torch.Tensor:
     """The data, as a slot would hold it."""
     data = torch.zeros(captured.data_nbytes, dtype=torch.uint8)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
@@ -31,7 +31,7 @@ def pack(captured: Captured) -> torch.Tensor:
     return data
 
 
-def restore(state: State, captured: Captured, data: torch.Tensor) -> None:
+def restore(state: State, captured: CapturedState, data: torch.Tensor) -> None:
     meta = parse_meta(captured.meta)
     loading = state.begin_load(meta)
     loading.fill_all(meta.entries, data)
@@ -321,7 +321,7 @@ def test_nothing_is_restored_to_meta() -> None:
 
 def test_tensors_come_back_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of an accelerator, the device `meta` is there, or none; tensors on it can be made on any machine."""
-    saved = Entry("a.b", "float32", (2,), (2,), (0,), "replicated", 0, 8, device="meta")
+    saved = TensorEntry("a.b", "float32", (2,), (2,), (0,), "replicated", 0, 8, device="meta")
 
     def place(alike: torch.Tensor | None = None) -> str:
         live = LiveTensors({}, {} if alike is None else {"a.b": alike}, {}, LiveMeshes([]))

@@ -24,13 +24,13 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import Label, SlotPair, find_marked
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_marked
 from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.collective.checkpoint.storage import reader as storage_read
-from edl.collective.checkpoint.storage.manifest import Name, Summed, newest_first
-from edl.collective.checkpoint.storage.writer import Outcome, Persister
+from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, newest_first
+from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
 from edl.errors import SettingsError, TemporaryError
 from tests.unit.collective.checkpoint.counted import reads
 from tests.unit.collective.checkpoint.saved import put
@@ -39,8 +39,8 @@ FIRST, SECOND = "346d06b600000001", "346d06b600000002"
 """Two runs, the second of which began later."""
 
 
-def storing(url: Path | str, run: str = FIRST, **settings: Any) -> Persister:
-    return Persister(str(url), run=lambda: run, **settings)
+def storing(url: Path | str, run: str = FIRST, **settings: Any) -> CheckpointWriter:
+    return CheckpointWriter(str(url), run=lambda: run, **settings)
 
 
 def job(seed: int) -> State:
@@ -299,7 +299,7 @@ def test_unnamed_run_stores_nothing(tmp_path: Path, url: str) -> None:
     """Nothing is stored before the run has a name."""
     put(tmp_path / "s", job(1), 1)
     name = ""
-    persister = Persister(url, run=lambda: name)
+    persister = CheckpointWriter(url, run=lambda: name)
     assert persister.persist([tmp_path / "s"]) is None
     name = FIRST
     assert persister.persist([tmp_path / "s"]) is not None
@@ -323,7 +323,7 @@ def test_old_layout_is_restored(tmp_path: Path) -> None:
     piece, manifest = (json.loads((old / name).read_text()) for name in ("piece-0.json", "manifest.json"))
     assert (piece.pop("run"), manifest.pop("run")) == (FIRST, FIRST)
     (old / "piece-0.json").write_text(json.dumps(piece))
-    manifest["files"]["piece-0.json"] = asdict(Summed.of(json.dumps(piece).encode()))
+    manifest["files"]["piece-0.json"] = asdict(FileDigest.of(json.dumps(piece).encode()))
     (old / "manifest.json").write_text(json.dumps(manifest))
     restored = storage_read.restore(target := job(9), str(tmp_path / "c"))
     assert restored is not None
@@ -456,8 +456,8 @@ def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
 # --- What a run has given up. ---
 
 
-def parsed(*texts: str) -> list[Name]:
-    return [name for text in texts if (name := Name.parse(text)) is not None]
+def parsed(*texts: str) -> list[CheckpointName]:
+    return [name for text in texts if (name := CheckpointName.parse(text)) is not None]
 
 
 @pytest.mark.parametrize(
@@ -535,7 +535,7 @@ def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) 
     data = slot_bytes(memory, captured.data_nbytes)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
         view_of(data, entry).copy_(tensor)
-    slots.commit(Label(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
+    slots.commit(SlotHeader(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
 
 
 def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
@@ -545,7 +545,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     for step in range(3):
         for rank in range(2):
             save(slots[rank], job(step), step, rank, persist=step == 0)
-    outcomes: list[Outcome | None] = []
+    outcomes: list[WriteOutcome | None] = []
     persister = storing(slow)
     storer = threading.Thread(target=lambda: outcomes.append(persister.persist(prefixes, marked=True)))
     storer.start()
@@ -556,8 +556,10 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
             save(slots[rank], job(step), step, rank, persist=step == 4)
     SlowFolder.go_on.set()
     storer.join(30)
-    assert outcomes == [Outcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
-    assert persister.persist(prefixes, marked=True) == Outcome(4, 1, 2, True), "then the newest that was marked since"
+    assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
+    assert persister.persist(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
+        "then the newest that was marked since"
+    )
     for step in (0, 4):
         name = next((tmp_path / "c").glob(f"step-{step}.*"))
         restored = storage_read.restore(target := job(99), str(name.parent)) if step == 4 else None

@@ -50,10 +50,10 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     """The helping thread, to be stopped."""
     held = Held()
 
-    def submit(self: copying.Copier, job: object) -> None:
+    def submit(self: copying.TensorCopier, job: object) -> None:
         threading.Thread(target=held.work, args=(job,), daemon=True).start()
 
-    monkeypatch.setattr(copying.Copier, "_submit", submit)
+    monkeypatch.setattr(copying.TensorCopier, "_submit", submit)
     yield held
     held.go.set()
 

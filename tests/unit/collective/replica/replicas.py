@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, Found, Label, SlotPair, find
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find
 
 SECRET = b"s" * 32
 WAIT_S = 20.0
 
 
-def keep(prefix: Path, step: int, nbytes: int = 100, *, generation: int = 0, rank: int = 0, world: int = 2) -> Found:
+def keep(
+    prefix: Path, step: int, nbytes: int = 100, *, generation: int = 0, rank: int = 0, world: int = 2
+) -> CompleteSlot:
     """Save a state whose bytes are its step."""
     slots = SlotPair(prefix)
     found = save(slots, step, nbytes, generation=generation, rank=rank, world=world)
@@ -20,16 +22,18 @@ def keep(prefix: Path, step: int, nbytes: int = 100, *, generation: int = 0, ran
     return found
 
 
-def save(slots: SlotPair, step: int, nbytes: int, *, generation: int = 0, rank: int = 0, world: int = 2) -> Found:
+def save(
+    slots: SlotPair, step: int, nbytes: int, *, generation: int = 0, rank: int = 0, world: int = 2
+) -> CompleteSlot:
     """The same in slots that stay open."""
     meta = b"m%d" % step
     _, memory = slots.begin(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = bytes([step]) * nbytes
-    slots.commit(Label(generation, step, world, rank, sharded=True), nbytes, meta)
+    slots.commit(SlotHeader(generation, step, world, rank, sharded=True), nbytes, meta)
     return find(slots.prefix)[0]
 
 
-def is_whole(found: Found) -> bool:
+def is_whole(found: CompleteSlot) -> bool:
     copy = found.copy()
     return copy is not None and set(copy.data) <= {found.label.step} and copy.meta == b"m%d" % found.label.step
 

@@ -18,18 +18,18 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.choice import choose
 from edl.collective.checkpoint.memory.replica_slots import (
     NOTHING,
-    Keeping,
     ReplicaFolder,
-    Stamp,
+    ReplicaSlots,
+    StateVersion,
     kept_prefix,
     newest_common,
     stamp_of,
 )
-from edl.collective.checkpoint.memory.slots import Label, SlotPair, find
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find
 from edl.collective.checkpoint.state.state import State as TrainState
 from edl.collective.job_records import Member, State, World
-from edl.collective.replica.replicator import JobSecret, Replication, peer_of
-from edl.collective.replica.schedule import Act, Course, ReplicaPace
+from edl.collective.replica.replicator import JobSecret, Replicator, peer_of
+from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from tests.unit.collective.replica.replicas import SECRET, is_whole, keep, save, steps, until
@@ -37,13 +37,13 @@ from tests.unit.collective.replica.replicas import SECRET, is_whole, keep, save,
 # --- Which state is chosen. ---
 
 labels = st.builds(
-    Label, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
+    SlotHeader, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
 ).filter(lambda label: label.rank < label.world)
 
 
 @given(st.lists(st.tuples(st.lists(labels, max_size=4), st.lists(labels, max_size=4)), min_size=1, max_size=4))
 def test_owners_states_come_first(
-    offers: list[tuple[list[Label], list[Label]]],
+    offers: list[tuple[list[SlotHeader], list[SlotHeader]]],
 ) -> None:
     """The newest state that is whole is chosen and owners come first."""
     own, replicas = [one for one, _ in offers], [one for _, one in offers]
@@ -75,7 +75,7 @@ def test_workers_keep_wanted_states(tmp_path: Path) -> None:
     """Workers keep a state when it is wanted and all that are kept were sent."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    keeping = Keeping(tmp_path / "slots-0", folder)
+    keeping = ReplicaSlots(tmp_path / "slots-0", folder)
     assert not keeping.wanted()
     folder.want(NOTHING)
     assert keeping.wanted()
@@ -100,7 +100,7 @@ def memory_of(folder: Path) -> int:
 @pytest.mark.parametrize(("between", "states"), [(0, 2), (1, 3), (3, 4)], ids=["each", "every other", "every fourth"])
 def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> None:
     """Where each save is kept for a replica, two slots are enough; elsewhere it takes two more at most."""
-    keeping, slots = Keeping(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
+    keeping, slots = ReplicaSlots(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
     most, inodes = 0, set()
     for step in range(40):
         kept = step % (between + 1) == 0
@@ -168,38 +168,42 @@ ONE, TWO = (0, 1, 2), (0, 2, 2)
 
 def test_state_is_sent_once_an_interval() -> None:
     """A state is sent once and the next one wanted after the interval."""
-    course = Course(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
+    course = ReplicationSchedule(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
     course.begin(same_peer=False)
-    assert course.next(0, NOTHING, NOTHING) is Act.WANT
-    assert course.next(1, ONE, ONE) is Act.SEND
+    assert course.next(0, NOTHING, NOTHING) is ReplicaAction.WANT
+    assert course.next(1, ONE, ONE) is ReplicaAction.SEND
     course.failed(2)
-    assert [course.next(now, ONE, ONE) for now in (3, 7)] == [Act.WAIT, Act.SEND]
+    assert [course.next(now, ONE, ONE) for now in (3, 7)] == [ReplicaAction.WAIT, ReplicaAction.SEND]
     course.sent(ONE, 7, 9)
-    assert [course.next(now, ONE, ONE) for now in (9, 26.9, 27)] == [Act.WAIT, Act.WAIT, Act.WANT]
+    assert [course.next(now, ONE, ONE) for now in (9, 26.9, 27)] == [
+        ReplicaAction.WAIT,
+        ReplicaAction.WAIT,
+        ReplicaAction.WANT,
+    ]
     course.begin(same_peer=True)
-    assert course.next(10, ONE, ONE) is Act.WANT, "the first state of a new world is kept at once"
+    assert course.next(10, ONE, ONE) is ReplicaAction.WANT, "the first state of a new world is kept at once"
     course.begin(same_peer=False)
-    assert course.next(10, ONE, ONE) is Act.SEND, "a new peer has none"
+    assert course.next(10, ONE, ONE) is ReplicaAction.SEND, "a new peer has none"
 
 
 def test_unkept_state_is_passed_over() -> None:
     """A state that some worker does not keep is passed over in the end."""
-    course = Course(ReplicaPace(patience_s=30))
+    course = ReplicationSchedule(ReplicaPace(patience_s=30))
     course.sent(ONE, 0, 0)
-    assert [course.next(now, ONE, TWO) for now in (20, 49)] == [Act.WAIT, Act.WAIT]
-    assert course.next(49, TWO, TWO) is Act.SEND
-    assert course.next(50, ONE, TWO) is Act.WANT
+    assert [course.next(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
+    assert course.next(49, TWO, TWO) is ReplicaAction.SEND
+    assert course.next(50, ONE, TWO) is ReplicaAction.WANT
 
 
 def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transfers of a minute, as 64 GB over 10 Gbit/s take: the oldest is replaced when the next one has arrived."""
 
     def oldest_s() -> float:
-        course, saved, now = Course(ReplicaPace.from_env()), -1.0, 0.0
+        course, saved, now = ReplicationSchedule(ReplicaPace.from_env()), -1.0, 0.0
         course.begin(same_peer=False)
         for step in range(3):
             sent = (0, step, 2) if step else NOTHING
-            while course.next(now, sent, sent) is not Act.WANT:
+            while course.next(now, sent, sent) is not ReplicaAction.WANT:
                 now += 1.0
                 assert now < 10_000.0
             before, saved = saved, now
@@ -219,15 +223,15 @@ def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> No
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
 def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -> None:
     """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
-    course = Course(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
+    course = ReplicationSchedule(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
     course.begin(same_peer=False)
     now, kept, sent = 0.0, NOTHING, []
     for wait_s, took_s, works in turns:
         now += wait_s
         act = course.next(now, kept, kept)
-        if act is Act.WANT:
+        if act is ReplicaAction.WANT:
             kept = (0, kept[1] + 1, 2)
-        elif act is Act.SEND:
+        elif act is ReplicaAction.SEND:
             began, now = now, now + took_s
             if works:
                 course.sent(kept, began, now)
@@ -260,15 +264,15 @@ def said() -> list[str]:
     return []
 
 
-def world_of(generation: int, agents: dict[str, Replication]) -> World:
+def world_of(generation: int, agents: dict[str, Replicator]) -> World:
     members = [Member(name, "127.0.0.1", 0, 1, rank, one.port) for rank, (name, one) in enumerate(agents.items())]
     return World(generation, State.RUNNING, tuple(members))
 
 
 @pytest.fixture
-def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replication]]:
+def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replicator]]:
     made = {
-        name: Replication(
+        name: Replicator(
             name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicaPace(0)
         )
         for name in "abc"
@@ -278,11 +282,11 @@ def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replication]]:
         one.close()
 
 
-def replica(tmp_path: Path, of: str, at: str) -> list[Stamp]:
+def replica(tmp_path: Path, of: str, at: str) -> list[StateVersion]:
     return [stamp_of(one.label) for one in find(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
 
 
-def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replication], said: list[str]) -> None:
+def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:
     """Agents send what is kept to the next one and to its successor."""
     before = time.time_ns() // 1000
     keep(kept_prefix(tmp_path / "slots-a"), 1)
@@ -302,7 +306,7 @@ def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replication
     assert said == []
 
 
-def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replication], said: list[str]) -> None:
+def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:
     """A peer that does not answer costs a line."""
     world = world_of(0, agents)
     agents.pop("b").close()
@@ -313,7 +317,7 @@ def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replication]
     assert ReplicaFolder(tmp_path / "a").wanted() is None
 
 
-def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replication]) -> None:
+def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replicator]) -> None:
     """Who leaves gives the newest state away."""
     for one in agents.values():
         one.world_changed(world_of(0, agents))

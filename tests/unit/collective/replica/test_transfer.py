@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.memory.replica_slots import NOTHING, ReplicaFolder, stamp_of
-from edl.collective.checkpoint.memory.slots import Found, SlotPair, find
-from edl.collective.replica.client import Refused, send_states
-from edl.collective.replica.protocol import Announcement
+from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotPair, find
+from edl.collective.replica.client import ReplicaRefusedError, send_states
+from edl.collective.replica.protocol import ReplicaAnnouncement
 from edl.collective.replica.server import ReplicaServer
 from edl.errors import ProtocolError, TemporaryError
 from tests.unit.collective.replica.replicas import SECRET, WAIT_S, keep, steps, until
@@ -39,7 +39,7 @@ def server(tmp_path: Path, said: list[str]) -> Iterator[ReplicaServer]:
     server.close()
 
 
-def send(server: ReplicaServer, *states: Found, secret: bytes = SECRET, node: str = "other.host-1") -> None:
+def send(server: ReplicaServer, *states: CompleteSlot, secret: bytes = SECRET, node: str = "other.host-1") -> None:
     send_states(("127.0.0.1", server.port), secret, node, states, operation_s=10.0)
 
 
@@ -127,7 +127,7 @@ def test_changed_transfer_keeps_old_state(tmp_path: Path, server: ReplicaServer)
     send(server, keep(tmp_path / "kept", 1, 50_000))
     for attempt in range(30):
         state = keep(tmp_path / f"kept-{attempt}", 2, 50_000)
-        refused = contextlib.suppress(TemporaryError, ProtocolError, Refused)
+        refused = contextlib.suppress(TemporaryError, ProtocolError, ReplicaRefusedError)
         with Proxy(server.port, at=rng.randrange(50_500), cut=attempt % 2 == 0) as proxy, refused:
             send_states(("127.0.0.1", proxy.port), SECRET, "other.host-1", [state], operation_s=5.0)
             assert proxy.beyond, "it worked though it was damaged"
@@ -260,7 +260,7 @@ def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     server = ReplicaServer(folder, lambda: SECRET, said.append, share_of_free=1e-12)
-    with pytest.raises(Refused, match="free in memory"):
+    with pytest.raises(ReplicaRefusedError, match="free in memory"):
         send(server, keep(tmp_path / "kept", 1, 1000))
     server.close()
     assert folder.prefixes() == []
@@ -269,7 +269,7 @@ def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
 @given(st.binary(max_size=300))
 def test_what_is_no_announcement_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
-        Announcement.decode(data)
+        ReplicaAnnouncement.decode(data)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_what_is_no_announcement_is_refused(data: bytes) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
-    right = Announcement("n", 0, 0, 1, 2, 1, 100, 10, NOTHING)
-    assert Announcement.decode(right.encode()) == right
+    right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NOTHING)
+    assert ReplicaAnnouncement.decode(right.encode()) == right
     with pytest.raises(ProtocolError):
-        Announcement.decode(replace(right, **wrong).encode())  # type: ignore[arg-type]
+        ReplicaAnnouncement.decode(replace(right, **wrong).encode())  # type: ignore[arg-type]

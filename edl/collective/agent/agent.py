@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from edl.collective.agent.context import AgentContext, EventQueue, PeerLost, open_agent_context
-from edl.collective.agent.health.stragglers import StepTimes
+from edl.collective.agent.health.step_times import StepTimes
 from edl.collective.agent.join import join_job
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.reconciler import NodeReconciler
@@ -101,7 +101,7 @@ class Agent:
                     node
                 )  # an error leaves it for the next turn: it may have served the store
                 self._gone.discard(node)
-            records = context.membership.read()
+            records = context.membership.read_records()
             self._read_at = time.monotonic()
             code = reconciler.reconcile(records)
         except DiscoveryError as exc:
@@ -131,7 +131,7 @@ class Agent:
             return
         self._shared_at = now
         first = context.worker_group.first_rank
-        own_s = self._step_times.window(
+        own_s = self._step_times.measure_window(
             {first + rank: one for rank, one in context.worker_group.read_statuses().items()}
         )
         if own_s:

@@ -139,7 +139,7 @@ def open_agent_context(
         stack.callback(replicas.close)
         peer_connections = PeerConnections(name, lambda node: events.put(PeerLost(node)), spec.tls)
         stack.callback(peer_connections.close)  # not before the workers are gone: others go on at once
-        membership.update(replica_port=replicas.port, tether_port=peer_connections.port)
+        membership.update_node(replica_port=replicas.port, tether_port=peer_connections.port)
         worker_group = WorkerGroup(spec, host, events.put, say, signals.raise_if_stopping)
         stack.callback(worker_group.close)
         yield AgentContext(
@@ -160,7 +160,7 @@ def _may_store(membership: Membership, signals: StopSignals) -> bool:
         DiscoveryError: the store does not answer, so nobody knows.
     """
     try:
-        world = membership.world()
+        world = membership.read_world()
     except ClosedError:
         return False
     return signals.stopping or world.state is not State.RUNNING or is_member(world, membership.node.id)

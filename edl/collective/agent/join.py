@@ -66,7 +66,7 @@ def _too_late(context: AgentContext) -> int | None:
     deadline = time.monotonic() + 4 * context.spec.ttl_s
     while True:
         context.signals.raise_if_stopping()
-        records = context.membership.read()
+        records = context.membership.read_records()
         world = records.world
         if world.state is State.DONE:
             context.say(f"job {context.spec.job} has ended already ({world.message}): nothing to do")
@@ -75,7 +75,7 @@ def _too_late(context: AgentContext) -> int | None:
         if world.state is not State.FAILED:
             return None
         if not records.nodes:
-            context.membership.propose(World(world.generation, message="started again"), records.version)
+            context.membership.propose_world(World(world.generation, message="started again"), records.version)
         elif time.monotonic() > deadline:
             context.say(f"job {context.spec.job} has failed, and its nodes have not left yet: try again in a moment")
             return ExitCode.FAILED
@@ -94,7 +94,7 @@ def _store_what_was_left(context: AgentContext) -> None:
 def _is_left_out(context: AgentContext) -> bool:
     """Whether a GPU of this host failed in this job before, and nobody said since that the host is well again."""
     exclusions = Exclusions(context.store, context.spec.job, host_key())
-    exclusion = exclusions.of_this_host()
+    exclusion = exclusions.own_exclusion()
     if exclusion is None:
         return False
     if context.spec.readmit:
@@ -120,7 +120,7 @@ def _agree_on_script(context: AgentContext) -> None:
         entry = context.store.get(key)
         if entry is not None and entry.value.decode() == own:
             return
-        if entry is not None and context.membership.read().nodes:
+        if entry is not None and context.membership.read_records().nodes:
             raise SettingsError(
                 f"job {spec.job} runs {entry.value.decode()}, and this is {own}: another --rdzv-id starts another job"
             )
@@ -143,7 +143,7 @@ def _said_after(seconds: float, say: Callable[[str], None], line: str) -> Iterat
 def _check(context: AgentContext, settings: NodeCheckSettings) -> int | None:
     """Test this node and others that wait. Returns the exit code of one that is faulty."""
     spec = context.spec
-    settings = replace(settings, heed=context.signals.raise_if_stopping)
+    settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
     found = check_before_joining(
         context.store, spec.job, context.id, spec.addr, max(1.0, spec.rules.last_call_s), settings, context.say
     )
@@ -159,7 +159,7 @@ def _check(context: AgentContext, settings: NodeCheckSettings) -> int | None:
 
 def _make_room(context: AgentContext) -> None:
     """Have memory for the state that this node's workers will be given: the others will wait for that."""
-    nbytes = max((node.slot_nbytes for node in context.membership.read().nodes.values()), default=0)
+    nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):
             make_room(Path(context.host.slots(rank)), nbytes)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from edl.collective.agent.health.hang_limits import HangLimits
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
-from edl.collective.agent.health.worker_watch import HangLimits
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec

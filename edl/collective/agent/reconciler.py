@@ -38,8 +38,8 @@ class NodeReconciler:
         self._membership, self._signals = context.membership, context.signals
         self._spare: MasterEndpoint = context.spare
         self._meeting: MasterEndpoint | None = None
-        self._sightings = MembershipTimer(time.monotonic())
-        self._shortage = QuorumWait(context.spec.rules.min_nodes, context.spec.join_timeout_s)
+        self._membership_timer = MembershipTimer(time.monotonic())
+        self._quorum_wait = QuorumWait(context.spec.rules.min_nodes, context.spec.join_timeout_s)
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
         self._excluded: Exclusion | None = None
         self._unreachable_since: float | None = None
@@ -49,7 +49,7 @@ class NodeReconciler:
     @property
     def pausing(self) -> bool:
         """Whether this node's workers are to pause, so that every moment counts."""
-        return self._worker_group.running and self._sightings.pausing
+        return self._worker_group.running and self._membership_timer.pausing
 
     @property
     def paused_unsaid(self) -> bool:
@@ -77,7 +77,9 @@ class NodeReconciler:
             self._unreachable_since = None
             self._say("the store answers again")
         world = records.world
-        self._sightings.note(world, records.nodes, time.monotonic(), held=is_join_deferred(world, records.nodes))
+        self._membership_timer.record_membership(
+            world, records.nodes, time.monotonic(), deferred=is_join_deferred(world, records.nodes)
+        )
         others = (node for name, node in records.nodes.items() if name != self._context.id)
         self._context.shutdown.alone = all(node.leaving for node in others)
         if world.ended:
@@ -86,7 +88,7 @@ class NodeReconciler:
         if self._excluded is not None:
             return self._leave_faulty(records, self._excluded, member=position is not None)
         if world.state is not State.FORMING:
-            self._shortage.over()
+            self._quorum_wait.end_wait()
         self._tell_of_place(position is None and len(world.nodes) >= self._spec.rules.max_nodes, world)
         if position is None:
             code = self._wait(records)
@@ -122,7 +124,7 @@ class NodeReconciler:
         if self._unreachable_since is None:
             self._unreachable_since = time.monotonic()
             self._say(f"the store does not answer ({exc}): going on without it for a while")
-        cut_s = self._membership.cut_s
+        cut_s = self._membership.without_lease_s
         if self._worker_group.running and cut_s > self._alone_s:
             self._say(f"no answer for {cut_s:.0f} s: the workers are stopped until the store is back")
             self._worker_group.stop_workers()
@@ -143,7 +145,7 @@ class NodeReconciler:
     @property
     def until(self) -> float:
         """Until when this node's workers may go on if there is no more word of the store (`time.monotonic()`)."""
-        return time.monotonic() - self._membership.cut_s + self._alone_s
+        return time.monotonic() - self._membership.without_lease_s + self._alone_s
 
     # --- The record of the job. ---
 
@@ -162,7 +164,7 @@ class NodeReconciler:
             # What follows is no training of the old workers.
             self._context.status.observe(Doing.RENDEZVOUS, self._worker_group, self._context.replicas.replicated_us)
         self._context.replicas.world_changed(world)
-        self._context.peer_connections.follow(choose_peers(world, position))
+        self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)
 
     def _wait(self, records: JobRecords) -> int | None:
@@ -192,8 +194,8 @@ class NodeReconciler:
         """The job waits for enough nodes. Returns the exit code if it has done so for too long."""
         now = time.monotonic()
         here = sum(not node.leaving for node in records.nodes.values())
-        words = self._shortage.note(here, now)
-        waited_s = self._shortage.waited_s(now)
+        words = self._quorum_wait.record_nodes(here, now)
+        waited_s = self._quorum_wait.waited_s(now)
         if waited_s > self._spec.join_timeout_s:
             wanted = self._spec.rules.min_nodes
             self._say(
@@ -237,11 +239,11 @@ class NodeReconciler:
         if verdict is not None and verdict.fatal:
             proposal: World | None = failed(world, verdict.fatal)
         else:
-            moment = self._moment(verdict or RecoveryDecision(restart=self._stopped_before(world)))
-            proposal = next_world(world, records.nodes, moment, self._spec.rules)
+            observation = self._observe(verdict or RecoveryDecision(restart=self._stopped_before(world)))
+            proposal = next_world(world, records.nodes, observation, self._spec.rules)
         if proposal is None or proposal == world:
             return None
-        if not self._membership.propose(proposal, records.version):
+        if not self._membership.propose_world(proposal, records.version):
             self._context.events.put(None)  # somebody was first: look again
             return None
         if verdict is not None:
@@ -251,7 +253,7 @@ class NodeReconciler:
             self._context.persister.store_newest()
             kind, text = ("error", _in_a_line(verdict.fatal)) if verdict.fatal else ("restart", verdict.restart)
             self._context.status.record_event(kind, text, world.generation)
-        return self.reconcile(self._membership.read())  # the others learn of it by their watches
+        return self.reconcile(self._membership.read_records())  # the others learn of it by their watches
 
     def _exclude(self, verdict: RecoveryDecision) -> RecoveryDecision:
         """Leave this host out because of its GPU. Returns another verdict where the fault was on another host before.
@@ -261,7 +263,7 @@ class NodeReconciler:
         """
         clear = not verdict.unclear
         exclusion = Exclusion(self._context.id, verdict.restart, clear, self._worker_group.step, time.time())
-        other = None if clear else self._exclusions.same_elsewhere(exclusion)
+        other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
             return RecoveryDecision(fatal=f"{verdict.restart} ({where})\n{verdict.traceback}", unclear=True)
@@ -280,12 +282,12 @@ class NodeReconciler:
             if not self._context.replicas.hand_over():
                 return None
             if not self._membership.node.leaving:
-                self._membership.update(leaving=True)
+                self._membership.update_node(leaving=True)
             nodes = records.nodes | {self._context.id: self._membership.node}
-            moment = replace(self._moment(RecoveryDecision()), restart=f"a GPU of {self._context.id} failed")
-            proposal = next_world(records.world, nodes, moment, self._spec.rules)
-            if proposal is not None and self._membership.propose(proposal, records.version):
-                return self.reconcile(self._membership.read())
+            observation = replace(self._observe(RecoveryDecision()), restart=f"a GPU of {self._context.id} failed")
+            proposal = next_world(records.world, nodes, observation, self._spec.rules)
+            if proposal is not None and self._membership.propose_world(proposal, records.version):
+                return self.reconcile(self._membership.read_records())
             return None
         self._context.status.record_event("leave", "its GPU failed", records.world.generation)
         self._say(f"left; this host is out of job {self._spec.job}: {REMEDY}; exit code {ExitCode.FAULTY_NODE:d}")
@@ -301,12 +303,12 @@ class NodeReconciler:
         stopped = same and is_member(world, self._context.id) and not over
         return "its workers were stopped while the store was away" if stopped else ""
 
-    def _moment(self, verdict: RecoveryDecision) -> LocalObservation:
+    def _observe(self, verdict: RecoveryDecision) -> LocalObservation:
         now = time.monotonic()
         return LocalObservation(
             node=self._context.id,
-            quiet_s=self._sightings.quiet_s(now),
-            pausing_s=self._sightings.pausing_s(now),
+            quiet_s=self._membership_timer.quiet_s(now),
+            pausing_s=self._membership_timer.pausing_s(now),
             pause_step=self._worker_group.pause_step(),
             pause_needs_s=self._worker_group.pause_needs_s(),
             restart=verdict.restart,
@@ -338,7 +340,7 @@ class NodeReconciler:
         if slot_nbytes > node.slot_nbytes:
             changes["slot_nbytes"] = slot_nbytes
         if changes:
-            self._membership.update(**changes)
+            self._membership.update_node(**changes)
 
 
 def _in_a_line(fatal: str) -> str:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from edl.collective.agent.health.stragglers import share
-from edl.collective.agent.health.worker_watch import StragglerDetector
+from edl.collective.agent.health.step_times import share_step_times
+from edl.collective.agent.health.stragglers import StragglerDetector
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.node import Doing, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, finished_before
@@ -157,6 +157,6 @@ class StatusPublisher:
         if generation != self._compared:
             self._compared, self._stragglers = generation, StragglerDetector()
         stragglers = self._stragglers if leads else None
-        for change in share(self._store, self._job, self._node, generation, own_s, stragglers):
+        for change in share_step_times(self._store, self._job, self._node, generation, own_s, stragglers):
             self._say(str(change))
             self._writer.tell("straggler", str(change), generation)

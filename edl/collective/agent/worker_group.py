@@ -47,7 +47,7 @@ class WorkerGroup:
         report: called from another thread with each `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
             when the job's records have to be looked at before `allow_heartbeat` can be called again.
         say: called with each line that a person should see.
-        heed: called again and again while imports are waited for; may raise, to wait no longer.
+        raise_if_stopping: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class WorkerGroup:
         host: HostFolder,
         report: Callable[[WorkerExit | ZygoteLost | None], None],
         say: Callable[[str], None],
-        heed: Callable[[], object],
+        raise_if_stopping: Callable[[], object],
     ) -> None:
         self._spec = spec
         self._host = host
         self._report = report
         self._say = say
-        self._heed = heed
+        self._raise_if_stopping = raise_if_stopping
         self._workers = WorkerPool(spec.warm, report)
-        self._output = LogTee(spec.role)
+        self._log_tee = LogTee(spec.role)
         self._boards = {rank: Board.create(host.board(rank)) for rank in range(spec.workers)}
         self._errors: dict[int, Path] = {}
         self._failures: list[WorkerFailure] = []
         self._failed_at = 0.0
         self._ended_well: set[int] = set()
         self._stopped_since: dict[int, float] = {}
-        self._regrouping = RegroupTimer(_REGROUP_S)
-        self._restarts = RestartPolicy(spec.max_restarts)
+        self._regroup_timer = RegroupTimer(_REGROUP_S)
+        self._restart_policy = RestartPolicy(spec.max_restarts)
         self._kernel_log = KernelLog()
         self._began_at = 0.0
         self.hangs = HangDetector(spec.hang)
@@ -83,7 +83,7 @@ class WorkerGroup:
         """Of the workers that run here or ran last."""
         self.running = False
         self.first_rank = 0
-        self._heart = Heartbeat(spec.ttl_s / 2, self._beat, host.touch, lambda: report(None))
+        self._heartbeat = Heartbeat(spec.ttl_s / 2, self._beat, host.touch, lambda: report(None))
 
     # --- Starting and stopping. ---
 
@@ -93,8 +93,8 @@ class WorkerGroup:
         Raises:
             EDLError: the process that forks workers died, or took too long.
         """
-        self._workers.warm_up(heed=self._heed)
-        return self._workers.complaint
+        self._workers.warm_up(raise_if_stopping=self._raise_if_stopping)
+        return self._workers.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
         """Run the workers of a new generation: keep those that can go on as they are, and fork the others."""
@@ -111,26 +111,28 @@ class WorkerGroup:
         jobs, logs = worker_forks(self._spec, world, member, self._host, self._since)
         self._errors = error_files(logs)
         staying = {rank for rank in staying if _send(self._host.control(rank), jobs[rank].environ)}
-        self._regrouping.begin(staying, time.monotonic())
+        self._regroup_timer.expect_ranks(staying, time.monotonic())
         try:
-            self._workers.replace(world.generation, {rank: job for rank, job in jobs.items() if rank not in staying})
+            self._workers.replace_workers(
+                world.generation, {rank: job for rank, job in jobs.items() if rank not in staying}
+            )
         except EDLError as exc:  # the zygote has died, and with it all that it had forked
             self._say(f"{exc}: another one imports what the script does first, which takes some seconds")
             self._renew_workers()
-            self._workers.start(world.generation, jobs)
-        self._output.stop()
+            self._workers.fork_workers(world.generation, jobs)
+        self._log_tee.stop()
         self.running = True
         self._began_at = time.monotonic()
-        self.hangs.begin(self._began_at)
-        self._kernel_log.clear()
-        self._output.follow(logs, self.first_rank)
+        self.hangs.begin_generation(self._began_at)
+        self._kernel_log.clear_xids()
+        self._log_tee.follow_logs(logs, self.first_rank)
 
     def stop_workers(self) -> None:
         """Stop the workers; their boards and slots stay."""
         if self.running:
             self.running = False
-            self._workers.stop()
-            self._output.stop()
+            self._workers.kill_workers()
+            self._log_tee.stop()
         self._forget()
 
     def terminate_workers(self, number: int) -> bool:
@@ -152,13 +154,13 @@ class WorkerGroup:
 
     def allow_heartbeat(self, asked_at: float, until: float) -> None:
         """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
-        self._heart.allow(asked_at, until)
+        self._heartbeat.allow_beats(asked_at, until)
 
     def close(self) -> None:
         """Stop everything."""
         self._workers.close()
-        self._output.stop()
-        self._heart.close()
+        self._log_tee.stop()
+        self._heartbeat.close()
         self._kernel_log.close()
 
     # --- What is heard of them. ---
@@ -252,27 +254,27 @@ class WorkerGroup:
         verdict = failures.decide_recovery(
             self._failures,
             waited_s,
-            echo_s=_ECHO_S,
-            contact_s=contact_s,
+            error_grace_s=_ECHO_S,
+            contact_timeout_s=contact_s,
             ended=ended,
             missing=missing,
             trained=self._since > 0 or self.step >= 0,
-            xids=self._kernel_log.xids(),
+            xids=self._kernel_log.read_xids(),
         )
-        return self._restarts.limited(verdict, forgiven, self.step) if verdict is not None else None
+        return self._restart_policy.apply_limits(verdict, forgiven, self.step) if verdict is not None else None
 
     def count_restart(self) -> None:
         """The verdict was carried out: count it."""
-        hung = any(one.what.startswith(HANGING) for one in self._failures)
+        hung = any(failure.description.startswith(HANGING) for failure in self._failures)
         lived_s = 0.0 if hung else time.monotonic() - self._began_at
-        self._restarts.count(self.step, lived_s)
+        self._restart_policy.record_restart(self.step, lived_s)
 
     # --- Inside. ---
 
     def _forget(self) -> None:
         """What was heard of the last generation."""
-        if any(failure.kind in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
-            self._restarts.count_unclear_fault()  # whichever node was first to begin anew because of it
+        if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
+            self._restart_policy.record_unclear_fault()  # whichever node was first to begin anew because of it
         self._failures.clear()
         self._ended_well.clear()
         self._stopped_since.clear()
@@ -282,7 +284,7 @@ class WorkerGroup:
         self._workers.close()
         warm = self._spec.warm if self._forks_begin else replace(self._spec.warm, prewarm=False)
         self._workers = WorkerPool(warm, self._report)
-        self._workers.warm_up(heed=self._heed)
+        self._workers.warm_up(raise_if_stopping=self._raise_if_stopping)
 
     def _beat(self) -> None:
         for board in self._boards.values():
@@ -352,15 +354,15 @@ class WorkerGroup:
         """Workers that stayed and have not come to the next generation in time make way for new ones."""
         self._note_regrouped()
         running = self._workers.running
-        late = self._regrouping.late(time.monotonic(), lambda rank: read_queued_s(running.get(rank, 0)))
+        late = self._regroup_timer.find_late(time.monotonic(), lambda rank: read_queued_s(running.get(rank, 0)))
         if late and not self._failures:
             what = f"worker {late[0]} took more than {_REGROUP_S:g} s to go on in process"
             self._fail(WorkerFailure(self.first_rank + late[0], -signal.SIGKILL, "", what))
 
     def _note_regrouped(self) -> None:
-        for rank in self._regrouping.awaited:
+        for rank in self._regroup_timer.awaited_ranks:
             if self._boards[rank].read().generation == self.generation:
-                self._regrouping.came(rank)
+                self._regroup_timer.record_arrival(rank)
 
 
 def _send(control: Path, environ: Mapping[str, str]) -> bool:

@@ -31,8 +31,8 @@ from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
 from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.health.hang_limits import HangLimits
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
-from edl.collective.agent.health.worker_watch import HangLimits
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.log_folder import kept_log_folder, temporary_log_folder

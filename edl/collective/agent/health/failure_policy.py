@@ -26,7 +26,7 @@ class RestartPolicy:
         self._best_step = -1
         self._unclear_faults = 0
 
-    def limited(self, verdict: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
+    def apply_limits(self, verdict: RecoveryDecision, forgiven: int, step: int) -> RecoveryDecision:
         """What follows from a verdict, after all that was before it.
 
         Args:
@@ -43,11 +43,11 @@ class RestartPolicy:
             )
         return verdict
 
-    def count_unclear_fault(self) -> None:
+    def record_unclear_fault(self) -> None:
         """A GPU failed, or a kernel of the script, and nothing tells which: the next time the GPU is blamed."""
         self._unclear_faults += 1
 
-    def count(self, step: int, lived_s: float) -> None:
+    def record_restart(self, step: int, lived_s: float) -> None:
         """The workers begin anew, after `step` and a life of `lived_s`, which is all that is known of a script that
         reports no steps."""
         self._fruitless = 0 if step > self._best_step or lived_s > _FRUITFUL_S else self._fruitless + 1

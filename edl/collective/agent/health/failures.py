@@ -62,10 +62,10 @@ class WorkerFailure:
     rank: int
     status: int
     text: str
-    what: str
+    description: str
 
     @property
-    def kind(self) -> ExitCause:
+    def cause(self) -> ExitCause:
         """What this failure is, by itself."""
         return find_exit_cause(self.status, self.text)
 
@@ -74,7 +74,7 @@ class WorkerFailure:
         """Why it ended, in a line, if it was killed."""
         if found := find_gpu_fault(self.text):
             return f"rank {self.rank}: {found[1]}"
-        return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.what
+        return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.description
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ def decide_recovery(
     failures: Sequence[WorkerFailure],
     waited_s: float,
     *,
-    echo_s: float,
-    contact_s: float,
+    error_grace_s: float,
+    contact_timeout_s: float,
     ended: Collection[int] = (),
     missing: bool = False,
     trained: bool = False,
@@ -134,8 +134,8 @@ def decide_recovery(
 
     Args:
         waited_s: since the first failure, with the world unchanged.
-        echo_s: how long to wait before an exception is taken for the script's own fault.
-        contact_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+        error_grace_s: how long to wait before an exception is taken for the script's own fault.
+        contact_timeout_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
         ended: ranks whose script ended well meanwhile, with which others lose contact.
         missing: a node of the generation is gone, with whose ranks they do so too.
         trained: the job has trained before, here or elsewhere, so that a script that asks for too many GPUs would
@@ -143,13 +143,13 @@ def decide_recovery(
         xids: what the kernel said of failed hardware of this node in this generation.
     """
     errors = [
-        each for each in failures if each.kind is ExitCause.ERROR or (each.kind is ExitCause.MISSING and not trained)
+        each for each in failures if each.cause is ExitCause.ERROR or (each.cause is ExitCause.MISSING and not trained)
     ]
-    killed = [each for each in failures if each.kind is ExitCause.KILLED]
+    killed = [each for each in failures if each.cause is ExitCause.KILLED]
     unclear = [
-        each for each in failures if each.kind is ExitCause.UNCLEAR or (each.kind is ExitCause.MISSING and trained)
+        each for each in failures if each.cause is ExitCause.UNCLEAR or (each.cause is ExitCause.MISSING and trained)
     ]
-    broken = next((each for each in failures if each.kind is ExitCause.HARDWARE), None)
+    broken = next((each for each in failures if each.cause is ExitCause.HARDWARE), None)
     if broken is not None:
         return RecoveryDecision(restart=broken.reason, leave_out=True, traceback=broken.text)
     # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
@@ -163,16 +163,16 @@ def decide_recovery(
         # later, and where it is seen, the next world goes on without the node.
         if not error.text and missing:
             return None
-        limit_s = echo_s if error.text else contact_s
-        fatal = f"rank {error.rank}: {error.what}\n{error.text or error.what}"
+        limit_s = error_grace_s if error.text else contact_timeout_s
+        fatal = f"rank {error.rank}: {error.description}\n{error.text or error.description}"
         return RecoveryDecision(fatal=fatal) if waited_s >= limit_s else None
     if unclear:
         first = unclear[0]
         verdict = RecoveryDecision(restart=first.reason, unclear=True, traceback=first.text)
-        return verdict if waited_s >= echo_s else None
-    if failures and waited_s >= contact_s:
+        return verdict if waited_s >= error_grace_s else None
+    if failures and waited_s >= contact_timeout_s:
         first = failures[0]
-        what = first.what if first.status < 0 else f"rank {first.rank} lost contact with another one"
+        what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another one"
         if ended and not missing and all(one.status > 0 for one in failures):  # by a signal: perhaps of its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
         return RecoveryDecision(restart=what)

@@ -105,8 +105,8 @@ class KernelLog:
             self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._file, 0, os.SEEK_END)
 
-    def xids(self) -> list[str]:
-        """All Xids of failed hardware since the last `clear`, in words."""
+    def read_xids(self) -> list[str]:
+        """All Xids of failed hardware since the last `clear_xids`, in words."""
         while self._file is not None:
             try:
                 record = os.read(self._file, _RECORD_NBYTES)
@@ -123,9 +123,9 @@ class KernelLog:
                     self._found.append(f"Xid {number} of {device} in the kernel's log: {_HARDWARE_XIDS[number]}")
         return list(self._found)
 
-    def clear(self) -> None:
+    def clear_xids(self) -> None:
         """Leave out what was logged until now."""
-        self.xids()
+        self.read_xids()
         self._found.clear()
 
     def close(self) -> None:

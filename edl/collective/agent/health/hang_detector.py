@@ -1,7 +1,7 @@
 """Find the worker of a node that hangs, from readings of its board and what the kernel counts for its process.
 
-The limits are `watch.HangLimits`; here is what goes from one look to the next: when each process was last seen to work,
-and until when another rank was, for which the others wait.
+The limits are `hang_limits.HangLimits`; here is what goes from one look to the next: when a process was last seen to
+work, and until when another rank was, for which the others wait.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from edl.collective.agent.health.hang_limits import HangLimits, describe_hang, find_progress_limit, is_working
 from edl.collective.agent.health.process_activity import ActivityMonitor
-from edl.collective.agent.health.worker_watch import HangLimits, hang, is_working, progress
 from edl.collective.worker_status import Phase, Reading
 
 __all__ = ["HangDetector"]
@@ -36,7 +36,7 @@ class HangDetector:
         self.others_busy = False
         """Whether a worker of another node does."""
 
-    def begin(self, forked_s: float) -> None:
+    def begin_generation(self, forked_s: float) -> None:
         """Watch other workers from now on, which were forked at `forked_s` (`time.monotonic()`)."""
         self._forked_s, self._awaited_s, self.busy = forked_s, forked_s, False
         self._activity.clear()
@@ -52,14 +52,14 @@ class HangDetector:
         hung: list[tuple[int, str]] = []
         busy = False
         for local_rank, (pid, reading) in workers.items():
-            found = progress(reading, self._limits, forked_s=self._forked_s)
-            if found is None or not found.suspect(now_s):
+            found = find_progress_limit(reading, self._limits, forked_s=self._forked_s)
+            if found is None or not found.is_suspect(now_s):
                 self._activity.forget(pid)
             if found is None:
                 continue
-            active_s = self._activity.last_active(pid, found.limit_s, now_s) if found.suspect(now_s) else None
+            active_s = self._activity.last_active(pid, found.limit_s, now_s) if found.is_suspect(now_s) else None
             works = is_working(found, now_s, active_s)
-            why = hang(found, now_s, self._limits, active_s, self._awaited_s)
+            why = describe_hang(found, now_s, self._limits, active_s, self._awaited_s)
             if why is not None:
                 (hung if works or found.declared else waiting).append((local_rank, why))
             elif works or (reading.phase is Phase.BUSY and now_s - found.since_s > _BUSY_S):

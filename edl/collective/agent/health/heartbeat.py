@@ -33,10 +33,10 @@ class Heartbeat:
         self._beat, self._touch, self._wake = beat, touch, wake
         self._allowed = (-math.inf, -math.inf)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="edl-heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="edl-heartbeat", daemon=True)
         self._thread.start()
 
-    def allow(self, asked_at: float, until: float) -> None:
+    def allow_beats(self, asked_at: float, until: float) -> None:
         """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
         self._allowed = asked_at, until
 

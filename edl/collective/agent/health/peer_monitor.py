@@ -76,7 +76,7 @@ class PeerConnections:
     Args:
         name: of this node.
         gone: called with the id of a node whose agent's process is gone for certain; from the thread.
-        tls: for the connections, None for none: then whoever asks is told the name, and believed to have one.
+        tls: for the connections, None for none: then whoever asks is told the name, and believed to have peer.
     """
 
     def __init__(self, name: str, gone: Callable[[str], object], tls: PeerTLS | None = None) -> None:
@@ -88,7 +88,7 @@ class PeerConnections:
         self.port: int = self._listener.getsockname()[1]
         """Where others tie themselves to this agent."""
         self._wanted: Mapping[str, Address] = {}
-        self._tethers: dict[str, _PeerConnection] = {}
+        self._connections: dict[str, _PeerConnection] = {}
         self._held = 0
         self._closing = False
         self._selector = selectors.DefaultSelector()
@@ -96,10 +96,10 @@ class PeerConnections:
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, self._wake)
-        self._thread = threading.Thread(target=self._run, name="edl-tether", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="edl-peer-monitor", daemon=True)
         self._thread.start()
 
-    def follow(self, nodes: Mapping[str, Address]) -> None:
+    def set_peers(self, nodes: Mapping[str, Address]) -> None:
         """Be tied to these from now on, and to nobody else."""
         self._wanted = dict(nodes)
         self._poke()
@@ -136,7 +136,7 @@ class PeerConnections:
 
     def _rest_s(self) -> float | None:
         """How long nothing is to be done unless something comes."""
-        times = [at for one in self._tethers.values() for at in (one.again_at, one.until) if at is not None]
+        times = [at for peer in self._connections.values() for at in (peer.again_at, peer.until) if at is not None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _wake(self, woken: socket.socket) -> None:
@@ -164,7 +164,7 @@ class PeerConnections:
         self._greet(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Say this node's name, once the handshake is over where there is one."""
+        """Say this node's name, once the handshake is over where there is peer."""
         try:
             waits_for = _shake(connection)
             if waits_for:
@@ -185,108 +185,108 @@ class PeerConnections:
     def _tie(self) -> None:
         """Have the ties that are wanted."""
         wanted = self._wanted
-        for node, one in list(self._tethers.items()):
-            if wanted.get(node) != one.address:
-                self._cut(one)
-                del self._tethers[node]
+        for node, peer in list(self._connections.items()):
+            if wanted.get(node) != peer.address:
+                self._cut(peer)
+                del self._connections[node]
         now = time.monotonic()
         for node, address in wanted.items():
-            one = self._tethers.setdefault(node, _PeerConnection(node, address))
-            if one.until is not None and now >= one.until:
-                self._cut(one)  # no answer at all: the host is gone, or the way to it
-                one.again_at = now + _UNREACHED_AGAIN_S
-            elif one.again_at is not None and now >= one.again_at:
-                self._connect(one)
+            peer = self._connections.setdefault(node, _PeerConnection(node, address))
+            if peer.until is not None and now >= peer.until:
+                self._cut(peer)  # no answer at all: the host is gone, or the way to it
+                peer.again_at = now + _UNREACHED_AGAIN_S
+            elif peer.again_at is not None and now >= peer.again_at:
+                self._connect(peer)
 
-    def _connect(self, one: _PeerConnection) -> None:
-        one.again_at, one.until = None, time.monotonic() + _CONNECT_S
+    def _connect(self, peer: _PeerConnection) -> None:
+        peer.again_at, peer.until = None, time.monotonic() + _CONNECT_S
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(*one.address, type=socket.SOCK_STREAM)[0]
-            one.socket = socket.socket(family, kind, protocol)
-            one.socket.setblocking(False)
-            _keep_alive(one.socket)
-            code = one.socket.connect_ex(place)
+            family, kind, protocol, _, place = socket.getaddrinfo(*peer.address, type=socket.SOCK_STREAM)[0]
+            peer.socket = socket.socket(family, kind, protocol)
+            peer.socket.setblocking(False)
+            _keep_alive(peer.socket)
+            code = peer.socket.connect_ex(place)
         except (OSError, UnicodeError) as exc:  # UnicodeError: a host's name that is none
             code = getattr(exc, "errno", None) or errno.EIO
-        if code == errno.EINPROGRESS and one.socket is not None:
-            self._selector.register(one.socket, selectors.EVENT_WRITE, lambda _: self._connected(one))
+        if code == errno.EINPROGRESS and peer.socket is not None:
+            self._selector.register(peer.socket, selectors.EVENT_WRITE, lambda _: self._connected(peer))
         else:
-            self._settled(one, code)
+            self._settled(peer, code)
 
-    def _connected(self, one: _PeerConnection) -> None:
-        assert one.socket is not None
-        self._selector.unregister(one.socket)
-        self._settled(one, one.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+    def _connected(self, peer: _PeerConnection) -> None:
+        assert peer.socket is not None
+        self._selector.unregister(peer.socket)
+        self._settled(peer, peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
-    def _settled(self, one: _PeerConnection, code: int) -> None:
+    def _settled(self, peer: _PeerConnection, code: int) -> None:
         """An attempt to connect has ended."""
-        if code == 0 and one.socket is not None:
-            self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
+        if code == 0 and peer.socket is not None:
+            self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._heard(peer))
             if self._tls is None:
-                one.until = None
+                peer.until = None
             else:
-                self._begin_tls(one, self._tls)
+                self._begin_tls(peer, self._tls)
             return
-        self._cut(one)
-        one.refusals = one.refusals + 1 if code == errno.ECONNREFUSED and one.proven else 0
-        if one.refusals >= _REFUSALS:
-            _log.info("nobody listens at %s:%d any more, where the agent of %s did", *one.address, one.node)
-            self._gone(one.node)
+        self._cut(peer)
+        peer.refusals = peer.refusals + 1 if code == errno.ECONNREFUSED and peer.proven else 0
+        if peer.refusals >= _REFUSALS:
+            _log.info("nobody listens at %s:%d any more, where the agent of %s did", *peer.address, peer.node)
+            self._gone(peer.node)
         else:
-            one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.refusals else _UNREACHED_AGAIN_S)
+            peer.again_at = time.monotonic() + (_REFUSED_AGAIN_S if peer.refusals else _UNREACHED_AGAIN_S)
 
-    def _begin_tls(self, one: _PeerConnection, tls: PeerTLS) -> None:
-        """`one.until` still holds: a host that is silent here is as good as one that is not there."""
-        assert one.socket is not None
-        self._selector.unregister(one.socket)
+    def _begin_tls(self, peer: _PeerConnection, tls: PeerTLS) -> None:
+        """`peer.until` still holds: a host that is silent here is as good as one that is not there."""
+        assert peer.socket is not None
+        self._selector.unregister(peer.socket)
         try:
-            one.socket = tls.connected(one.socket, one.address[0])
+            peer.socket = tls.connected(peer.socket, peer.address[0])
         except (OSError, ValueError):  # it has gone already, or its name is none
-            self._cut(one)
-            one.again_at = time.monotonic() + _UNREACHED_AGAIN_S
+            self._cut(peer)
+            peer.again_at = time.monotonic() + _UNREACHED_AGAIN_S
             return
-        self._selector.register(one.socket, selectors.EVENT_READ, lambda _: self._go_on_tls(one))
-        self._go_on_tls(one)
+        self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._go_on_tls(peer))
+        self._go_on_tls(peer)
 
-    def _go_on_tls(self, one: _PeerConnection) -> None:
-        assert one.socket is not None
+    def _go_on_tls(self, peer: _PeerConnection) -> None:
+        assert peer.socket is not None
         try:
-            waits_for = _shake(one.socket)
+            waits_for = _shake(peer.socket)
         except OSError as exc:
             # Not the agent, or not to be believed. A lease tells of its death, as between hosts that cannot connect.
-            _log.info("no connection to the agent of %s at %s:%d: %s", one.node, *one.address, exc)
-            self._cut(one)
-            one.again_at = time.monotonic() + _UNREACHED_AGAIN_S
+            _log.info("no connection to the agent of %s at %s:%d: %s", peer.node, *peer.address, exc)
+            self._cut(peer)
+            peer.again_at = time.monotonic() + _UNREACHED_AGAIN_S
             return
         if waits_for:
-            self._selector.modify(one.socket, waits_for, lambda _: self._go_on_tls(one))
+            self._selector.modify(peer.socket, waits_for, lambda _: self._go_on_tls(peer))
         else:
-            one.until = None
-            self._selector.modify(one.socket, selectors.EVENT_READ, lambda _: self._heard(one))
+            peer.until = None
+            self._selector.modify(peer.socket, selectors.EVENT_READ, lambda _: self._heard(peer))
 
-    def _heard(self, one: _PeerConnection) -> None:
+    def _heard(self, peer: _PeerConnection) -> None:
         """The agent said its name, or the connection has ended: which proves nothing. Does anybody listen there?"""
-        assert one.socket is not None
+        assert peer.socket is not None
         try:
-            said = one.socket.recv(4096)
+            said = peer.socket.recv(4096)
         except ssl.SSLWantReadError:
             return  # TLS's own, such as the tickets of 1.3
         except OSError:
             said = b""
         if said:
-            one.proven = one.proven or said == one.node.encode()
-            one.refusals = 0
+            peer.proven = peer.proven or said == peer.node.encode()
+            peer.refusals = 0
             return
-        self._cut(one)
-        one.again_at = time.monotonic() + (_REFUSED_AGAIN_S if one.proven else _UNREACHED_AGAIN_S)
+        self._cut(peer)
+        peer.again_at = time.monotonic() + (_REFUSED_AGAIN_S if peer.proven else _UNREACHED_AGAIN_S)
 
-    def _cut(self, one: _PeerConnection) -> None:
-        if one.socket is not None:
+    def _cut(self, peer: _PeerConnection) -> None:
+        if peer.socket is not None:
             with contextlib.suppress(KeyError):
-                self._selector.unregister(one.socket)
-            one.socket.close()
-            one.socket = None
-        one.until = None
+                self._selector.unregister(peer.socket)
+            peer.socket.close()
+            peer.socket = None
+        peer.until = None
 
 
 def _shake(connection: socket.socket) -> int:

@@ -8,7 +8,7 @@ results (page faults), batches from a loader (reads, waits that end). So there o
 talk to the kernel counts as work; elsewhere all of it does. Beside it, bytes count that were read or written, and what
 the processes use that a worker started, such as those of its `DataLoader`.
 
-What does not belong here: how long a worker may go without a step (`edl.collective.agent.health.worker_watch`).
+What does not belong here: how long a worker may go without a step (`edl.collective.agent.health.hang_limits`).
 """
 
 from __future__ import annotations

@@ -1,68 +1,80 @@
-"""Naming the rank that the others wait for: every agent tells of its own ranks, the first node's compares them.
+"""Which rank the others wait for: a decision from every rank's own step times, without a clock.
 
-Keys: `jobs/JOB/steps/NODE`, without a lease, replaced every window. What a rank itself took for a step is the step
-without the wait for others. `ElasticTrainer` measures that on CPU; on a GPU backward returns before it is done, so
-nothing is measured there, and nobody is named.
+In synchronous training every rank's step takes as long as the slowest rank's, so durations of steps name no rank. What
+tells a straggler is its *own* time: what is left of a step without the wait in the gradients' synchronisation. The rank
+that all wait for waits least itself.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from edl.collective.agent.health.worker_watch import StragglerChange, StragglerDetector, own_step_s
-from edl.collective.job_records import prefix
-from edl.collective.worker_status import Reading
-from edl.discovery.store import Entry, Store
-
-__all__ = ["StepTimes", "compare", "encode", "share"]
+__all__ = ["StragglerChange", "StragglerDetector", "StragglerSettings"]
 
 
-class StepTimes:
-    """What each rank of one node takes for a step, from one window to the next."""
+@dataclass(frozen=True)
+class StragglerSettings:
+    """Who is called a straggler.
 
-    def __init__(self) -> None:
-        self._before: dict[int, Reading] = {}
-
-    def window(self, readings: Mapping[int, Reading]) -> dict[int, float]:
-        """Seconds of its own a step, by rank, since the last window; without ranks that made no step or are new."""
-        own = {}
-        for rank, after in readings.items():
-            before = self._before.get(rank)
-            if before is not None and before.pid == after.pid and after.waited_s > before.waited_s:
-                seconds = own_step_s(before, after, after.waited_s - before.waited_s)
-                if seconds is not None:
-                    own[rank] = seconds
-        self._before = dict(readings)
-        return own
-
-
-def encode(generation: int, own_s: Mapping[int, float]) -> bytes:
-    """One node's times, for the Store."""
-    return json.dumps({"generation": generation, "own_s": {str(rank): own_s[rank] for rank in own_s}}).encode()
-
-
-def compare(entries: Iterable[Entry], generation: int, stragglers: StragglerDetector) -> list[StragglerChange]:
-    """What follows from all nodes' times of `generation`; entries that are something else are left out."""
-    own: dict[int, float] = {}
-    for entry in entries:
-        try:
-            told = json.loads(entry.value)
-            if told["generation"] == generation:
-                own |= {int(rank): float(seconds) for rank, seconds in told["own_s"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-    return stragglers.observe(own)
-
-
-def share(
-    store: Store, job: str, node: str, generation: int, own_s: Mapping[int, float], stragglers: StragglerDetector | None
-) -> list[StragglerChange]:
-    """Tell of this node's ranks and, with `stragglers`, compare those of all nodes.
-
-    Raises:
-        DiscoveryError: the store does not answer.
+    Attributes:
+        factor: its own time of a step is so many times the median of the others',
+        least_s: and so many seconds longer,
+        windows: in so many windows in a row. As many below `clear_factor` clear it.
     """
-    folder = prefix(job) + "steps/"
-    store.put(folder + node, encode(generation, own_s))
-    return [] if stragglers is None else compare(store.list(folder), generation, stragglers)
+
+    factor: float = 1.5
+    clear_factor: float = 1.2
+    least_s: float = 0.005
+    windows: int = 5
+
+
+@dataclass(frozen=True)
+class StragglerChange:
+    """A rank was named, or is one no more."""
+
+    rank: int
+    what: Literal["named", "cleared"]
+    own_s: float
+    others_s: float
+
+    def __str__(self) -> str:
+        times = f"{self.own_s:.3g} s of its own a step, the others {self.others_s:.3g} s"
+        return f"rank {self.rank} is {'slow' if self.what == 'named' else 'no longer slow'}: {times}"
+
+
+@dataclass
+class StragglerDetector:
+    """Names ranks that are slow persistently. Feed it one window after another; begin anew with each world."""
+
+    rules: StragglerSettings = field(default_factory=StragglerSettings)
+    named: set[int] = field(default_factory=set)
+    _counts: dict[int, int] = field(default_factory=dict)
+
+    def observe_window(self, own_s: Mapping[int, float]) -> list[StragglerChange]:
+        """What follows from one window.
+
+        Args:
+            own_s: by rank, seconds of its own a step in this window; ranks without one are left out.
+        """
+        changes = []
+        for rank, mine_s in sorted(own_s.items()):
+            others = [theirs_s for other, theirs_s in own_s.items() if other != rank]
+            if not others:
+                continue
+            others_s = statistics.median(others)
+            self._counts[rank] = self._counts.get(rank, 0) + 1 if self._deviates(rank, mine_s, others_s) else 0
+            if self._counts[rank] >= self.rules.windows:
+                self._counts[rank] = 0
+                self.named ^= {rank}
+                what: Literal["named", "cleared"] = "named" if rank in self.named else "cleared"
+                changes.append(StragglerChange(rank, what, mine_s, others_s))
+        return changes
+
+    def _deviates(self, rank: int, mine_s: float, others_s: float) -> bool:
+        """Whether this window speaks for a change."""
+        if rank in self.named:
+            return mine_s < max(self.rules.clear_factor * others_s, others_s + self.rules.least_s)
+        return mine_s > self.rules.factor * others_s and mine_s > others_s + self.rules.least_s

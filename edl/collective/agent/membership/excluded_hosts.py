@@ -41,7 +41,7 @@ class Exclusions:
         self._folder = exclusions_prefix(job)
         self._key = self._folder + host
 
-    def of_this_host(self) -> Exclusion | None:
+    def own_exclusion(self) -> Exclusion | None:
         """Why the job leaves this host out; None if it does not.
 
         Raises:
@@ -51,7 +51,7 @@ class Exclusions:
         entry = self._store.get(self._key)
         return None if entry is None else Exclusion.decode(entry.value)
 
-    def same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
+    def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
         """Find another host that was left out for an unclear fault which the job has not come further than since.
 
         Then the fault has moved from one host to the next, as an error in a kernel of the script does.

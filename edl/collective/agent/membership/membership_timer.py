@@ -18,17 +18,17 @@ class MembershipTimer:
         self._pause: tuple[int, int | None] = (-1, None)
         self._pause_at = now_s
 
-    def note(self, world: World, nodes: Iterable[str], now_s: float, *, held: bool = False) -> None:
+    def record_membership(self, world: World, nodes: Iterable[str], now_s: float, *, deferred: bool = False) -> None:
         """The records were read.
 
         Args:
-            held: a member does something long between two steps, so that the wait for a pause does not count.
+            deferred: a member does something long between two steps, so that the wait for a pause does not count.
         """
         nodes = frozenset(nodes)
         if nodes != self._nodes:
             self._nodes, self._nodes_at = nodes, now_s
         pause = (world.generation, world.pause_at)
-        if pause != self._pause or held:
+        if pause != self._pause or deferred:
             self._pause, self._pause_at = pause, now_s
 
     def quiet_s(self, now_s: float) -> float:

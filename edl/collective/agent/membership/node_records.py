@@ -61,7 +61,7 @@ class Membership:
             thread.start()
 
     @property
-    def cut_s(self) -> float:
+    def without_lease_s(self) -> float:
         """For how long the others may have taken this node for dead: seconds without a lease, 0 with one."""
         self._look()
         return time.monotonic() - self._seen_alive if self._joined else 0.0
@@ -71,8 +71,8 @@ class Membership:
         self._joined = True
         self._write()
 
-    def update(self, **changes: Any) -> None:
-        """Change this node's record. If the store does not take it now, the next `read` writes it.
+    def update_node(self, **changes: Any) -> None:
+        """Change this node's record. If the store does not take it now, the next `read_records` writes it.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -81,7 +81,7 @@ class Membership:
         if self._joined:
             self._write()
 
-    def read(self) -> JobRecords:
+    def read_records(self) -> JobRecords:
         """The records as they are now. A node that lost its lease gets another one here, under its old name.
 
         When the store was away, nodes' leases have ended, one after another, and one node is the first to be back. For
@@ -123,7 +123,7 @@ class Membership:
             raise DiscoveryError("it does not know the job any more")
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
-    def world(self) -> World:
+    def read_world(self) -> World:
         """The job's record alone. Unlike the other methods, for any thread.
 
         Raises:
@@ -132,7 +132,7 @@ class Membership:
         entry = self._store.get(self._world_key)
         return World() if entry is None else World.decode(entry.value)
 
-    def propose(self, world: World, version: int | None) -> bool:
+    def propose_world(self, world: World, version: int | None) -> bool:
         """Make `world` the job's record, if it is still the one of `version`. False if somebody was first.
 
         Raises:

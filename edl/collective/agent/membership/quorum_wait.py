@@ -27,14 +27,14 @@ class QuorumWait:
         """For how long this wait has lasted."""
         return now_s - self._since if self._since is not None else 0.0
 
-    def over(self) -> None:
+    def end_wait(self) -> None:
         """Enough nodes are there, or the job runs: the next wait is another one."""
         self._since = self._said = None
 
-    def note(self, here: int, now_s: float) -> str:
+    def record_nodes(self, here: int, now_s: float) -> str:
         """The job waits for nodes, of which `here` are there. Returns what to say now, empty for nothing."""
         if here >= self._wanted:
-            self.over()
+            self.end_wait()
             return ""
         if self._since is None:
             self._since = now_s

@@ -21,7 +21,7 @@ class LogTee:
         self._role = role
         self._tails: list[Any] = []
 
-    def follow(self, logs: Any, first_rank: int) -> None:
+    def follow_logs(self, logs: Any, first_rank: int) -> None:
         """Copy what the `LogsDest` says to the console, until `stop`."""
         for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
             if files:

@@ -25,7 +25,7 @@ __all__ = ["WorkerExit", "WorkerPool", "ZygoteLost"]
 
 _MESSAGE_BYTES = 1 << 20
 _FORK_S = 10.0
-_HEED_S = 0.05
+_CHECK_S = 0.05
 _REAP_S = 1.0
 _ATTEMPTS = 4
 """To import ahead of time; the last one imports nothing."""
@@ -80,13 +80,13 @@ class WorkerPool:
         self._lock = threading.Condition()
         self._asked: collections.deque[tuple[int, int]] = collections.deque()
         self._running: dict[int, tuple[int, int]] = {}
-        self._ended: set[int] = set()  # workers since the last `replace`, whose children may hold a GPU
+        self._ended: set[int] = set()  # workers since the last `replace_workers`, whose children may hold a GPU
         self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: PreloadResult | None = None
         self._gone = True
         self._closing = False
-        self.complaint = ""
+        self.import_failures = ""
         """What could not be imported ahead of time, in words."""
 
     @property
@@ -100,11 +100,11 @@ class WorkerPool:
         with self._lock:
             return {rank: pid for pid, (_, rank) in self._running.items()}
 
-    def warm_up(self, timeout_s: float = 120.0, heed: Callable[[], object] = lambda: None) -> None:
+    def warm_up(self, timeout_s: float = 120.0, raise_if_stopping: Callable[[], object] = lambda: None) -> None:
         """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
 
         Args:
-            heed: called again and again meanwhile; if it raises, only `close` is left to call.
+            raise_if_stopping: called again and again meanwhile; if it raises, only `close` is left to call.
 
         Raises:
             EDLError: it died, or was not ready in time.
@@ -113,7 +113,7 @@ class WorkerPool:
         unfit: dict[str, str] = {}
         for attempt in range(1, _ATTEMPTS + 1):
             self._start()
-            ready = self._wait_until_ready(deadline, timeout_s, heed)
+            ready = self._wait_until_ready(deadline, timeout_s, raise_if_stopping)
             unfit |= ready.unfit
             if not ready.unfit:
                 break
@@ -121,8 +121,8 @@ class WorkerPool:
             self.close()
             self._closing = False
             self._warm = replace(self._warm, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
-        complaints = [f"importing {name} {why}" for name, why in unfit.items()]
-        self.complaint = "; ".join([*complaints, *ready.failed])
+        failures = [f"importing {name} {why}" for name, why in unfit.items()]
+        self.import_failures = "; ".join([*failures, *ready.failed])
 
     def _how_it_ended(self) -> str:
         """By which signal the process that forks ended, or with which exit code."""
@@ -135,19 +135,21 @@ class WorkerPool:
                 return signal.Signals(-code).name
         return "its output above says why" if code is None else f"exit code {code}; its output above says why"
 
-    def _wait_until_ready(self, deadline: float, timeout_s: float, heed: Callable[[], object]) -> PreloadResult:
+    def _wait_until_ready(
+        self, deadline: float, timeout_s: float, raise_if_stopping: Callable[[], object]
+    ) -> PreloadResult:
         with self._lock:
             while self._ready is None and not self._gone:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise EDLError(f"importing torch and what --preload names took more than {timeout_s:g} s")
-                heed()
-                self._lock.wait(min(left, _HEED_S))
+                raise_if_stopping()
+                self._lock.wait(min(left, _CHECK_S))
             if self._ready is None:
                 raise EDLError(f"the process that forks workers died while it imported ({self._how_it_ended()})")
             return self._ready
 
-    def start(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
+    def fork_workers(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
         """Fork a worker for each local rank.
 
         Raises:
@@ -167,7 +169,7 @@ class WorkerPool:
                 self._asked.clear()
                 raise EDLError("the process that forks workers has died, or does not answer")
 
-    def replace(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
+    def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
         """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
 
         The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
@@ -190,7 +192,7 @@ class WorkerPool:
         if holders:
             self._reap(lambda before, rank: before != generation, timeout_s)
             wait_for_release(holders, deadline)
-        self.start(generation, forks)
+        self.fork_workers(generation, forks)
         self._reap(lambda before, rank: before != generation, timeout_s)
 
     def send_signal(self, number: int) -> None:
@@ -204,7 +206,7 @@ class WorkerPool:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
+    def kill_workers(self, timeout_s: float = 10.0) -> None:
         """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
 
         Raises:
@@ -232,7 +234,7 @@ class WorkerPool:
         if self._process is None:
             return
         with contextlib.suppress(EDLError):
-            self.stop(timeout_s)
+            self.kill_workers(timeout_s)
         _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
         self._process.wait()
         self._reader.join()

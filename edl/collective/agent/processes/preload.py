@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-__all__ = ["PreloadResult", "find_fork_hazard", "preload", "watched_environ"]
+__all__ = ["PreloadResult", "find_fork_hazard", "preload_modules", "watched_environ"]
 
 _OF_A_WORKER: Final = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
@@ -48,7 +48,7 @@ class PreloadResult:
     failed: list[str] = field(default_factory=list)
 
 
-def preload(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
+def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]) -> PreloadResult:
     """Import modules, and find out whether a fork may have them.
 
     Args:

@@ -26,21 +26,21 @@ class RegroupTimer:
         self._looked_at = 0.0
 
     @property
-    def awaited(self) -> list[int]:
+    def awaited_ranks(self) -> list[int]:
         """The local ranks that are on the way."""
         return list(self._told_at)
 
-    def begin(self, ranks: Collection[int], now: float) -> None:
+    def expect_ranks(self, ranks: Collection[int], now: float) -> None:
         """These were told of a new generation. Whoever is still on the way from the last one gets no more time."""
         self._told_at = {rank: self._told_at.get(rank, now) for rank in ranks}
         self._queued_s = {}
         self._looked_at = now
 
-    def came(self, rank: int) -> None:
+    def record_arrival(self, rank: int) -> None:
         """A worker is there."""
         self._told_at.pop(rank, None)
 
-    def late(self, now: float, queued_s: Callable[[int], float] = lambda rank: 0.0) -> list[int]:
+    def find_late(self, now: float, queued_s: Callable[[int], float] = lambda rank: 0.0) -> list[int]:
         """Return the local ranks that take too long. To be asked several times a second.
 
         Args:

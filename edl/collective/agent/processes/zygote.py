@@ -27,7 +27,7 @@ from typing import Final
 
 from edl.collective.agent.processes.forked_state import limit_threads, renew_state, show_command_line, undo_side_effects
 from edl.collective.agent.processes.main_program import absolute_path, arm_interruption, command_line, run_main
-from edl.collective.agent.processes.preload import PreloadResult, find_fork_hazard, preload, watched_environ
+from edl.collective.agent.processes.preload import PreloadResult, find_fork_hazard, preload_modules, watched_environ
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports, sources_of
 from edl.collective.agent.processes.redirection import redirect_output
 
@@ -210,10 +210,10 @@ def _warm_up(warm: ProgramSpec) -> PreloadResult:
     with _nvml_check():
         if scan.framework or warm.framework in warm.preload:
             unfit = _import_framework(warm, scan.variables)
-            done = preload([*scan.modules, *named], warm.without)
+            done = preload_modules([*scan.modules, *named], warm.without)
             done.unfit |= unfit
         else:
-            done = preload(named, warm.without)
+            done = preload_modules(named, warm.without)
         if not done.unfit and (hazard := find_fork_hazard()):
             done.unfit[warm.framework] = hazard
     if scan.obstacle and warm.framework not in warm.preload:

@@ -53,7 +53,7 @@ def zygote(warm: ProgramSpec, environ: Mapping[str, str] | None = None) -> Itera
             rank: ForkRequest({**environ, "EDL_STDOUT": str(out), "EDL_STDERR": str(err)})
             for rank, (environ, (out, err)) in enumerate(zip(environs, outputs, strict=True))
         }
-        workers.start(generation, forks)
+        workers.fork_workers(generation, forks)
         statuses: dict[int, int] = {}
         while len(statuses) < len(environs):
             event = ended.get(timeout=DEADLINE_S)
@@ -162,7 +162,7 @@ def test_everybody_is_asked_to_end(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with zygote(ProgramSpec("script", str(tmp_path / "script.py"), prewarm=False)) as run:
         workers: WorkerPool = run.workers  # type: ignore[attr-defined]
-        workers.start(1, {0: ForkRequest({"HERE": str(tmp_path / "here")})})
+        workers.fork_workers(1, {0: ForkRequest({"HERE": str(tmp_path / "here")})})
         wait_until((tmp_path / "here").exists)
         (worker,) = workers.running.values()
         parent = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])

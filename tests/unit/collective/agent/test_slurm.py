@@ -161,7 +161,7 @@ def test_repeated_sigterm_does_not_hurry(send: Callable[[int], None]) -> None:
     with StopSignals(lambda: None, slurm=True) as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             send(number)
-        assert signals.asked
+        assert signals.stopping
         assert not signals.urgent
         assert signals.number == signal.SIGUSR1
         assert signals.exit_code == 143

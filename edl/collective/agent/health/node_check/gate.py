@@ -44,7 +44,7 @@ def check_before_joining(
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
-        number, nodes = _list(store, folder, node, lease, quiet_s, settings.heed)
+        number, nodes = _list(store, folder, node, lease, quiet_s, settings.raise_if_stopping)
         say(
             f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
         )
@@ -52,13 +52,13 @@ def check_before_joining(
 
 
 def _list(
-    store: Store, folder: str, node: str, lease: Lease, quiet_s: float, heed: Callable[[], object]
+    store: Store, folder: str, node: str, lease: Lease, quiet_s: float, raise_if_stopping: Callable[[], object]
 ) -> tuple[int, Sequence[str]]:
     """The list that this node is in, and its number."""
     before: set[str] = set()
     since = time.monotonic()
     while True:
-        heed()
+        raise_if_stopping()
         lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
         for number, nodes in enumerate(lists):
             if node in nodes:

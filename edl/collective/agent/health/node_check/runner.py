@@ -43,12 +43,12 @@ class NodeCheckSettings:
     Attributes:
         timeout_s: for one round of one node; the check takes at most about twice that.
         factor: how many times the median of all nodes is slow.
-        heed: called again and again while something is waited for; may raise, to leave the check.
+        raise_if_stopping: called again and again while something is waited for; may raise, to leave the check.
     """
 
     timeout_s: float = 60.0
     factor: float = 2.0
-    heed: Callable[[], object] = lambda: None
+    raise_if_stopping: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Me:
     prefix: str
     node: str
     host: str
-    heed: Callable[[], object]
+    raise_if_stopping: Callable[[], object]
 
 
 def check_nodes(
@@ -74,7 +74,7 @@ def check_nodes(
         DiscoveryError: the store cannot be reached.
         ProtocolError: what others wrote makes no sense.
     """
-    me = _Me(store, prefix.rstrip("/"), node, host, settings.heed)
+    me = _Me(store, prefix.rstrip("/"), node, host, settings.raise_if_stopping)
     groups = _agreed(me, "1/groups", first_groups(sorted(nodes)))
     first = _round(me, 1, groups, nodes, settings)
     again = _agreed(me, "2/groups", second_groups(sorted(nodes), first, settings.factor))
@@ -119,7 +119,7 @@ def _round(
         results = {entry.key.removeprefix(folder): _result(entry.value, entry.key) for entry in me.store.list(folder)}
         if time.monotonic() > waited:
             break
-        me.heed()
+        me.raise_if_stopping()
         time.sleep(_POLL_S)
     return {node: result for node, result in results.items() if node in nodes}
 
@@ -153,7 +153,7 @@ def _wait_for(me: _Me, key: str, deadline: float) -> Mapping[str, Any] | None:
     while (entry := me.store.get(key)) is None:
         if time.monotonic() > until:
             return None
-        me.heed()
+        me.raise_if_stopping()
         time.sleep(_POLL_S)
     place = _parsed(entry.value, key)
     if not isinstance(place, dict) or not isinstance(place.get("port"), int) or "host" not in place:
@@ -198,7 +198,7 @@ def _listen(
     meet_key: str,
 ) -> None:
     while "reduce_s" not in said and (left := deadline - time.monotonic()) > 0:
-        me.heed()
+        me.raise_if_stopping()
         try:
             words = json.loads(lines.get(timeout=min(left, _POLL_S)))
         except queue.Empty:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edl.collective.agent.health.hang_detector import HangDetector
+from edl.collective.agent.health.hang_limits import HangLimits
 from edl.collective.agent.health.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
-from edl.collective.agent.health.worker_watch import HangLimits
 from edl.collective.worker_status import Board, Phase, Reading
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
@@ -20,7 +20,7 @@ class Simulation:
         self.now_s = 100.0
         self.readings = {rank: reading() for rank in (0, 1)}
         self.detector = HangDetector(LIMITS, ActivityMonitor(self._usage))
-        self.detector.begin(0.0)
+        self.detector.begin_generation(0.0)
 
     def _usage(self, pid: int) -> ProcessUsage:
         used_s = self.now_s if pid in self.working else 0.0
@@ -115,5 +115,5 @@ def test_a_new_generation_begins_anew() -> None:
     simulation = Simulation()
     simulation.detector.others_busy = True
     simulation.until_hung(105.0)
-    simulation.detector.begin(106.0)
+    simulation.detector.begin_generation(106.0)
     assert not simulation.detector.busy

@@ -1,85 +1,45 @@
-"""Which rank is named as slow, from the boards of several nodes, without a clock."""
+"""Stragglers in simulated time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from hypothesis import given
+from hypothesis import strategies as st
 
-from edl.collective.agent.health.stragglers import StepTimes, compare, encode
-from edl.collective.agent.health.worker_watch import StragglerDetector
-from edl.collective.worker_status import Phase, Reading
-from edl.discovery.store import Entry
+from edl.collective.agent.health.stragglers import StragglerChange, StragglerDetector, StragglerSettings
 
-BEGIN = Reading(
-    generation=3,
-    pid=100,
-    phase=Phase.TRAIN,
-    phase_since=0.0,
-    totals_s=dict.fromkeys(Phase, 0.0),
-    step=0,
-    step_at=0.0,
-    saved=-1,
-    paused=-1,
-    samples=0,
-    durations_s=(),
-    stays=False,
-)
+SETTINGS = StragglerSettings(windows=3)
 
 
-def after(steps: int, step_s: float, waited_s: float) -> Reading:
-    """The board of a rank that made `steps` steps, in each of which it waited for others."""
-    trained = {**BEGIN.totals_s, Phase.TRAIN: steps * step_s}
-    return replace(BEGIN, step=steps, totals_s=trained, waited_s=steps * waited_s)
+def test_persistent_slowness_is_named_once() -> None:
+    """A rank that is slow persistently is named once and cleared once."""
+    detector = StragglerDetector(SETTINGS)
+    slow = {0: 1.0, 1: 1.0, 2: 1.6}
+    assert [detector.observe_window(slow) for _ in range(2)] == [[], []]
+    assert detector.observe_window(slow) == [StragglerChange(2, "named", 1.6, 1.0)]
+    assert [detector.observe_window(slow) for _ in range(9)] == [[]] * 9
+    between = {0: 1.0, 1: 1.0, 2: 1.3}
+    assert [detector.observe_window(between) for _ in range(9)] == [[]] * 9
+    well = {0: 1.0, 1: 1.0, 2: 1.1}
+    assert [detector.observe_window(well) for _ in range(3)][-1] == [StragglerChange(2, "cleared", 1.1, 1.0)]
+    assert detector.named == set()
 
 
-def windows(slow_rank: int, count: int) -> list[str]:
-    """What is said over `count` windows of ten steps of 0.1 s, in which all but one rank wait for 0.06 s."""
-    nodes = {"a": range(2), "b": range(2, 4)}
-    times = {name: StepTimes() for name in nodes}
-    stragglers, said = StragglerDetector(), []
-    for window in range(count + 1):
-        entries = []
-        for name, ranks in nodes.items():
-            readings = {rank: after(10 * window, 0.1, 0.001 if rank == slow_rank else 0.06) for rank in ranks}
-            own = times[name].window(readings)
-            entries.append(Entry(name, encode(3, own), window + 1))
-        said += [str(change) for change in compare(entries, 3, stragglers)]
-    return said
+def test_slower_of_two_is_named() -> None:
+    """Of two ranks the slower is named and alone nobody is."""
+    detector = StragglerDetector(SETTINGS)
+    assert [str(*detector.observe_window({0: 0.2, 1: 0.1})) for _ in range(3)][-1] == (
+        "rank 0 is slow: 0.2 s of its own a step, the others 0.1 s"
+    )
+    assert [StragglerDetector(SETTINGS).observe_window({0: 9.0}) for _ in range(9)] == [[]] * 9
 
 
-def test_rank_that_never_waits_is_named() -> None:
-    """The rank that never waits is named once."""
-    said = windows(slow_rank=2, count=12)
-    assert len(said) == 1
-    assert said[0].startswith("rank 2 is slow: 0.099 s of its own a step, the others 0.04 s")
+@given(st.lists(st.lists(st.floats(0.9, 1.3), min_size=4, max_size=4), max_size=30))
+def test_noise_names_nobody(windows: list[list[float]]) -> None:
+    detector = StragglerDetector(SETTINGS)
+    assert not any(detector.observe_window(dict(enumerate(own_s))) for own_s in windows)
 
 
-def test_nobody_is_named_before_it_lasts() -> None:
-    assert windows(slow_rank=2, count=4) == []
-
-
-def test_unmeasured_ranks_are_not_named() -> None:
-    """Nobody is named where nobody measures."""
-    times = StepTimes()
-    times.window({0: BEGIN})
-    assert times.window({0: after(10, 0.1, 0.0)}) == {}
-
-
-def test_a_new_worker_begins_a_new_window() -> None:
-    times = StepTimes()
-    times.window({0: BEGIN})
-    assert times.window({0: replace(after(10, 0.1, 0.01), pid=101)}) == {}
-
-
-def test_other_generations_do_not_count() -> None:
-    """Other generations and nonsense do not count."""
-    stragglers = StragglerDetector()
-    for _ in range(20):
-        entries = [
-            Entry("a", encode(3, {0: 0.1}), 1),
-            Entry("b", encode(2, {1: 9.0}), 1),
-            *(
-                Entry("c", nonsense, 1)
-                for nonsense in (b"", b"[]", b'{"generation": 3}', b'{"generation":3,"own_s":[1]}')
-            ),
-        ]
-        assert compare(entries, 3, stragglers) == []
+def test_microseconds_do_not_count() -> None:
+    """Differences of microseconds do not count."""
+    detector = StragglerDetector(SETTINGS)
+    assert not any(detector.observe_window({0: 0.001, 1: 0.004}) for _ in range(9))

@@ -14,7 +14,7 @@ import torch
 
 import edl
 from edl.collective.agent.processes import preload as preload_module
-from edl.collective.agent.processes.preload import find_fork_hazard, preload
+from edl.collective.agent.processes.preload import find_fork_hazard, preload_modules
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports
 
 ROOTS = ("torch", "numpy", "edl")
@@ -165,7 +165,7 @@ def write(folder: Path, **files: str) -> list[tuple[str, str]]:
 
 
 def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload_module, "fork_hazard", str)  # the tests' own process has threads of OpenMP
+    monkeypatch.setattr(preload_module, "find_fork_hazard", str)  # the tests' own process has threads of OpenMP
     named = write(
         modules,
         e_fine="import os\nHOME = os.environ.get('HOME'); COPY = dict(os.environ); os.environ['E_SET'] = '1'",
@@ -176,7 +176,7 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
         e_broken="raise ValueError('odd')",
     )
     try:
-        done = preload(named, without=())
+        done = preload_modules(named, without=())
     finally:
         sys.modules["e_thread"].stop.set()
         sys.modules["e_socket"].opened.close()
@@ -193,9 +193,9 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
 
 
 def test_unfit_modules_are_not_imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload_module, "fork_hazard", str)
+    monkeypatch.setattr(preload_module, "find_fork_hazard", str)
     named = write(modules, f_unfit="raise SystemError", f_fine="")
-    done = preload(named, without=("f_unfit",))
+    done = preload_modules(named, without=("f_unfit",))
     assert (done.unfit, done.failed) == ({}, [])
     assert "f_fine" in sys.modules
 
@@ -214,12 +214,12 @@ def test_threads_of_native_code_are_seen() -> None:
 
 def test_blas_threads_are_no_hazard() -> None:
     code = """
-        from edl.collective.agent.processes.preload import _has_new_threads, _tasks, fork_hazard
+        from edl.collective.agent.processes.preload import _has_new_threads, _tasks, find_fork_hazard
         before = _tasks()
         import numpy
         numpy.ones((300, 300)) @ numpy.ones((300, 300))
         assert not _has_new_threads(before), "OpenBLAS ends its threads before a fork"
-        assert fork_hazard() == ""
+        assert find_fork_hazard() == ""
     """
     run_python(code)
 
@@ -230,12 +230,12 @@ def test_an_openmp_pool_is_found_out() -> None:
         import torch
         from edl.collective.agent.processes import preload
         before = preload._tasks()
-        assert preload.fork_hazard() == ""
+        assert preload.find_fork_hazard() == ""
         torch.set_num_threads(2)
         torch.ones(1 << 18).add_(1)
         assert preload._has_new_threads(before)
         preload._TEST_FORK_S = 1.0
-        assert "pool of threads" in preload.fork_hazard(), preload.fork_hazard()
+        assert "pool of threads" in preload.find_fork_hazard(), preload.find_fork_hazard()
     """
     run_python(code)
 

@@ -86,7 +86,7 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
             ("1/0", 1),
             ("os._exit(0)", 0),
         ]:
-            workers.start(7, {2: ForkRequest({"DO": do, "EDL_STDERR": str(tmp_path / "err")})})
+            workers.fork_workers(7, {2: ForkRequest({"DO": do, "EDL_STDERR": str(tmp_path / "err")})})
             event = heard.next()
             assert isinstance(event, WorkerExit)
             assert (event.generation, event.local_rank, event.status) == (7, 2, status)
@@ -99,18 +99,18 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
 def test_replacing_kills_the_children(tmp_path: Path) -> None:
     """Replacing kills the children as well and keeps whom it should."""
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
-        workers.start(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
+        workers.fork_workers(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
         first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
         assert workers.running == {0: first[0], 1: second[0]}
         os.kill(first[0], signal.SIGSTOP)
-        workers.replace(1, {0: ForkRequest({"OUT": str(tmp_path / "out-new")})})
+        workers.replace_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-new")})})
         wait_for(lambda: all(gone(pid) for pid in first))
         third = pids_in(tmp_path / "out-new")
         assert workers.running == {0: third[0], 1: second[0]}
         event = heard.next()
         assert isinstance(event, WorkerExit)
         assert (event.generation, str(event)) == (0, "worker 0 was killed by SIGKILL")
-        workers.stop()
+        workers.kill_workers()
         assert workers.running == {}
         assert {heard.next().generation for _ in range(2)} == {1}
         wait_for(lambda: all(gone(pid) for pid in third))
@@ -149,10 +149,10 @@ def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:
     device = tmp_path / "nvidia0"
     device.touch()
     with workers_of(tmp_path, HOLDER, gpu_devices=(str(tmp_path / "nvidia[0-9]*"),)) as (workers, _):
-        workers.start(0, {0: ForkRequest({"OUT": str(tmp_path / "out-0"), "DEVICE": str(device)})})
+        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out-0"), "DEVICE": str(device)})})
         before = pids_in(tmp_path / "out-0")
         environ = {"OUT": str(tmp_path / "out-1"), "BEFORE": " ".join(map(str, before))}
-        workers.replace(1, {0: ForkRequest(environ)})
+        workers.replace_workers(1, {0: ForkRequest(environ)})
         wait_for((tmp_path / "out-1").exists)
         assert (tmp_path / "out-1").read_text() == "False False"
 
@@ -160,24 +160,24 @@ def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:
 def test_killed_zygote_takes_all_along(tmp_path: Path) -> None:
     """A killed zygote takes everybody along and is told."""
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
-        workers.start(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
+        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
         pids = pids_in(tmp_path / "out")
         zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(zygote, signal.SIGKILL)
         assert isinstance(heard.next(), ZygoteLost)
         wait_for(lambda: all(gone(pid) for pid in pids))
         with pytest.raises(EDLError, match="died"):
-            workers.start(1, {0: ForkRequest({"OUT": str(tmp_path / "out-2")})})
+            workers.fork_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-2")})})
 
 
 def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
     """A zygote that does not answer is given up."""
     with workers_of(tmp_path, SLEEPER) as (workers, _):
-        workers.start(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
+        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
         pids = pids_in(tmp_path / "out")
         zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(zygote, signal.SIGSTOP)
-        workers.stop(timeout_s=1.0)
+        workers.kill_workers(timeout_s=1.0)
         wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
 
 
@@ -187,7 +187,7 @@ AGENT = """
     from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
     workers = WorkerPool(ProgramSpec("script", sys.argv[1], prewarm=False), print)
     workers.warm_up()
-    workers.start(0, {0: ForkRequest({"OUT": sys.argv[2]})})
+    workers.fork_workers(0, {0: ForkRequest({"OUT": sys.argv[2]})})
     time.sleep(1000)
 """
 
@@ -214,7 +214,7 @@ def test_killed_agent_takes_all_along(tmp_path: Path, stopped: bool) -> None:
 def test_unreadable_script_fails_in_worker(tmp_path: Path) -> None:
     """A script that cannot be read fails in the worker."""
     with workers_of(tmp_path, "def") as (workers, heard):
-        workers.start(0, {0: ForkRequest({"EDL_STDERR": str(tmp_path / "err")})})
+        workers.fork_workers(0, {0: ForkRequest({"EDL_STDERR": str(tmp_path / "err")})})
         event = heard.next()
         assert isinstance(event, WorkerExit)
         assert event.status == 1
@@ -225,7 +225,7 @@ def test_forks_have_own_random_numbers(tmp_path: Path) -> None:
     """Forks have random numbers of their own."""
     script = "import random, os; open(os.environ['OUT'], 'w').write(str(random.random()))"
     with workers_of(tmp_path, script) as (workers, heard):
-        workers.start(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
+        workers.fork_workers(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
         heard.next(), heard.next()
     assert (tmp_path / "out-0").read_text() != (tmp_path / "out-1").read_text()
 
@@ -240,6 +240,6 @@ def test_worker_has_no_files_of_the_agent(tmp_path: Path) -> None:
     """
     with socket.socket() as ours, workers_of(tmp_path, script) as (workers, heard):
         ours.bind(("127.0.0.1", 0))
-        workers.start(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
+        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
         heard.next()
     assert (tmp_path / "out").read_text() == "[]"

@@ -59,9 +59,9 @@ def test_untaken_change_is_written_later(stores: tuple[Store, Store], tmp_path: 
     with membership(stores[0], "a") as one, membership(stores[1], "b") as other:
         one.join()
         with locked(tmp_path), pytest.raises(DiscoveryError):
-            one.update(finished=3)
-        one.read()
-        assert other.read().nodes["a"].finished == 3
+            one.update_node(finished=3)
+        one.read_records()
+        assert other.read_records().nodes["a"].finished == 3
 
 
 def test_first_node_back_waits_for_others(stores: tuple[Store, Store], tmp_path: Path) -> None:
@@ -70,17 +70,17 @@ def test_first_node_back_waits_for_others(stores: tuple[Store, Store], tmp_path:
         one.join()
         other.join()
         members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
-        assert one.propose(World(0, State.RUNNING, members), None)
-        assert set(one.read().nodes) == {"a", "b"}
+        assert one.propose_world(World(0, State.RUNNING, members), None)
+        assert set(one.read_records().nodes) == {"a", "b"}
         with locked(tmp_path):
-            wait_for(lambda: one.cut_s > 2 * TTL_S)
+            wait_for(lambda: one.without_lease_s > 2 * TTL_S)
             with pytest.raises(DiscoveryError):
-                one.read()
-        assert set(one.read().nodes) == {"a", "b"}, "b has not had the time to come back"
-        assert one.cut_s == pytest.approx(0.0, abs=TTL_S)
-        wait_for(lambda: set(one.read().nodes) == {"a"})
-        other.read()
-        assert set(one.read().nodes) == {"a", "b"}
+                one.read_records()
+        assert set(one.read_records().nodes) == {"a", "b"}, "b has not had the time to come back"
+        assert one.without_lease_s == pytest.approx(0.0, abs=TTL_S)
+        wait_for(lambda: set(one.read_records().nodes) == {"a"})
+        other.read_records()
+        assert set(one.read_records().nodes) == {"a", "b"}
 
 
 def test_read_only_store_loses_nobody(stores: tuple[Store, Store], tmp_path: Path) -> None:
@@ -92,40 +92,40 @@ def test_read_only_store_loses_nobody(stores: tuple[Store, Store], tmp_path: Pat
     with contextlib.closing(Membership(stores[0], "job", Node("a", "host", 1, 1), ttl_s, lambda: None)) as first:
         first.join()
         members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
-        assert first.propose(World(0, State.RUNNING, members), None)
-        assert set(first.read().nodes) == {"a", "b"}
+        assert first.propose_world(World(0, State.RUNNING, members), None)
+        assert set(first.read_records().nodes) == {"a", "b"}
         with locked(tmp_path):
             wait_for(lambda: stores[0].get("jobs/job/nodes/b") is None)
             try:
-                assert set(first.read().nodes) == {"a", "b"}, "nobody can renew while the file is locked"
+                assert set(first.read_records().nodes) == {"a", "b"}, "nobody can renew while the file is locked"
             except DiscoveryError:
                 pass  # the machine stood still, and both are over
-        assert set(first.read().nodes) == {"a", "b"}, "its own lease lives, and the other has not had the time"
-        wait_for(lambda: set(first.read().nodes) == {"a"})
+        assert set(first.read_records().nodes) == {"a", "b"}, "its own lease lives, and the other has not had the time"
+        wait_for(lambda: set(first.read_records().nodes) == {"a"})
     other.close()
 
 
 def test_time_without_lease_counts_from_end(stores: tuple[Store, Store], tmp_path: Path) -> None:
     """The time without a lease is counted from its end."""
     with membership(stores[0], "a") as one:
-        assert one.cut_s == 0.0, "it has not joined"
+        assert one.without_lease_s == 0.0, "it has not joined"
         one.join()
         joined = time.monotonic()
         wait_for(lambda: time.monotonic() > joined + 2 * TTL_S)
         read = time.monotonic()
-        one.read()
+        one.read_records()
         with locked(tmp_path):
             # Nobody asks while the lease ends, as when the agent itself waits for the store.
             wait_for(lambda: time.monotonic() > read + 2 * TTL_S)
-            assert one.cut_s <= time.monotonic() - read
+            assert one.without_lease_s <= time.monotonic() - read
 
 
 def test_a_record_goes_with_its_node(stores: tuple[Store, Store]) -> None:
     with membership(stores[1], "b") as other:
         with membership(stores[0], "a") as one:
             one.join()
-            assert set(other.read().nodes) == {"a"}
-        assert other.read().nodes == {}
+            assert set(other.read_records().nodes) == {"a"}
+        assert other.read_records().nodes == {}
 
 
 def test_removed_record_is_written_again(stores: tuple[Store, Store]) -> None:
@@ -134,6 +134,6 @@ def test_removed_record_is_written_again(stores: tuple[Store, Store]) -> None:
         one.join()
         other.join()
         other.delete_node("a")
-        assert set(other.read().nodes) == {"b"}
-        assert set(one.read().nodes) == {"a", "b"}
-        assert set(other.read().nodes) == {"a", "b"}
+        assert set(other.read_records().nodes) == {"b"}
+        assert set(one.read_records().nodes) == {"a", "b"}
+        assert set(other.read_records().nodes) == {"a", "b"}

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from edl.collective.agent.health.node_check import probe as nodecheck_probe
-from edl.collective.agent.health.node_check import workload as nodecheck_work
+from edl.collective.agent.health.node_check import probe, workload
 from edl.collective.agent.health.node_check.workload import (
     agree_on_gpus,
     check_copies,
@@ -27,9 +26,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodecheck_work, "_SIZE", {"cpu": 96})
-    monkeypatch.setattr(nodecheck_work, "_COPIED", 5000)
-    monkeypatch.setattr(nodecheck_work, "_REDUCED", 5000)
+    monkeypatch.setattr(workload, "_SIZE", {"cpu": 96})
+    monkeypatch.setattr(workload, "_COPIED", 5000)
+    monkeypatch.setattr(workload, "_REDUCED", 5000)
 
 
 def spoiled(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
@@ -63,13 +62,13 @@ def test_wrong_product_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_product_fails_the_probe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     task = {"rank": 0, "world_size": 1, "host": "", "port": 0, "timeout_s": 60}
-    nodecheck_probe.main(task)
+    probe.main(task)
     computed, reduced = map(json.loads, capsys.readouterr().out.splitlines())
     assert computed["device"] == "cpu"
     assert reduced == {"reduce_s": 0.0}
     monkeypatch.setattr(torch, "matmul", spoiled(torch.matmul, at_call=1))
     with pytest.raises(EDLError, match="matrix product"):
-        nodecheck_probe.main(task)
+        probe.main(task)
     assert capsys.readouterr().out == "", "it did not say that it can compute"
 
 

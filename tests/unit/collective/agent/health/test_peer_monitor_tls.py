@@ -16,7 +16,7 @@ from edl.collective.agent.health.peer_monitor import Address, PeerConnections
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority
-from tests.unit.collective.agent.health.test_tether import DEADLINE_S, connected, nothing, wait_for
+from tests.unit.collective.agent.health.test_peer_monitor import DEADLINE_S, connected, nothing, wait_for
 
 CA = Authority()
 NAME = "agents.example"
@@ -54,16 +54,16 @@ def gone() -> queue.SimpleQueue[str]:
 
 
 @pytest.fixture
-def tethers(tmp_path: Path, gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
+def peers(tmp_path: Path, gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
     made = PeerConnections("me", gone.put, PeerTLS(credentials(tmp_path / "mine")))
     yield made
     made.close()
 
 
-def test_death_is_seen_through_tls(tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_death_is_seen_through_tls(tmp_path: Path, peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with other_agent(credentials(tmp_path / "a")) as (process, to_a):
-        tethers.follow({"a": to_a})
-        wait_for(connected(tethers, "a"))
+        peers.set_peers({"a": to_a})
+        wait_for(connected(peers, "a"))
         assert nothing(gone)
         process.kill()
         assert gone.get(timeout=DEADLINE_S) == "a"
@@ -71,21 +71,21 @@ def test_death_is_seen_through_tls(tmp_path: Path, tethers: PeerConnections, gon
 
 @pytest.mark.parametrize("wrong", ["name", "CA"])
 def test_impostor_is_not_believed(
-    tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str], wrong: str
+    tmp_path: Path, peers: PeerConnections, gone: queue.SimpleQueue[str], wrong: str
 ) -> None:
     told = credentials(
         tmp_path / "a", "other.example" if wrong == "name" else NAME, Authority() if wrong == "CA" else CA
     )
     with other_agent(told) as (process, to_a):
-        tethers.follow({"a": to_a})
-        wait_for(lambda: "a" in tethers._tethers and bool(tethers._tethers["a"].again_at))
-        assert not tethers._tethers["a"].proven
+        peers.set_peers({"a": to_a})
+        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].again_at))
+        assert not peers._connections["a"].proven
         process.kill()
         assert nothing(gone), "its death proves nothing of the agent's"
 
 
-def test_strangers_learn_nothing(tethers: PeerConnections) -> None:
-    with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as stranger:
+def test_strangers_learn_nothing(peers: PeerConnections) -> None:
+    with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         heard = b""
         with contextlib.suppress(ConnectionResetError):
@@ -94,19 +94,19 @@ def test_strangers_learn_nothing(tethers: PeerConnections) -> None:
         assert b"me" not in heard
 
 
-def test_silent_stranger_holds_nobody_up(tmp_path: Path, tethers: PeerConnections) -> None:
+def test_silent_stranger_holds_nobody_up(tmp_path: Path, peers: PeerConnections) -> None:
     """It connects, and says nothing: the thread serves others."""
-    with socket.create_connection(("127.0.0.1", tethers.port)), other_agent(credentials(tmp_path / "a")) as (_, to_a):
-        tethers.follow({"a": to_a})
-        wait_for(connected(tethers, "a"))
+    with socket.create_connection(("127.0.0.1", peers.port)), other_agent(credentials(tmp_path / "a")) as (_, to_a):
+        peers.set_peers({"a": to_a})
+        wait_for(connected(peers, "a"))
 
 
-def test_plain_agent_is_not_believed(tmp_path: Path, tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_plain_agent_is_not_believed(tmp_path: Path, peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     plain = PeerConnections("a", gone.put)
     try:
-        tethers.follow({"a": ("127.0.0.1", plain.port)})
-        wait_for(lambda: "a" in tethers._tethers and bool(tethers._tethers["a"].again_at))
-        assert not tethers._tethers["a"].proven
+        peers.set_peers({"a": ("127.0.0.1", plain.port)})
+        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].again_at))
+        assert not peers._connections["a"].proven
     finally:
         plain.close()
     assert nothing(gone)

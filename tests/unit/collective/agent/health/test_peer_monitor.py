@@ -15,7 +15,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
 
-from edl.collective.agent.health import peer_monitor as tether
+from edl.collective.agent.health import peer_monitor
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import Member, State, World
 
@@ -49,21 +49,21 @@ def gone() -> queue.SimpleQueue[str]:
 
 
 @pytest.fixture
-def tethers(gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
+def peers(gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
     made = PeerConnections("me", gone.put)
     yield made
     made.close()
 
 
-def connected(tethers: PeerConnections, *names: str) -> Callable[[], bool]:
-    return lambda: all(name in tethers._tethers and tethers._tethers[name].proven for name in names)
+def connected(peers: PeerConnections, *names: str) -> Callable[[], bool]:
+    return lambda: all(name in peers._connections and peers._connections[name].proven for name in names)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
-def test_tethers_over_ipv6(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_peers_over_ipv6(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with other_agent("six") as (process, (_, port)):
-        tethers.follow({"six": ("::1", port)})
-        wait_for(connected(tethers, "six"))
+        peers.set_peers({"six": ("::1", port)})
+        wait_for(connected(peers, "six"))
         process.kill()
         assert gone.get(timeout=DEADLINE_S) == "six"
 
@@ -82,11 +82,11 @@ def nothing(gone: queue.SimpleQueue[str]) -> bool:
         return True
 
 
-def test_killed_is_gone_stopped_is_not(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_killed_is_gone_stopped_is_not(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """A killed process is gone and one that is stopped is not."""
     with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
-        tethers.follow({"a": to_a, "b": to_b})
-        wait_for(connected(tethers, "a", "b"))
+        peers.set_peers({"a": to_a, "b": to_b})
+        wait_for(connected(peers, "a", "b"))
         os.kill(b.pid, signal.SIGSTOP)
         assert nothing(gone)
         a.kill()
@@ -96,45 +96,45 @@ def test_killed_is_gone_stopped_is_not(tethers: PeerConnections, gone: queue.Sim
         assert nothing(gone), "each is told once"
 
 
-def test_unknown_address_proves_nothing(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_unknown_address_proves_nothing(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """A firewall refuses, another node has 127.0.0.1 for its address, a port belongs to somebody else now."""
     with other_agent("somebody else") as (process, to_other), socket.create_server(("127.0.0.1", 0)) as closed:
         refused = closed.getsockname()[:2]
         closed.close()
-        tethers.follow({"a": refused, "b": to_other})
-        wait_for(lambda: "b" in tethers._tethers and tethers._tethers["b"].socket is not None)
+        peers.set_peers({"a": refused, "b": to_other})
+        wait_for(lambda: "b" in peers._connections and peers._connections["b"].socket is not None)
         assert nothing(gone)
         process.kill()
         assert nothing(gone)
 
 
-def test_cut_connection_is_made_again(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_cut_connection_is_made_again(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """By something in between: the agent lives. Later it dies, and that is seen."""
     with other_agent("a") as (process, to_a):
-        tethers.follow({"a": to_a})
-        wait_for(connected(tethers, "a"))
-        first = tethers._tethers["a"].socket
+        peers.set_peers({"a": to_a})
+        wait_for(connected(peers, "a"))
+        first = peers._connections["a"].socket
         assert first is not None
         first.shutdown(socket.SHUT_RDWR)
-        wait_for(lambda: tethers._tethers["a"].socket not in (None, first))
+        wait_for(lambda: peers._connections["a"].socket not in (None, first))
         assert nothing(gone)
         process.kill()
         assert gone.get(timeout=DEADLINE_S) == "a"
 
 
-def test_unfollowed_peer_is_ignored(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_unfollowed_peer_is_ignored(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """Whoever is not followed any more is nobodys business."""
     with other_agent("a") as (process, to_a):
-        tethers.follow({"a": to_a})
-        wait_for(connected(tethers, "a"))
-        tethers.follow({})
-        wait_for(lambda: not tethers._tethers)
+        peers.set_peers({"a": to_a})
+        wait_for(connected(peers, "a"))
+        peers.set_peers({})
+        wait_for(lambda: not peers._connections)
         process.kill()
         assert nothing(gone)
 
 
-def test_strangers_do_no_harm(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as stranger:
+def test_strangers_do_no_harm(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+    with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as stranger:
         assert stranger.recv(10) == b"me"
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
@@ -154,12 +154,12 @@ def test_ring_ties_to_those_behind() -> None:
     assert [*choose_peers(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
 
 
-def test_bad_name_harms_nobody(tethers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_bad_name_harms_nobody(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     """Of a node that was told a wrong --local-addr."""
     with other_agent("a") as (process, to_a):
-        tethers.follow({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})
-        wait_for(connected(tethers, "a"))
-        with socket.create_connection(("127.0.0.1", tethers.port), DEADLINE_S) as other:
+        peers.set_peers({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})
+        wait_for(connected(peers, "a"))
+        with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as other:
             assert other.recv(10) == b"me"
         process.kill()
         assert gone.get(timeout=DEADLINE_S) == "a"
@@ -167,17 +167,17 @@ def test_bad_name_harms_nobody(tethers: PeerConnections, gone: queue.SimpleQueue
 
 
 def test_one_refusal_is_not_a_death(
-    tethers: PeerConnections, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
+    peers: PeerConnections, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands between may begin anew, and refuse until it has."""
-    monkeypatch.setattr(tether, "_REFUSED_AGAIN_S", 1.0)  # so that this test need not be quicker than 30 ms
+    monkeypatch.setattr(peer_monitor, "_REFUSED_AGAIN_S", 1.0)  # so that this test need not be quicker than 30 ms
     with socket.create_server(("127.0.0.1", 0)) as first:
         address = first.getsockname()[:2]
-        tethers.follow({"a": address})
+        peers.set_peers({"a": address})
         connection, _ = first.accept()
         connection.send(b"a")
-        wait_for(connected(tethers, "a"))
-        refused = tethers._tethers["a"]
+        wait_for(connected(peers, "a"))
+        refused = peers._connections["a"]
         first.close()
         connection.close()
         wait_for(lambda: refused.refusals == 1)

@@ -90,7 +90,7 @@ def test_killed_loader_is_a_killed_worker() -> None:
     chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_KILLED), chained):
         assert find_exit_cause(1, text) is ExitCause.KILLED
-        verdict = decide_recovery([failure(1, text, rank=5)], 0.0, echo_s=0.5, contact_s=2.0)
+        verdict = decide_recovery([failure(1, text, rank=5)], 0.0, error_grace_s=0.5, contact_timeout_s=2.0)
         assert verdict is not None
         assert verdict.restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
 
@@ -140,7 +140,7 @@ WRONG = failure(1, ERROR[1], rank=4)
     ],
 )
 def test_what_follows(failures: list[WorkerFailure], waited_s: float, outcome: str | None) -> None:
-    verdict = decide_recovery(failures, waited_s, echo_s=0.5, contact_s=2.0)
+    verdict = decide_recovery(failures, waited_s, error_grace_s=0.5, contact_timeout_s=2.0)
     if outcome is None:
         assert verdict is None
     else:
@@ -153,17 +153,17 @@ def test_exit_code_while_a_node_is_missing() -> None:
     """However late this agent has its turn: the script may have ended itself because of that node."""
     silent = failure(3)
     for missing in (False, True):
-        verdict = decide_recovery([silent], 99.0, echo_s=0.5, contact_s=2.0, missing=missing)
+        verdict = decide_recovery([silent], 99.0, error_grace_s=0.5, contact_timeout_s=2.0, missing=missing)
         assert (verdict is None) == missing
     for failures in ([WRONG], [silent, WRONG], [WRONG, silent]):
-        verdict = decide_recovery(failures, 0.5, echo_s=0.5, contact_s=2.0, missing=True)
+        verdict = decide_recovery(failures, 0.5, error_grace_s=0.5, contact_timeout_s=2.0, missing=True)
         assert verdict is not None, "an error is one"
         assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
 def test_fatal_verdict_has_a_traceback() -> None:
     """A fatal verdict has the rank and the traceback."""
-    verdict = decide_recovery([LOST, WRONG], 1.0, echo_s=0.5, contact_s=2.0)
+    verdict = decide_recovery([LOST, WRONG], 1.0, error_grace_s=0.5, contact_timeout_s=2.0)
     assert verdict is not None
     assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
@@ -173,7 +173,7 @@ def test_fatal_verdict_has_a_traceback() -> None:
 )
 def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
     """A rank that ended before the others is named as a likely cause."""
-    verdict = decide_recovery([LOST], 2.0, echo_s=0.5, contact_s=2.0, ended=ended)
+    verdict = decide_recovery([LOST], 2.0, error_grace_s=0.5, contact_timeout_s=2.0, ended=ended)
     assert verdict is not None
     why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
     assert verdict.restart == f"rank 3 lost contact with another one, {why}"
@@ -191,7 +191,7 @@ def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
 def test_it_is_not_where_something_else_is(
     failures: list[WorkerFailure], ended: list[int], missing: bool, words: str
 ) -> None:
-    verdict = decide_recovery(failures, 2.0, echo_s=0.5, contact_s=2.0, ended=ended, missing=missing)
+    verdict = decide_recovery(failures, 2.0, error_grace_s=0.5, contact_timeout_s=2.0, ended=ended, missing=missing)
     assert verdict is not None
     assert verdict.restart == words
 

@@ -18,7 +18,7 @@ from edl.collective.agent.membership.rendezvous import (
 )
 from edl.collective.job_records import Member, Node, State, World
 from edl.errors import ProtocolError
-from tests.unit.collective.agent.agents import Job
+from tests.unit.collective.agent.membership.simulated_job import Job
 
 RULES = RendezvousSettings(min_nodes=1, max_nodes=3, last_call_s=1.0, pause_timeout_s=5.0, takeover_s=10.0)
 

@@ -1,35 +1,20 @@
-"""Whether a worker hangs, and which rank is slow: decisions from readings of boards, without a clock.
+"""How long a worker may go without a sign of progress: decisions from its status page, without a clock.
 
-A hang is the absence of steps, so only workers that report steps can be watched: one that never did is left alone.
-Evaluation between two steps is also an absence of steps. Three things tell it from a hang: the script says so, with a
-limit (phase BUSY); the kernel sees the worker's process work (`process_activity`), which gives it a longer limit; and
-another rank of the job does so, for which this one waits.
-
-In synchronous training every rank's step takes as long as the slowest one's, so durations of steps name nobody. What
-tells a straggler is its *own* time: what is left of a step without the wait in the gradients' synchronisation. The rank
-that all wait for waits least itself.
+A hang is the absence of steps, so only workers that report steps can be watched: a worker that never reported any is
+left alone. Evaluation between two steps is also an absence of steps. Three things tell it from a hang: the script
+declares it, with a limit (phase BUSY); the kernel sees the worker's process work (`process_activity`), which gives it a
+longer limit; and another rank of the job works, for which this rank waits.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Final
 
 from edl.collective.worker_status import Phase, Reading
 
-__all__ = [
-    "HangLimits",
-    "ProgressLimit",
-    "StragglerChange",
-    "StragglerSettings",
-    "StragglerDetector",
-    "hang",
-    "is_working",
-    "own_step_s",
-    "progress",
-]
+__all__ = ["HangLimits", "ProgressLimit", "describe_hang", "find_progress_limit", "is_working"]
 
 _ENOUGH_STEPS: Final = 3
 _LATER_S: Final = 60.0
@@ -82,12 +67,12 @@ class ProgressLimit:
     of: str = ""
     declared: bool = False
 
-    def suspect(self, now_s: float) -> bool:
+    def is_suspect(self, now_s: float) -> bool:
         """Return whether half of the limit has passed: from then on the worker's process is looked at."""
         return not self.declared and now_s - self.since_s > self.limit_s / 2
 
 
-def progress(reading: Reading, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
+def find_progress_limit(reading: Reading, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
     """Read from a board how long a worker may go on as it does; None if it is not watched.
 
     Args:
@@ -126,13 +111,13 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
     return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
 
 
-def hang(
+def describe_hang(
     found: ProgressLimit, now_s: float, limits: HangLimits, active_s: float | None = None, awaited_s: float = 0.0
 ) -> str | None:
     """Return why a worker is taken to hang, None if it is not.
 
     Args:
-        found: its `progress`.
+        found: its `find_progress_limit`.
         now_s: of `time.monotonic()`, as the times on the board.
         active_s: when its process was last seen to work, None for never.
         awaited_s: until when another rank was known to, for which this one may have waited.
@@ -151,81 +136,3 @@ def hang(
 def _step_limit_s(reading: Reading, limits: HangLimits) -> float:
     """Seconds that a step may take which is not one of the first."""
     return max(limits.floor_s, limits.factor * statistics.median(reading.durations_s or (0.0,)))
-
-
-def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None:
-    """Seconds that a rank itself took for a step, on average between two readings of its board; None without a step.
-
-    Args:
-        waited_s: that it spent in the synchronisation of gradients meanwhile.
-    """
-    steps = after.step - before.step
-    if steps <= 0 or after.generation != before.generation:
-        return None
-    trained_s = sum(after.totals_s[phase] - before.totals_s[phase] for phase in (Phase.TRAIN, Phase.ROLLBACK))
-    return max(0.0, trained_s - waited_s) / steps
-
-
-@dataclass(frozen=True)
-class StragglerSettings:
-    """Who is called a straggler.
-
-    Attributes:
-        factor: its own time of a step is so many times the median of the others',
-        least_s: and so many seconds longer,
-        windows: in so many windows in a row. As many below `clear_factor` clear it.
-    """
-
-    factor: float = 1.5
-    clear_factor: float = 1.2
-    least_s: float = 0.005
-    windows: int = 5
-
-
-@dataclass(frozen=True)
-class StragglerChange:
-    """A rank was named, or is one no more."""
-
-    rank: int
-    what: Literal["named", "cleared"]
-    own_s: float
-    others_s: float
-
-    def __str__(self) -> str:
-        times = f"{self.own_s:.3g} s of its own a step, the others {self.others_s:.3g} s"
-        return f"rank {self.rank} is {'slow' if self.what == 'named' else 'no longer slow'}: {times}"
-
-
-@dataclass
-class StragglerDetector:
-    """Names ranks that are slow persistently. Feed it one window after another; begin anew with each world."""
-
-    rules: StragglerSettings = field(default_factory=StragglerSettings)
-    named: set[int] = field(default_factory=set)
-    _counts: dict[int, int] = field(default_factory=dict)
-
-    def observe(self, own_s: Mapping[int, float]) -> list[StragglerChange]:
-        """What follows from one window.
-
-        Args:
-            own_s: by rank, seconds of its own a step in this window; ranks without one are left out.
-        """
-        changes = []
-        for rank, mine_s in sorted(own_s.items()):
-            others = [theirs_s for other, theirs_s in own_s.items() if other != rank]
-            if not others:
-                continue
-            others_s = statistics.median(others)
-            self._counts[rank] = self._counts.get(rank, 0) + 1 if self._deviates(rank, mine_s, others_s) else 0
-            if self._counts[rank] >= self.rules.windows:
-                self._counts[rank] = 0
-                self.named ^= {rank}
-                what: Literal["named", "cleared"] = "named" if rank in self.named else "cleared"
-                changes.append(StragglerChange(rank, what, mine_s, others_s))
-        return changes
-
-    def _deviates(self, rank: int, mine_s: float, others_s: float) -> bool:
-        """Whether this window speaks for a change."""
-        if rank in self.named:
-            return mine_s < max(self.rules.clear_factor * others_s, others_s + self.rules.least_s)
-        return mine_s > self.rules.factor * others_s and mine_s > others_s + self.rules.least_s

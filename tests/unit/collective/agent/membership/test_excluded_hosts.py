@@ -31,11 +31,11 @@ def test_excluded_host_stays_out(store: Store) -> None:
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     broken = Exclusion("node-a", "rank 0: ECC", True, 7, 1.0)
     here.add(broken)
-    assert (here.of_this_host(), there.of_this_host()) == (broken, None)
-    assert Exclusions(store, "another", "a").of_this_host() is None
+    assert (here.own_exclusion(), there.own_exclusion()) == (broken, None)
+    assert Exclusions(store, "another", "a").own_exclusion() is None
     assert read_job(store, "job").exclusions == (broken,)
     here.remove()
-    assert here.of_this_host() is None
+    assert here.own_exclusion() is None
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_fault_at_one_step_is_the_scripts(store: Store, step: int, clear: bool, 
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     first = Exclusion("node-a", FAULT, clear, 7)
     here.add(first)
-    assert here.same_elsewhere(first) is None, "its own record is not another host"
-    found = there.same_elsewhere(Exclusion("node-b", FAULT, False, step))
+    assert here.find_same_elsewhere(first) is None, "its own record is not another host"
+    found = there.find_same_elsewhere(Exclusion("node-b", FAULT, False, step))
     assert found == (first if same else None)
     there.remove_unclear()
-    assert (here.of_this_host() is None) is not clear
+    assert (here.own_exclusion() is None) is not clear
 
 
 def test_host_key_is_of_a_boot_and_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

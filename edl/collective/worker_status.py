@@ -4,7 +4,7 @@ A worker writes which phase it is in and how far it got; its agent reads that wh
 was killed or while it hangs. The agent writes what it asks of the worker: to pause at a step. Nothing here is sent,
 so nothing can be lost or wait. Times are of `time.monotonic()`, which all processes of a host share on Linux.
 
-Without an agent (`Board.from_env` outside `edl run`) the page is private memory, and nobody asks for anything.
+Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is private memory, and asks for nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 from edl.errors import ProtocolError
 from edl.settings import read
 
-__all__ = ["Board", "Phase", "Reading"]
+__all__ = ["Phase", "WorkerStatus", "WorkerStatusPage"]
 
 _SIZE: Final = 4096
 _MAGIC: Final = b"EDLBRD01"
@@ -58,8 +58,8 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A board at one moment.
+class WorkerStatus:
+    """What a worker's status page says at a moment.
 
     Attributes:
         generation: of the world that the worker belongs to, -1 before it said so.
@@ -71,7 +71,7 @@ class Reading:
         paused: the step after which it paused, -1 if it does not.
         samples: processed by this rank, over all workers that wrote here.
         durations_s: of recent steps, in no order.
-        stays: whether the worker can go on in the next generation in the same process.
+        in_process: whether the worker can go on in the next generation in the same process.
         waited_s: spent in the synchronisation of gradients, over all workers that wrote here; 0 if nobody measures it.
         first: of the steps that this worker finished one after another until `step`, -1 before it finished one.
         busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
@@ -89,75 +89,75 @@ class Reading:
     paused: int
     samples: int
     durations_s: tuple[float, ...]
-    stays: bool
+    in_process: bool
     waited_s: float = 0.0
     first: int = _NEVER
     busy_with: str = ""
     busy_limit_s: float = 0.0
 
 
-class Board:
+class WorkerStatusPage:
     """One worker's page. Use `create` in the agent and `from_env` in the worker."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
-    def create(cls, path: Path) -> Board:
+    def create(cls, path: Path) -> WorkerStatusPage:
         """A new, empty page in the file `path`, which must be in memory (`/dev/shm`)."""
         path.write_bytes(bytes(_SIZE))
-        board = cls._map(path)
+        page = cls._map(path)
         for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
-            board._set(field, _NEVER)
-        board._set_time(_SINCE, time.monotonic())
-        board._memory[: len(_MAGIC)] = _MAGIC
-        return board
+            page._set(field, _NEVER)
+        page._set_time(_SINCE, time.monotonic())
+        page._memory[: len(_MAGIC)] = _MAGIC
+        return page
 
     @classmethod
-    def open(cls, path: Path) -> Board:
+    def open(cls, path: Path) -> WorkerStatusPage:
         """The page that an agent created.
 
         Raises:
             ProtocolError: the file is no such page.
         """
-        board = cls._map(path)
-        if board._memory[: len(_MAGIC)] != _MAGIC:
-            raise ProtocolError(f"{path} is not a board of this version of EDL")
-        return board
+        page = cls._map(path)
+        if page._memory[: len(_MAGIC)] != _MAGIC:
+            raise ProtocolError(f"{path} is not a status page of this version of EDL")
+        return page
 
     @classmethod
-    def from_env(cls) -> Board:
+    def from_env(cls) -> WorkerStatusPage:
         """The page named by `EDL_BOARD`, or private memory where there is no agent."""
         path = read("EDL_BOARD", Path)
         if path is not None:
             return cls.open(path)
-        board = cls(mmap.mmap(-1, _SIZE))
+        page = cls(mmap.mmap(-1, _SIZE))
         for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
-            board._set(field, _NEVER)
-        board._set_time(_SINCE, time.monotonic())
-        return board
+            page._set(field, _NEVER)
+        page._set_time(_SINCE, time.monotonic())
+        return page
 
     # --- The worker's side. ---
 
-    def begin(self, generation: int) -> None:
+    def record_worker_start(self, generation: int) -> None:
         """A worker starts: the time until now counts as the phase that the last one was in."""
         self._set(_PAUSED, _NEVER)
         self._set(_STAYS, 0)
         self._set(_FIRST, _NEVER)
         self._set(_PID, os.getpid())
-        self.enter(Phase.START)
+        self.enter_phase(Phase.START)
         self._set(_GENERATION, generation)
 
-    def stay(self) -> None:
+    def record_in_process(self) -> None:
         """Say that this worker listens to `EDL_CONTROL`, and can go on in the next generation as it is."""
         self._set(_STAYS, 1)
 
-    def form(self, generation: int) -> None:
+    def join_generation(self, generation: int) -> None:
         """This worker, which stayed, has joined the next generation, and trains from here."""
         self._set(_PAUSED, _NEVER)
         self._set(_GENERATION, generation)
 
-    def enter(self, phase: Phase) -> Phase:
+    def enter_phase(self, phase: Phase) -> Phase:
         """Be in `phase` from now on. Returns the phase until now."""
         now = time.monotonic()
         before = Phase(self._get(_PHASE))
@@ -168,23 +168,23 @@ class Board:
         return before
 
     @contextmanager
-    def phase(self, phase: Phase) -> Iterator[None]:
+    def in_phase(self, phase: Phase) -> Iterator[None]:
         """Be in `phase` for the block, then in the phase before it."""
-        before = self.enter(phase)
+        before = self.enter_phase(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter_phase(before)
 
     @contextmanager
-    def busy(self, what: str, limit_s: float) -> Iterator[None]:
+    def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
         """Be in phase BUSY for the block, with `what`, for `limit_s` at most; then in the phase before it."""
         text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
         begin, before = _BUSY_WITH * 8, self._busy()
         self._memory[begin : begin + _BUSY_WITH_BYTES] = text
         self._set_time(_BUSY_LIMIT, limit_s)
         try:
-            with self.phase(Phase.BUSY):
+            with self.in_phase(Phase.BUSY):
                 yield
         finally:  # of a block around this one
             self._memory[begin : begin + _BUSY_WITH_BYTES] = before[0]
@@ -194,7 +194,7 @@ class Board:
         begin = _BUSY_WITH * 8
         return bytes(self._memory[begin : begin + _BUSY_WITH_BYTES]), self._get_time(_BUSY_LIMIT)
 
-    def count_as(self, phase: Phase, seconds: float) -> None:
+    def reassign_time(self, phase: Phase, seconds: float) -> None:
         """The first `seconds` of the present phase, or all of it if it is not that long yet, were of `phase`."""
         since, total = self._get_time(_SINCE), _TOTALS + phase
         seconds = min(max(seconds, 0.0), time.monotonic() - since)
@@ -214,30 +214,30 @@ class Board:
             self._set(_FIRST, step)
         self._set(_STEP, step)
 
-    def waited(self, seconds: float) -> None:
+    def add_sync_wait(self, seconds: float) -> None:
         """So long did the synchronisation of gradients take, in which fast ranks wait for slow ones."""
         self._set_time(_WAITED, self._get_time(_WAITED) + seconds)
 
-    def saved(self, step: int) -> None:
+    def record_saved_step(self, step: int) -> None:
         """The state after `step` is complete in shared memory."""
         self._set(_SAVED, step)
 
-    def pause_wanted(self, step: int) -> bool:
+    def is_pause_requested(self, step: int) -> bool:
         """Whether the agent asked for a pause after `step` or an earlier one."""
         return 0 <= self._get(_PAUSE_AT) <= step
 
-    def pause(self, step: int) -> None:
+    def record_pause(self, step: int) -> None:
         """Say that this worker paused after `step` and has saved its state. It then waits to be stopped."""
-        self.enter(Phase.PAUSE)
+        self.enter_phase(Phase.PAUSE)
         self._set(_PAUSED, step)
 
-    def resume(self) -> None:
+    def record_resume(self) -> None:
         """Go on after a pause that nobody wants any more."""
         self._set(_PAUSED, _NEVER)
-        self.enter(Phase.TRAIN)
+        self.enter_phase(Phase.TRAIN)
 
     @property
-    def unattended_s(self) -> float:
+    def agent_silence_s(self) -> float:
         """For how long the agent has given no sign of life, 0 without an agent.
 
         A stopped agent may have lost its lease, and others may train in its place: who waits then does no harm.
@@ -247,15 +247,15 @@ class Board:
 
     # --- The agent's side. ---
 
-    def beat(self) -> None:
+    def record_agent_heartbeat(self) -> None:
         """Show the worker that its agent lives."""
         self._set_time(_BEAT_AT, time.monotonic())
 
-    def ask_pause(self, step: int | None) -> None:
+    def request_pause(self, step: int | None) -> None:
         """Ask the worker to save and pause after `step`; None takes it back."""
         self._set(_PAUSE_AT, _NEVER if step is None else step)
 
-    def read(self) -> Reading:
+    def read_status(self) -> WorkerStatus:
         """What the worker wrote, with the phase it is in counted until now."""
         now = time.monotonic()
         phase = Phase(self._get(_PHASE))
@@ -264,7 +264,7 @@ class Board:
         totals[phase] += max(0.0, now - since)
         busy_with, busy_limit_s = self._busy()
         durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
-        return Reading(
+        return WorkerStatus(
             generation=self._get(_GENERATION),
             pid=self._get(_PID),
             phase=phase,
@@ -276,7 +276,7 @@ class Board:
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
             durations_s=tuple(one for one in durations if one > 0),
-            stays=self._get(_STAYS) == 1,
+            in_process=self._get(_STAYS) == 1,
             waited_s=self._get_time(_WAITED),
             first=self._get(_FIRST),
             busy_with=busy_with.rstrip(b"\0").decode(errors="replace"),
@@ -288,10 +288,10 @@ class Board:
         self._memory.close()
 
     @classmethod
-    def _map(cls, path: Path) -> Board:
+    def _map(cls, path: Path) -> WorkerStatusPage:
         with path.open("r+b") as file:
             if os.fstat(file.fileno()).st_size < _SIZE:
-                raise ProtocolError(f"{path} is too short for a board")
+                raise ProtocolError(f"{path} is too short for a status page")
             return cls(mmap.mmap(file.fileno(), _SIZE))
 
     def _get(self, field: int) -> int:

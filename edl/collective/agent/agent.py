@@ -88,7 +88,7 @@ class Agent:
             self._said_leaving = True
             self._say("asked to leave: the others are told, and this node goes after the next steps")
         context.worker_group.check_workers()
-        context.status.observe(reconciler.doing, context.worker_group, context.replicas.replicated_us)
+        context.status.observe(reconciler.agent_state, context.worker_group, context.replicas.replicated_us)
         self._share_times(context)
         reread_s = _REREAD_S if context.worker_group.running and not reconciler.pausing else _TICK_S
         due = time.monotonic() - self._read_at >= reread_s

@@ -1,4 +1,4 @@
-"""The folder in memory that one agent keeps for its workers: boards, slots of state, logs.
+"""The folder in memory that one agent keeps for its workers: status pages, slots of state, logs.
 
 It outlives the agent. Another agent of the same job on the same host takes the folder of a dead one over, that with the
 newest state if there are several, and knows from the folders' locks that the dead and their workers are no more.
@@ -93,8 +93,8 @@ class HostFolder:
         """Whether any slot here is complete."""
         return bool(_labels(self.path))
 
-    def board(self, local_rank: int) -> Path:
-        """The file of a worker's board."""
+    def status_page(self, local_rank: int) -> Path:
+        """Return the file of a worker's status page."""
         return self.path / f"board-{local_rank}"
 
     def slots(self, local_rank: int) -> str:

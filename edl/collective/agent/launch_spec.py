@@ -149,7 +149,7 @@ def worker_forks(
     logs = spec.logs.reify(environs)
     result = {}
     for local_rank, environ in environs.items():
-        environ["EDL_BOARD"] = str(host.board(local_rank))
+        environ["EDL_BOARD"] = str(host.status_page(local_rank))
         environ["EDL_CONTROL"] = str(host.control(local_rank))
         environ["EDL_SLOTS"] = host.slots(local_rank)
         environ["EDL_REPLICAS"] = str(host.replicas)

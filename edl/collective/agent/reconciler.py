@@ -22,7 +22,7 @@ from edl.collective.agent.membership.quorum_wait import QuorumWait
 from edl.collective.agent.membership.rendezvous import LocalObservation, failed, next_world
 from edl.collective.agent.worker_group import HANGING
 from edl.collective.checkpoint.memory.slots import nbytes_of
-from edl.collective.goodput.node import Doing
+from edl.collective.goodput.node import AgentState
 from edl.collective.job_records import Exclusion, State, World
 from edl.errors import DiscoveryError
 
@@ -59,13 +59,13 @@ class NodeReconciler:
         )
 
     @property
-    def doing(self) -> Doing:
-        """What this node's time is spent on, as far as the workers' boards do not say more."""
+    def agent_state(self) -> AgentState:
+        """What this node's time is spent on, as far as the workers' status pages do not say more."""
         if self._worker_group.finished:
-            return Doing.IDLE
+            return AgentState.IDLE
         if self._worker_group.running:
-            return Doing.RUNNING
-        return Doing.IDLE if self._reserve else Doing.RENDEZVOUS
+            return AgentState.RUNNING
+        return AgentState.IDLE if self._reserve else AgentState.RENDEZVOUS
 
     def reconcile(self, records: JobRecords) -> int | None:
         """Do what follows from the records. Returns the exit code if this node's part is over.
@@ -162,7 +162,9 @@ class NodeReconciler:
             self._meeting, self._spare = self._spare, open_master_endpoint(self._spec)
         if self._worker_group.running:
             # What follows is no training of the old workers.
-            self._context.status.observe(Doing.RENDEZVOUS, self._worker_group, self._context.replicas.replicated_us)
+            self._context.status.observe(
+                AgentState.RENDEZVOUS, self._worker_group, self._context.replicas.replicated_us
+            )
         self._context.replicas.world_changed(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)

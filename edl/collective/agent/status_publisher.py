@@ -11,7 +11,7 @@ from dataclasses import replace
 from edl.collective.agent.health.step_times import share_step_times
 from edl.collective.agent.health.stragglers import StragglerDetector
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, finished_before
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
@@ -36,7 +36,7 @@ class StatusPublisher:
         self._compared = -1
         self._ledger = Ledger(node, workers, time.monotonic(), time.time())
         self._writer = LedgerWriter(store, job, self._ledger)
-        self._doing = Doing.RENDEZVOUS
+        self._agent_state = AgentState.RENDEZVOUS
         self._handed_at = 0.0
         self._replicated_us = 0
         self._generation = -1
@@ -51,7 +51,7 @@ class StatusPublisher:
         self._thread = threading.Thread(target=self._write, name="edl-status", daemon=True)
         self._thread.start()
 
-    def observe(self, doing: Doing, worker_group: WorkerGroup, replicated_us: int = 0) -> None:
+    def observe(self, agent_state: AgentState, worker_group: WorkerGroup, replicated_us: int = 0) -> None:
         """Charge the time until now. Call it often; the store is written about once a second.
 
         Args:
@@ -62,10 +62,10 @@ class StatusPublisher:
         self._ask(worker_group.generation, now)
         waits = self._asking is not None and now - self._asked_at < _ASK_S
         due = not waits and now - self._handed_at >= _WRITE_EVERY_S
-        if not due and doing is self._doing:
+        if not due and agent_state is self._agent_state:
             return
-        self._doing = doing
-        self._ledger.observe(now, doing, list(worker_group.read_statuses().values()), self._highest)
+        self._agent_state = agent_state
+        self._ledger.observe(now, agent_state, list(worker_group.read_statuses().values()), self._highest)
         if due:
             self._handed_at = now
             self._hand_over()
@@ -89,7 +89,7 @@ class StatusPublisher:
         """
         if worker_group is not None:
             now = time.monotonic()
-            self._ledger.observe(now, self._doing, list(worker_group.read_statuses().values()), self._highest)
+            self._ledger.observe(now, self._agent_state, list(worker_group.read_statuses().values()), self._highest)
             self._ledger.end(now)
             self._hand_over()
         with self._waiting:

@@ -1,4 +1,4 @@
-"""This node's workers through the generations: started, kept or replaced, watched through their boards, and judged."""
+"""This node's workers through the generations: started, kept or replaced, watched by their status pages, and judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLo
 from edl.collective.agent.processes.regroup_timer import RegroupTimer
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.job_records import World
-from edl.collective.worker_status import Board, Reading
+from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
 from edl.errors import EDLError
 
 __all__ = ["HANGING", "WorkerGroup"]
@@ -65,7 +65,7 @@ class WorkerGroup:
         self._raise_if_stopping = raise_if_stopping
         self._workers = WorkerPool(spec.warm, report)
         self._log_tee = LogTee(spec.role)
-        self._boards = {rank: Board.create(host.board(rank)) for rank in range(spec.workers)}
+        self._status_pages = {rank: WorkerStatusPage.create(host.status_page(rank)) for rank in range(spec.workers)}
         self._errors: dict[int, Path] = {}
         self._failures: list[WorkerFailure] = []
         self._failed_at = 0.0
@@ -128,7 +128,7 @@ class WorkerGroup:
         self._log_tee.follow_logs(logs, self.first_rank)
 
     def stop_workers(self) -> None:
-        """Stop the workers; their boards and slots stay."""
+        """Stop the workers; their status pages and slots stay."""
         if self.running:
             self.running = False
             self._workers.kill_workers()
@@ -195,9 +195,9 @@ class WorkerGroup:
             for (rank, pid), text in zip(running, texts, strict=True)
         )
 
-    def read_statuses(self) -> dict[int, Reading]:
-        """What the workers' boards say, by local rank."""
-        return {rank: board.read() for rank, board in self._boards.items()}
+    def read_statuses(self) -> dict[int, WorkerStatus]:
+        """What the workers' status pages say, by local rank."""
+        return {rank: page.read_status() for rank, page in self._status_pages.items()}
 
     @property
     def failing(self) -> bool:
@@ -213,19 +213,19 @@ class WorkerGroup:
     def paused(self) -> bool:
         """Whether all workers have paused."""
         return self.running and all(
-            reading.paused >= 0 and reading.generation == self.generation for reading in self.read_statuses().values()
+            status.paused >= 0 and status.generation == self.generation for status in self.read_statuses().values()
         )
 
     def request_pause(self, step: int | None) -> None:
         """Ask all workers to pause after `step`; None takes it back."""
-        for board in self._boards.values():
-            board.ask_pause(step)
+        for page in self._status_pages.values():
+            page.request_pause(step)
 
     @property
     def reports_steps(self) -> bool:
         """Whether any worker has said which step it has finished."""
         return any(
-            reading.step >= 0 and reading.generation == self.generation for reading in self.read_statuses().values()
+            status.step >= 0 and status.generation == self.generation for status in self.read_statuses().values()
         )
 
     def pause_step(self) -> int | None:
@@ -287,13 +287,13 @@ class WorkerGroup:
         self._workers.warm_up(raise_if_stopping=self._raise_if_stopping)
 
     def _beat(self) -> None:
-        for board in self._boards.values():
-            board.beat()
+        for page in self._status_pages.values():
+            page.record_agent_heartbeat()
 
     @property
     def step(self) -> int:
         """The last step that any worker finished, -1 if they report none."""
-        return max(reading.step for reading in self.read_statuses().values())
+        return max(status.step for status in self.read_statuses().values())
 
     def _fail(self, failure: WorkerFailure) -> None:
         if not self._failures:
@@ -305,7 +305,11 @@ class WorkerGroup:
         if not self.running:
             return set()
         failed = {failure.rank - self.first_rank for failure in self._failures}
-        return {rank for rank in self._workers.running if rank not in failed and self._boards[rank].read().stays}
+        return {
+            rank
+            for rank in self._workers.running
+            if rank not in failed and self._status_pages[rank].read_status().in_process
+        }
 
     def _look_for_stopped(self) -> None:
         """A worker that somebody stopped (SIGSTOP) holds up all others: after a moment it is taken for lost."""
@@ -327,7 +331,7 @@ class WorkerGroup:
         if self._failures or self._spec.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return
         for local_rank in self._workers.running:
-            if self._boards[local_rank].read().generation != self.generation:
+            if self._status_pages[local_rank].read_status().generation != self.generation:
                 rank = self.first_rank + local_rank
                 what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
                 self._say(f"{what}: workers are no longer forked from a process that has imported anything")
@@ -339,11 +343,11 @@ class WorkerGroup:
         """Find workers that are alive and make no step."""
         if self._failures or self.finished:
             return
-        readings = self.read_statuses()
+        statuses = self.read_statuses()
         watched = {
-            rank: (pid, readings[rank])
+            rank: (pid, statuses[rank])
             for rank, pid in self._workers.running.items()
-            if readings[rank].generation == self.generation
+            if statuses[rank].generation == self.generation
         }
         found = self.hangs.find_hung(watched, time.monotonic())
         if found is not None:
@@ -361,7 +365,7 @@ class WorkerGroup:
 
     def _note_regrouped(self) -> None:
         for rank in self._regroup_timer.awaited_ranks:
-            if self._boards[rank].read().generation == self.generation:
+            if self._status_pages[rank].read_status().generation == self.generation:
                 self._regroup_timer.record_arrival(rank)
 
 

@@ -22,7 +22,7 @@ from edl.collective.checkpoint.storage import reader as storage_read
 from edl.collective.checkpoint.storage.run_id import new_run
 from edl.collective.checkpoint.storage.worker_persister import Background
 from edl.collective.ranks import rank_of, world_of
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.settings import positive_float, positive_int, read
 
@@ -67,7 +67,7 @@ class Checkpointer:
         pause_s: float = PAUSE_S,
         agent_s: float = AGENT_S,
         slots: SlotPair | None = None,
-        board: Board | None = None,
+        board: WorkerStatusPage | None = None,
         group: transfer.Group = None,
     ) -> None:
         """A checkpointer of `state`. Of `overhead`, `interval_s` and `interval_steps` give one at most.
@@ -99,7 +99,7 @@ class Checkpointer:
         self.generation = read("EDL_GENERATION", int) or 0
         self._pace = SaveSchedule(overhead, interval_s, interval_steps)
         self._slots = slots or SlotPair.from_env()
-        self._board = board or Board.from_env()
+        self._status_page = board or WorkerStatusPage.from_env()
         self._group = group
         self._keeping = ReplicaSlots.from_env(self._slots.prefix)
         self._keep_next = False
@@ -121,8 +121,8 @@ class Checkpointer:
         self._store_next = False
         self._pause_s = pause_s
         self._agent_s = agent_s
-        here = self._board
-        self._writer = SlotWriter(overlap=overlap, waiting=lambda: here.phase(Phase.SAVE))
+        page = self._status_page
+        self._writer = SlotWriter(overlap=overlap, waiting=lambda: page.in_phase(Phase.SAVE))
         self._run = new_run()
         self._slots.unmark()
         self._background: Background | None = None
@@ -149,8 +149,8 @@ class Checkpointer:
         self._check_open()
         self._writer.settle()
         self.state.begin_restore()
-        reached = self._board.read().step
-        with self._board.phase(Phase.LOAD):
+        reached = self._status_page.read_status().step
+        with self._status_page.in_phase(Phase.LOAD):
             restored = checkpoint_memory.restore(
                 self.state,
                 self._slots,
@@ -167,7 +167,7 @@ class Checkpointer:
         step = NOTHING if restored is None else restored.step
         self._step = self._saved = step
         self._training = step >= reached
-        self._board.enter(Phase.TRAIN if self._training else Phase.ROLLBACK)
+        self._status_page.enter_phase(Phase.TRAIN if self._training else Phase.ROLLBACK)
         if restored is not None:
             _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
             if restored.world != world_of(self._group):
@@ -194,16 +194,16 @@ class Checkpointer:
         self._finished(step)
         self._leave_out_evaluations(step)
         self._step = step
-        self._board.finish_step(step, samples)
+        self._status_page.finish_step(step, samples)
         if not self._training and step >= self._ahead_of:
             self._training = True
-            self._board.enter(Phase.TRAIN)
-        pausing = self._board.pause_wanted(step)
+            self._status_page.enter_phase(Phase.TRAIN)
+        pausing = self._status_page.is_pause_requested(step)
         due = self._pace.due(step)
         if due or force or pausing:
             finish_queued_work()
             place = world_of(self._group), rank_of(self._group)
-            with self._board.phase(Phase.SAVE):
+            with self._status_page.in_phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
                 keeping = self._keeping if due and self._keep_next else None
                 save_s = self._save(step, wanted, place, keeping=keeping, wait=force or pausing)
@@ -211,7 +211,7 @@ class Checkpointer:
                 self._plan_next(step, save_s)
         if pausing:
             self._pause(step)
-        if self._board.unattended_s > _UNATTENDED_S:
+        if self._status_page.agent_silence_s > _UNATTENDED_S:
             self._await_agent()
         self._interrupt()
         return due or force or pausing
@@ -231,7 +231,7 @@ class Checkpointer:
         """
         if not limit_s > 0:
             raise SettingsError(f"busy({what!r}, limit_s={limit_s}): must be above 0, the longest time it may take")
-        return self._board.busy(what, limit_s)
+        return self._status_page.in_busy_phase(what, limit_s)
 
     def evaluate(self, evaluator: Evaluator) -> Any:
         """Evaluate the state after the last finished step, unless its result is known already. Every rank calls this.
@@ -327,7 +327,7 @@ class Checkpointer:
         try:
             # Whoever leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
             if error is None and not self._closed and self._place is not None and self._lacks_the_last():
-                with self._board.phase(Phase.SAVE):
+                with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place, wait=True)
         except BaseException:
             self.close()
@@ -349,7 +349,7 @@ class Checkpointer:
         began_at = time.monotonic()
         evaluator.pending = step
         self._save_again(step)
-        with self._board.busy(evaluator.name, evaluator.limit_s):
+        with self._status_page.in_busy_phase(evaluator.name, evaluator.limit_s):
             # A rank that is lost before it has saved the result takes another's, and has drawn nothing for it.
             with self.state.keep_random_numbers():
                 result = share_result(evaluator, evaluator.function(), self._group)
@@ -364,7 +364,7 @@ class Checkpointer:
         if step < 0:
             return
         self._writer.settle()
-        with self._board.phase(Phase.SAVE):
+        with self._status_page.in_phase(Phase.SAVE):
             place = world_of(self._group), rank_of(self._group)
             self._save(step, False, place, wait=True)
         self._finished(step)
@@ -399,7 +399,7 @@ class Checkpointer:
         label = SlotHeader(self.generation, step, *place, persist=persist)
 
         def complete(seconds: float) -> None:
-            self._board.saved(step)
+            self._status_page.record_saved_step(step)
             self._usual_s = seconds
             saved = self._slots.newest()
             if keeping is not None and saved is not None:
@@ -438,11 +438,11 @@ class Checkpointer:
         busy = self._slots.marked
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
-            with self._board.phase(Phase.AGREE):
+            with self._status_page.in_phase(Phase.AGREE):
                 agreed = transfer.agree_on_most(values, self._group)
                 steps, stored, kept_not, self._run, longest_us, waiting, any_alone = agreed
                 # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
-                self._board.count_as(Phase.SAVE, longest_us / 1e6 - save_s)
+                self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)
             store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
         self._pace.agreed(step, steps)
@@ -463,15 +463,15 @@ class Checkpointer:
 
     def _pause(self, step: int) -> None:
         """Wait to be stopped, or for the agent to change its mind."""
-        self._board.pause(step)
+        self._status_page.record_pause(step)
         deadline = time.monotonic() + self._pause_s
-        while self._board.pause_wanted(step):
+        while self._status_page.is_pause_requested(step):
             self._interrupt()
             if time.monotonic() > deadline:
                 _log.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
                 break
             time.sleep(_POLL_S)
-        self._board.resume()
+        self._status_page.record_resume()
 
     def _await_agent(self) -> None:
         """The agent is silent: others may take this node for dead and train in its place. Wait for it, or to be killed.
@@ -481,14 +481,16 @@ class Checkpointer:
         Raises:
             TemporaryError: it was stopped for so long that whoever looks after this host should see an end of it.
         """
-        _log.warning("the agent of this node has been silent for %.1f s: waiting for it", self._board.unattended_s)
-        with self._board.phase(Phase.PAUSE):
+        _log.warning(
+            "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
+        )
+        with self._status_page.in_phase(Phase.PAUSE):
             deadline = time.monotonic() + self._agent_s
-            while self._board.unattended_s > _UNATTENDED_S:
+            while self._status_page.agent_silence_s > _UNATTENDED_S:
                 self._interrupt()
                 if time.monotonic() > deadline:
                     # In words by which an agent that comes back knows that this was no error of the script's.
-                    what = f"the agent of this node was silent for {self._board.unattended_s:.0f} s"
+                    what = f"the agent of this node was silent for {self._status_page.agent_silence_s:.0f} s"
                     raise TemporaryError(f"EDL: left the process group: {what}")
                 time.sleep(_POLL_S)
 

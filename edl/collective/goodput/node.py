@@ -1,6 +1,6 @@
-"""One node's ledger, fed by its agent with what the workers' boards say: what each stretch of time is charged to.
+"""One node's ledger, fed by its agent with what the workers' status pages say: what each stretch of time is charged to.
 
-A board counts seconds in each phase exactly, so that a copy of 20 ms is charged though the agent looks once a second.
+A status page counts the seconds of a phase exactly, so that 20 ms are charged though the agent looks once a second.
 Of several workers of the node the slowest counts, the one that trained least: the others wait for it.
 
 Time in TRAIN is charged to steps that finish:
@@ -9,7 +9,7 @@ Time in TRAIN is charged to steps that finish:
 - When the agent goes back to the rendezvous in the middle of a step, that step is lost. As much as a step usually takes
   was work (ROLLBACK); the rest waited for a rank that hung or was gone (IDLE).
 
-Times are of `time.monotonic()`, as on the boards; the wall clock is read once, when the ledger begins.
+Times are of `time.monotonic()`, as on the status pages; the wall clock is read once, when the ledger begins.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from edl.collective.goodput.spans import MAX_SPANS, Span, State, append, apportion, fitted, plain
-from edl.collective.worker_status import Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus
 
-__all__ = ["Doing", "Ledger", "Mark", "NodeRecord"]
+__all__ = ["AgentState", "Ledger", "Mark", "NodeRecord"]
 
 _MICRO: Final = 1_000_000
 _MAX_MARKS: Final = 300
@@ -43,7 +43,7 @@ _STATE_OF: Final = {
 }
 
 
-class Doing(enum.Enum):
+class AgentState(enum.Enum):
     """What an agent does from now on."""
 
     STARTING = "starting"
@@ -51,16 +51,16 @@ class Doing(enum.Enum):
     RENDEZVOUS = "rendezvous"
     """It waits for others, or agrees with them on the next world; whatever workers it has are being replaced."""
     RUNNING = "running"
-    """It has workers, whose boards say more."""
+    """It has workers, whose status pages say more."""
     IDLE = "idle"
     """It has none and needs none: they ended, or this node is in reserve."""
 
 
 _WITHOUT_WORKERS: Final = {
-    Doing.STARTING: State.LOAD,
-    Doing.RENDEZVOUS: State.RENDEZVOUS,
-    Doing.RUNNING: State.LOAD,
-    Doing.IDLE: State.IDLE,
+    AgentState.STARTING: State.LOAD,
+    AgentState.RENDEZVOUS: State.RENDEZVOUS,
+    AgentState.RUNNING: State.LOAD,
+    AgentState.IDLE: State.IDLE,
 }
 
 
@@ -110,26 +110,26 @@ class NodeRecord:
 class _Worker:
     """What one local rank has finished, through all the processes that were it."""
 
-    def __init__(self, reading: Reading) -> None:
-        self.last = reading
-        self._highest = reading.step
+    def __init__(self, status: WorkerStatus) -> None:
+        self.last = status
+        self._highest = status.step
 
-    def repeated(self, reading: Reading, highest: int) -> float | None:
+    def repeated(self, status: WorkerStatus, highest: int) -> float | None:
         """Which part of the steps finished since the last call had been finished before; None: none was finished.
 
         Args:
             highest: the last step that the job had ever finished before the present generation.
         """
-        before, self.last = self.last, reading
+        before, self.last = self.last, status
         self._highest = max(self._highest, highest)
-        if reading.step_at == before.step_at:
+        if status.step_at == before.step_at:
             return None
-        went_on = (reading.pid, reading.first) == (before.pid, before.first) and reading.step > before.step
+        went_on = (status.pid, status.first) == (before.pid, before.first) and status.step > before.step
         # The page shows the step of the process before until the new one finishes its first.
-        done = min(before.step if went_on else reading.first - 1, reading.step - 1)
-        again = min(max(self._highest - done, 0), reading.step - done)
-        self._highest = max(self._highest, reading.step)
-        return again / (reading.step - done)
+        done = min(before.step if went_on else status.first - 1, status.step - 1)
+        again = min(max(self._highest - done, 0), status.step - done)
+        self._highest = max(self._highest, status.step)
+        return again / (status.step - done)
 
 
 class Ledger:
@@ -148,8 +148,8 @@ class Ledger:
         self._base_s = now_s
         self._at_us = 0
         self._workers = workers
-        self._doing = Doing.STARTING
-        self._boards: list[_Worker] = []
+        self._agent_state = AgentState.STARTING
+        self._rank_progress: list[_Worker] = []
         self._spans: list[Span] = []
         self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
         self._highest = self._reached = -1
@@ -159,48 +159,52 @@ class Ledger:
         self._recent: deque[Mark] = deque()
         self._ended = False
 
-    def observe(self, now_s: float, doing: Doing, readings: Sequence[Reading], highest: int = -1) -> None:
+    def observe(
+        self, now_s: float, agent_state: AgentState, statuses: Sequence[WorkerStatus], highest: int = -1
+    ) -> None:
         """Charge the time since the last observation, and take note of what the agent does from now on.
 
-        Call it about once a second and whenever `doing` changes. A clock that stands or goes back charges nothing.
+        Call it about once a second and when `agent_state` changes. A clock that stands or goes back charges nothing.
 
         Args:
-            readings: of the boards of all local ranks, in their order; empty where there are none.
+            statuses: of all local ranks, in their order; empty where there are none.
             highest: the last step that any node of the job ever finished before the workers' generation, where the
                 agent knows it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
         self._highest, self._reached = max(self._highest, highest), max(self._reached, highest)
-        known = len(readings) == len(self._boards)
-        befores = [worker.last for worker in self._boards] if known else list(readings)
+        known = len(statuses) == len(self._rank_progress)
+        befores = [worker.last for worker in self._rank_progress] if known else list(statuses)
         if not known:
-            self._boards = [_Worker(reading) for reading in readings]
-        if any(one.generation != before.generation for one, before in zip(readings, befores, strict=True)):
+            self._rank_progress = [_Worker(status) for status in statuses]
+        if any(one.generation != before.generation for one, before in zip(statuses, befores, strict=True)):
             self._lose_open_step()
             self._reached = self._highest
-        repeats = [worker.repeated(one, self._reached) for worker, one in zip(self._boards, readings, strict=True)]
-        if self._doing is not Doing.RUNNING or not readings:
-            self._charge(plain(_WITHOUT_WORKERS[self._doing], length_us))
+        repeats = [
+            worker.repeated(one, self._reached) for worker, one in zip(self._rank_progress, statuses, strict=True)
+        ]
+        if self._agent_state is not AgentState.RUNNING or not statuses:
+            self._charge(plain(_WITHOUT_WORKERS[self._agent_state], length_us))
         else:
-            shares = [_amounts(length_us, *pair) for pair in zip(befores, readings, strict=True)]
+            shares = [_amounts(length_us, *pair) for pair in zip(befores, statuses, strict=True)]
             slowest = min(range(len(shares)), key=lambda index: shares[index][State.TRAIN])
-            self._train(Span(shares[slowest]), readings[slowest], repeats[slowest], now_s)
-        if doing is Doing.RENDEZVOUS:
+            self._train(Span(shares[slowest]), statuses[slowest], repeats[slowest], now_s)
+        if agent_state is AgentState.RENDEZVOUS:
             self._lose_open_step()
-        self._note(readings)
-        self._doing = doing
+        self._note(statuses)
+        self._agent_state = agent_state
         if len(self._spans) > MAX_SPANS:
             self._spans = fitted(self._spans)
 
     def end(self, now_s: float) -> None:
         """The agent says goodbye."""
-        self.observe(now_s, Doing.IDLE, [worker.last for worker in self._boards])
+        self.observe(now_s, AgentState.IDLE, [worker.last for worker in self._rank_progress])
         self._ended = True
 
     def record(self) -> NodeRecord:
         """All until the last observation."""
-        newest = [worker.last for worker in self._boards]
+        newest = [worker.last for worker in self._rank_progress]
         steps_per_s, samples_per_s = self._rates()
         return NodeRecord(
             node=self.node,
@@ -217,24 +221,24 @@ class Ledger:
         )
 
     def _charge(self, span: Span) -> None:
-        running = self._doing is Doing.RUNNING
+        running = self._agent_state is AgentState.RUNNING
         append(self._spans, Span(span.amounts, self._workers, running))
 
-    def _train(self, span: Span, reading: Reading, repeated: float | None, now_s: float) -> None:
+    def _train(self, span: Span, status: WorkerStatus, repeated: float | None, now_s: float) -> None:
         """Charge an interval with workers, and move what turned out to be repeated to ROLLBACK."""
         self._charge(span)
         whole_us = self._open_us + span.amounts[State.TRAIN]
         open_us = 0
-        if _STATE_OF[reading.phase] is State.TRAIN:
-            open_us = round((now_s - max(reading.step_at, reading.phase_since)) * _MICRO)
+        if _STATE_OF[status.phase] is State.TRAIN:
+            open_us = round((now_s - max(status.step_at, status.phase_since)) * _MICRO)
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:
             return
         # A worker may know by itself that it repeats steps, and then said so.
         known_us = span.amounts[State.ROLLBACK]
         self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, State.ROLLBACK)
-        if reading.durations_s:
-            self._usual_step_s = statistics.median(reading.durations_s)
+        if status.durations_s:
+            self._usual_step_s = statistics.median(status.durations_s)
 
     def _lose_open_step(self) -> None:
         usual_us = round(self._usual_step_s * _MICRO)
@@ -255,12 +259,12 @@ class Ledger:
         for span in reversed(later):
             append(self._spans, span)
 
-    def _note(self, readings: Sequence[Reading]) -> None:
+    def _note(self, statuses: Sequence[WorkerStatus]) -> None:
         """Keep how far the node is: thinned out for the picture, closely for the rates."""
-        if not readings:
+        if not statuses:
             return
-        step = min(one.step for one in readings)
-        mark = Mark(self._at_us, step, sum(one.samples for one in readings))
+        step = min(one.step for one in statuses)
+        mark = Mark(self._at_us, step, sum(one.samples for one in statuses))
         self._highest = max(self._highest, step)
         self._recent.append(mark)
         while self._recent[0].at_us < self._at_us - _RATE_OVER_S * _MICRO:
@@ -282,8 +286,8 @@ class Ledger:
         return max(last.step - first.step, 0) / passed_s, max(last.samples - first.samples, 0) / passed_s
 
 
-def _amounts(length_us: int, before: Reading, after: Reading) -> tuple[int, ...]:
-    """What `length_us` between two readings of a board went into."""
+def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
+    """What `length_us` between two statuses of a worker went into."""
     spent = [0.0] * len(State)
     for phase, state in _STATE_OF.items():
         spent[state] += max(0.0, after.totals_s[phase] - before.totals_s[phase])

@@ -38,7 +38,7 @@ from edl.collective.inprocess.control_pipe import Control
 from edl.collective.inprocess.process_group import LEFT, BreakableGroup, doubt
 from edl.collective.inprocess.step_snapshot import Boundary
 from edl.collective.unwrapping import unwrapped
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import SettingsError
 from edl.settings import read
 
@@ -124,7 +124,7 @@ class _Stay:
         self._state = state
         self._checkpointer = checkpointer
         self._settings = settings
-        self._board = Board.from_env()
+        self._status_page = WorkerStatusPage.from_env()
         self._boundary = Boundary(state)
         self._report = regroup.Report()
         self._group: BreakableGroup | None = None
@@ -139,7 +139,7 @@ class _Stay:
                 if mistrust:
                     _log.warning("%s: workers are forked anew instead of going on in process", mistrust)
                 elif self._control.path is not None:
-                    self._board.stay()
+                    self._status_page.record_in_process()
                 while (lost := self._generation()) is not None:
                     self._next(lost)
         finally:
@@ -157,7 +157,7 @@ class _Stay:
             self._train(place)
             if self._control.path is not None:
                 # Should one be lost now, the last steps are not trained again.
-                self._board.enter(Phase.EXIT)
+                self._status_page.enter_phase(Phase.EXIT)
                 group.meet("done", self._settings.meeting_s, self._interrupt)
         except (Exception, _Regroup) as exc:
             group.shatter()  # others may wait for this rank
@@ -174,7 +174,7 @@ class _Stay:
             Exception: `lost`, or one in its place, if there is no next one.
         """
         began = time.monotonic()
-        self._board.enter(Phase.PAUSE)
+        self._status_page.enter_phase(Phase.PAUSE)
         if not isinstance(lost, _Regroup):
             _log.info("lost contact with another rank (%s)", type(lost).__name__)
             _log.debug("what was raised", exc_info=lost)
@@ -205,7 +205,7 @@ class _Stay:
         if self._control.path is not None:
             group.connect()
             # New workers still start; that must not count against those who have come.
-            self._board.form(generation)
+            self._status_page.join_generation(generation)
             group.meet("came", self._settings.meeting_s, self._interrupt)
         met = time.monotonic()
         group.prepare()
@@ -231,11 +231,11 @@ class _Stay:
         else:
             step = plan.step
             if plan.behind:
-                self._board.enter(Phase.LOAD)
+                self._status_page.enter_phase(Phase.LOAD)
                 transfer.broadcast_state(self._state, plan.source)
             if plan.size != group.size:
                 self._state.adjust(WorldChange(plan.size, group.size, step))
-            self._board.enter(Phase.TRAIN)
+            self._status_page.enter_phase(Phase.TRAIN)
         self._boundary.note()
         self._report = regroup.Report(step, generation, group.size, live=True)
         return step

@@ -47,7 +47,7 @@ from edl.collective.training.wrapping import (
     least_rows,
     without_averaging,
 )
-from edl.collective.worker_status import Board
+from edl.collective.worker_status import WorkerStatusPage
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticTrainer"]
@@ -137,7 +137,7 @@ class ElasticTrainer:
         self._step: Step | None = None
         self._stepped_at: float | None = None
         self._cuts: Generator[Any, None, None] | None = None
-        self._board = Board.from_env()
+        self._status_page = WorkerStatusPage.from_env()
 
     @property
     def samples(self) -> int:
@@ -403,7 +403,7 @@ class ElasticTrainer:
     def _waited(self, began: float) -> None:
         """Gradients were synchronized since `began`. On a GPU the host's clock tells when kernels were started."""
         if self._device.type == "cpu":
-            self._board.waited(time.perf_counter() - began)
+            self._status_page.add_sync_wait(time.perf_counter() - began)
 
     def _begin(self, given: int, rows: int | None) -> Step:
         parts = 2 if self._meter is not None else 1

@@ -1,4 +1,4 @@
-"""Find the worker of a node that hangs, from readings of its board and what the kernel counts for its process.
+"""Find the worker of a node that hangs, from its status page and what the kernel counts for its process.
 
 The limits are `hang_limits.HangLimits`; here is what goes from one look to the next: when a process was last seen to
 work, and until when another rank was, for which the others wait.
@@ -11,7 +11,7 @@ from typing import Final
 
 from edl.collective.agent.health.hang_limits import HangLimits, describe_hang, find_progress_limit, is_working
 from edl.collective.agent.health.process_activity import ActivityMonitor
-from edl.collective.worker_status import Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus
 
 __all__ = ["HangDetector"]
 
@@ -41,18 +41,18 @@ class HangDetector:
         self._forked_s, self._awaited_s, self.busy = forked_s, forked_s, False
         self._activity.clear()
 
-    def find_hung(self, workers: Mapping[int, tuple[int, Reading]], now_s: float) -> tuple[int, str] | None:
+    def find_hung(self, workers: Mapping[int, tuple[int, WorkerStatus]], now_s: float) -> tuple[int, str] | None:
         """Return the local rank that hangs, and why it is taken to; None if none does.
 
         Args:
-            workers: process id and reading of the board, by local rank.
+            workers: process id and status, by local rank.
             now_s: `time.monotonic()`.
         """
         waiting: list[tuple[int, str]] = []
         hung: list[tuple[int, str]] = []
         busy = False
-        for local_rank, (pid, reading) in workers.items():
-            found = find_progress_limit(reading, self._limits, forked_s=self._forked_s)
+        for local_rank, (pid, status) in workers.items():
+            found = find_progress_limit(status, self._limits, forked_s=self._forked_s)
             if found is None or not found.is_suspect(now_s):
                 self._activity.forget(pid)
             if found is None:
@@ -62,7 +62,7 @@ class HangDetector:
             why = describe_hang(found, now_s, self._limits, active_s, self._awaited_s)
             if why is not None:
                 (hung if works or found.declared else waiting).append((local_rank, why))
-            elif works or (reading.phase is Phase.BUSY and now_s - found.since_s > _BUSY_S):
+            elif works or (status.phase is Phase.BUSY and now_s - found.since_s > _BUSY_S):
                 busy = True
         self.busy = busy
         if busy or self.others_busy:

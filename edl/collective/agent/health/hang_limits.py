@@ -12,7 +12,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from edl.collective.worker_status import Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus
 
 __all__ = ["HangLimits", "ProgressLimit", "describe_hang", "find_progress_limit", "is_working"]
 
@@ -72,34 +72,34 @@ class ProgressLimit:
         return not self.declared and now_s - self.since_s > self.limit_s / 2
 
 
-def find_progress_limit(reading: Reading, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Read from a board how long a worker may go on as it does; None if it is not watched.
+def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
+    """Tell from a worker's status how long a worker may go on as it does; None if it is not watched.
 
     Args:
         forked_s: when this worker was; a step from before was finished by another one on the same page.
     """
-    if reading.phase in (Phase.PAUSE, Phase.EXIT):
+    if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have limits of their own
-    if reading.phase is Phase.BUSY:
-        what = f"busy with {reading.busy_with}"
-        return ProgressLimit(reading.phase_since, reading.busy_limit_s, what, "that the script has set", declared=True)
-    if reading.phase in (Phase.TRAIN, Phase.ROLLBACK):
+    if status.phase is Phase.BUSY:
+        what = f"busy with {status.busy_with}"
+        return ProgressLimit(status.phase_since, status.busy_limit_s, what, "that the script has set", declared=True)
+    if status.phase in (Phase.TRAIN, Phase.ROLLBACK):
         # A copy between two steps ends a phase: what counts is the time since the last sign of either.
-        since_s = max(reading.step_at, reading.phase_since)
-        what = f"no step after step {reading.step}"
-        if reading.step < 0 or reading.step_at < forked_s or len(reading.durations_s) < _ENOUGH_STEPS:
+        since_s = max(status.step_at, status.phase_since)
+        what = f"no step after step {status.step}"
+        if status.step < 0 or status.step_at < forked_s or len(status.durations_s) < _ENOUGH_STEPS:
             return ProgressLimit(since_s, max(limits.first_step_s, limits.floor_s), what, "for the first steps")
-        usual_s = statistics.median(reading.durations_s)
-        return ProgressLimit(since_s, _step_limit_s(reading, limits), what, f"where a step takes {usual_s:.3g} s")
-    if reading.phase is Phase.START and reading.step < 0:
+        usual_s = statistics.median(status.durations_s)
+        return ProgressLimit(since_s, _step_limit_s(status, limits), what, f"where a step takes {usual_s:.3g} s")
+    if status.phase is Phase.START and status.step < 0:
         return None  # perhaps a script that reports nothing at all
     limit_s = {
         Phase.START: limits.start_s,
         Phase.LOAD: limits.load_s,
         Phase.SAVE: limits.save_s,
-        Phase.AGREE: max(limits.save_s, limits.first_step_s, _step_limit_s(reading, limits)) + _LATER_S,
-    }[reading.phase]
-    return ProgressLimit(reading.phase_since, limit_s, f"in phase {reading.phase.name}")
+        Phase.AGREE: max(limits.save_s, limits.first_step_s, _step_limit_s(status, limits)) + _LATER_S,
+    }[status.phase]
+    return ProgressLimit(status.phase_since, limit_s, f"in phase {status.phase.name}")
 
 
 def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bool:
@@ -118,7 +118,7 @@ def describe_hang(
 
     Args:
         found: its `find_progress_limit`.
-        now_s: of `time.monotonic()`, as the times on the board.
+        now_s: of `time.monotonic()`, as the times on the status page.
         active_s: when its process was last seen to work, None for never.
         awaited_s: until when another rank was known to, for which this one may have waited.
     """
@@ -133,6 +133,6 @@ def describe_hang(
     return f"{found.what} for {now_s - since_s:.1f} s; the limit is {limit_s:.3g} s{of}{seen}"
 
 
-def _step_limit_s(reading: Reading, limits: HangLimits) -> float:
+def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
     """Seconds that a step may take which is not one of the first."""
-    return max(limits.floor_s, limits.factor * statistics.median(reading.durations_s or (0.0,)))
+    return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))

@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping
 
 from edl.collective.agent.health.stragglers import StragglerChange, StragglerDetector
 from edl.collective.job_records import prefix
-from edl.collective.worker_status import Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus
 from edl.discovery.store import Entry, Store
 
 __all__ = ["StepTimes", "compare_step_times", "encode_step_times", "own_step_s", "share_step_times"]
 
 
-def own_step_s(before: Reading, after: Reading, waited_s: float) -> float | None:
-    """Seconds that a rank itself took for a step, on average between two readings of its board; None without a step.
+def own_step_s(before: WorkerStatus, after: WorkerStatus, waited_s: float) -> float | None:
+    """Seconds that a rank itself took for a step, on average between two of its statuses; None without a step.
 
     Args:
         waited_s: that it spent in the synchronisation of gradients meanwhile.
@@ -37,18 +37,18 @@ class StepTimes:
     """What each rank of one node takes for a step, from one window to the next."""
 
     def __init__(self) -> None:
-        self._before: dict[int, Reading] = {}
+        self._before: dict[int, WorkerStatus] = {}
 
-    def measure_window(self, readings: Mapping[int, Reading]) -> dict[int, float]:
+    def measure_window(self, statuses: Mapping[int, WorkerStatus]) -> dict[int, float]:
         """Seconds of its own a step, by rank, since the last window; without ranks that made no step or are new."""
         own = {}
-        for rank, after in readings.items():
+        for rank, after in statuses.items():
             before = self._before.get(rank)
             if before is not None and before.pid == after.pid and after.waited_s > before.waited_s:
                 seconds = own_step_s(before, after, after.waited_s - before.waited_s)
                 if seconds is not None:
                     own[rank] = seconds
-        self._before = dict(readings)
+        self._before = dict(statuses)
         return own
 
 

@@ -295,10 +295,10 @@ def _become(warm: ProgramSpec, fork: ForkRequest) -> None:
         from edl.collective.agent.processes.stack_dump import arm_stack_dump
 
         arm_stack_dump(Path(fork.stacks))
-    from edl.collective.worker_status import Board
+    from edl.collective.worker_status import WorkerStatusPage
 
     if "EDL_BOARD" in fork.environ:
-        Board.from_env().begin(int(fork.environ["EDL_GENERATION"]))
+        WorkerStatusPage.from_env().record_worker_start(int(fork.environ["EDL_GENERATION"]))
     run_main(warm.kind, warm.target, warm.arguments)
 
 

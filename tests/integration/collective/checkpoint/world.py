@@ -328,9 +328,9 @@ def waits(late: int, slow: int, seconds: float) -> list[dict[str, float]]:
 
     from edl.collective.checkpoint.checkpointer import Checkpointer
     from edl.collective.checkpoint.state.state import State
-    from edl.collective.worker_status import Board, Phase
+    from edl.collective.worker_status import Phase, WorkerStatusPage
 
-    board, field, rank, taken = Board.from_env(), Slow(), dist.get_rank(), []
+    board, field, rank, taken = WorkerStatusPage.from_env(), Slow(), dist.get_rank(), []
     with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
         checkpointer.restore()
         checkpointer.save(0)
@@ -339,9 +339,9 @@ def waits(late: int, slow: int, seconds: float) -> list[dict[str, float]]:
             if step == 1 and rank == late:
                 time.sleep(seconds)
             field.seconds = seconds if step == 2 and rank == slow else 0.0
-            before = board.read().totals_s
+            before = board.read_status().totals_s
             checkpointer.save(step)
-            after = board.read().totals_s
+            after = board.read_status().totals_s
             field.seconds = 0.0
             taken.append({phase.name: after[phase] - before[phase] for phase in Phase})
     return taken

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.worker_status import Board
+from edl.collective.worker_status import WorkerStatusPage
 from tests.integration.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job, wait_until
 from tests.plugins_consul import ConsulAgent
 
@@ -30,20 +30,20 @@ def test_stopped_agent_looks_before_going_on(tmp_path: Path) -> None:
         node = job.start()
         job.wait_for_world(1)
         (path,) = job.shared_memory.glob("*/board-0")
-        board = Board.open(path)
+        page = WorkerStatusPage.open(path)
         with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
             locking.execute("BEGIN EXCLUSIVE")
             (worker,) = node.workers
             node.kill(signal.SIGSTOP)
-            wait_until(lambda: board.unattended_s > LIMIT_S + 0.5, "others may have taken the job over")
+            wait_until(lambda: page.agent_silence_s > LIMIT_S + 0.5, "others may have taken the job over")
             last = job.steps()[-1].step
             node.kill(signal.SIGCONT)
             wait_until(lambda: "the workers are stopped until the store is back" in node.output, "it stops its workers")
             wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
-            assert board.unattended_s > LIMIT_S, "no sign of life before that"
+            assert page.agent_silence_s > LIMIT_S, "no sign of life before that"
             assert job.steps()[-1].step == last, "and no step"
             locking.rollback()
-        board.close()
+        page.close()
         job.wait_for_world(1, after=time.monotonic())
         assert "stopped while the store was away" in node.output
         assert [one.step for one in job.steps()] == list(range(len(job.steps()))), "it goes on from memory"

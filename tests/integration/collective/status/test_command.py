@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
-from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter
 from edl.collective.goodput.spans import State as Ledgered
 from edl.collective.goodput.spans import plain
 from edl.collective.job_records import Member, State, World
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.discovery import Store, open_store
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -41,12 +41,14 @@ def store(url: str) -> Iterator[Store]:
 def add_node(store: Store, node: str, ago_s: float, trained_s: float, *, workers: int = 2) -> LedgerWriter:
     """A node that began `ago_s` ago, met the others for a second, then trained ten steps in `trained_s`."""
     ledger = Ledger(node, workers, 0.0, time.time() - ago_s)
-    reading = replace(Board.from_env().read(), generation=3, phase=Phase.TRAIN, phase_since=1.0, step_at=1.0)
-    ledger.observe(0.0, Doing.RENDEZVOUS, ())
-    ledger.observe(1.0, Doing.RUNNING, [reading] * workers)
-    totals = {**reading.totals_s, Phase.TRAIN: reading.totals_s[Phase.TRAIN] + trained_s}
-    done = replace(reading, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640)
-    ledger.observe(1.0 + trained_s, Doing.RUNNING, [done] * workers)
+    status = replace(
+        WorkerStatusPage.from_env().read_status(), generation=3, phase=Phase.TRAIN, phase_since=1.0, step_at=1.0
+    )
+    ledger.observe(0.0, AgentState.RENDEZVOUS, ())
+    ledger.observe(1.0, AgentState.RUNNING, [status] * workers)
+    totals = {**status.totals_s, Phase.TRAIN: status.totals_s[Phase.TRAIN] + trained_s}
+    done = replace(status, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640)
+    ledger.observe(1.0 + trained_s, AgentState.RUNNING, [done] * workers)
     writer = LedgerWriter(store, "resnet", ledger)
     writer.write()
     return writer

@@ -16,7 +16,7 @@ import pytest
 
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.job import join
-from edl.collective.goodput.node import Doing, Ledger, Mark, NodeRecord
+from edl.collective.goodput.node import AgentState, Ledger, Mark, NodeRecord
 from edl.collective.goodput.records import MAX_EVENTS, LedgerWriter, finished_before, forget, jobs, read_job
 from edl.collective.goodput.spans import MAX_SPANS, State, plain
 from edl.collective.job_records import World
@@ -27,17 +27,17 @@ from edl.errors import ProtocolError, SettingsError
 # Beats every 20 ms until it is killed.
 AGENT = """\
 import sys, time
-from edl.collective.goodput.node import Doing, Ledger
+from edl.collective.goodput.node import AgentState, Ledger
 from edl.collective.goodput.records import LedgerWriter
 from edl.discovery import open_store
 
 with open_store(sys.argv[1]) as store:
     ledger = Ledger("killed", 1, time.monotonic(), time.time())
     writer = LedgerWriter(store, "job", ledger)
-    ledger.observe(time.monotonic(), Doing.IDLE, ())
+    ledger.observe(time.monotonic(), AgentState.IDLE, ())
     while True:
         time.sleep(0.02)
-        ledger.observe(time.monotonic(), Doing.IDLE, ())
+        ledger.observe(time.monotonic(), AgentState.IDLE, ())
         writer.write()
 """
 
@@ -63,7 +63,7 @@ def job() -> str:
 
 def ledger_of(node: str, began_s: float = 1_700_000_000.0) -> Ledger:
     ledger = Ledger(node, 2, 100.0, began_s)
-    ledger.observe(101.5, Doing.IDLE, ())
+    ledger.observe(101.5, AgentState.IDLE, ())
     return ledger
 
 
@@ -73,7 +73,7 @@ def test_what_was_written_is_read_back(store: Store, job: str) -> None:
     writer.write()
     writer.tell("join", "2 workers", generation=3)
     writer.tell("kill", "rank 1 by SIGKILL", generation=3, node="other")
-    ledger.observe(103.0, Doing.RENDEZVOUS, ())
+    ledger.observe(103.0, AgentState.RENDEZVOUS, ())
     writer.write()
     back = read_job(store, job)
     assert back.nodes == (ledger.record(),)

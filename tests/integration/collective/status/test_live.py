@@ -104,7 +104,7 @@ def test_killed_worker_shows_in_status(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_finished_steps_are_rollback_later(tmp_path: Path) -> None:
-    """With the agent its boards are gone: what was finished before is known by the store."""
+    """With the agent its status pages are gone: what was finished before is known by the store."""
     (tmp_path / "train.py").write_text(SAVES_ONCE)
     enough = tmp_path / "enough"
     with Job(tmp_path / "job", options=("--nnodes", "1:1"), command=[str(tmp_path / "train.py"), str(enough)]) as job:

@@ -119,9 +119,9 @@ until = time.monotonic() + float(sys.argv[2])
 rounds = 0
 while time.monotonic() < until:
     folder = HostFolder(sys.argv[1], sys.argv[3])
-    folder.board(0).write_bytes(b"x")
+    folder.status_page(0).write_bytes(b"x")
     time.sleep(0.0005)
-    assert folder.board(0).exists() and (folder.path / "lock").exists(), "a live agent's folder was removed"
+    assert folder.status_page(0).exists() and (folder.path / "lock").exists(), "a live agent's folder was removed"
     folder.close(keep=False, ended=True)
     rounds += 1
 print(rounds)
@@ -172,7 +172,7 @@ def test_agent_without_part_leaves_the_state(job: str) -> None:
 def test_incomplete_folder_is_not_kept(job: str) -> None:
     """A folder without a complete state is not kept."""
     first = HostFolder(job, "a")
-    first.board(0).write_bytes(b"x")
+    first.status_page(0).write_bytes(b"x")
     make_room(Path(first.slots(0)), 1 << 20)
     first.close(keep=True)
     assert not first.path.exists()

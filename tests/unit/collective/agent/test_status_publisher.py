@@ -9,9 +9,9 @@ from typing import cast
 
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, read_job
-from edl.collective.worker_status import Reading
+from edl.collective.worker_status import WorkerStatus
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry
 from edl.errors import DiscoveryError
@@ -34,9 +34,9 @@ class _CameLate:
     """What a publisher reads of a worker group, whose workers are of a generation that is new to this node."""
 
     generation: int = 5
-    workers: dict[int, Reading] = field(default_factory=dict)
+    workers: dict[int, WorkerStatus] = field(default_factory=dict)
 
-    def read_statuses(self) -> dict[int, Reading]:
+    def read_statuses(self) -> dict[int, WorkerStatus]:
         return self.workers
 
 
@@ -49,7 +49,7 @@ def test_unanswered_question_is_repeated(tmp_path: Path) -> None:
         workers = cast(WorkerGroup, _CameLate())
         deadline = time.monotonic() + 20
         while True:
-            publisher.observe(Doing.RUNNING, workers)
+            publisher.observe(AgentState.RUNNING, workers)
             known = [] if store.refusals else [one.reached for one in read_job(store, "job").nodes if one.reached >= 0]
             if known == [7]:
                 break

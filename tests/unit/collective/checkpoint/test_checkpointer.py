@@ -14,20 +14,20 @@ from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.slots import SlotPair, find
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Board]:
-    board = Board.create(tmp_path / "board")
+def agent(tmp_path: Path) -> Iterator[WorkerStatusPage]:
+    board = WorkerStatusPage.create(tmp_path / "board")
     yield board
     board.close()
 
 
 def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
-    board = Board.open(tmp_path / "board")
-    board.begin(1)
+    board = WorkerStatusPage.open(tmp_path / "board")
+    board.record_worker_start(1)
     return Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), **settings)  # type: ignore[arg-type]
 
 
@@ -35,20 +35,20 @@ def steps(tmp_path: Path) -> list[int]:
     return [found.label.step for found in find(tmp_path / "slots")]
 
 
-def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: Board) -> None:
+def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """Every step is told and some are saved."""
     state = State(epoch=0)
     with worker(tmp_path, state, interval_steps=3) as checkpointer:
         assert checkpointer.restore() == -1
         saved = [step for step in range(8) if checkpointer.save(step, samples=4)]
         assert saved == [0, 3, 6]
-        reading = agent.read()
-        assert (reading.step, reading.saved, reading.samples, reading.phase) == (7, 6, 32, Phase.TRAIN)
+        status = agent.read_status()
+        assert (status.step, status.saved, status.samples, status.phase) == (7, 6, 32, Phase.TRAIN)
         assert checkpointer.save(8, force=True)
         assert steps(tmp_path) == [8, 6]
 
 
-def test_lost_steps_are_rolled_back(tmp_path: Path, agent: Board) -> None:
+def test_lost_steps_are_rolled_back(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """Lost steps are rolled back until they are made again."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
@@ -60,38 +60,40 @@ def test_lost_steps_are_rolled_back(tmp_path: Path, agent: Board) -> None:
         assert state.epoch == 0
         phases = []
         for step in (5, 6, 7):
-            phases.append(agent.read().phase)
+            phases.append(agent.read_status().phase)
             checkpointer.save(step)
         assert phases == [Phase.ROLLBACK, Phase.ROLLBACK, Phase.TRAIN]
 
 
-def test_pause_saves_and_waits(tmp_path: Path, agent: Board) -> None:
+def test_pause_saves_and_waits(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """A pause saves and waits until it is taken back."""
-    agent.ask_pause(2)
+    agent.request_pause(2)
     with worker(tmp_path, State(epoch=0), interval_steps=100) as checkpointer:
         checkpointer.save(1)
         training = threading.Thread(target=checkpointer.save, args=(2,))
         training.start()
         deadline = time.monotonic() + 30
-        while agent.read().paused != 2:
+        while agent.read_status().paused != 2:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        assert (steps(tmp_path)[0], agent.read().phase, training.is_alive()) == (2, Phase.PAUSE, True)
-        agent.ask_pause(None)
+        assert (steps(tmp_path)[0], agent.read_status().phase, training.is_alive()) == (2, Phase.PAUSE, True)
+        agent.request_pause(None)
         training.join(30)
         assert not training.is_alive()
-        assert agent.read().phase is Phase.TRAIN
+        assert agent.read_status().phase is Phase.TRAIN
 
 
-def test_nobody_is_waited_for_for_ever(tmp_path: Path, agent: Board, caplog: pytest.LogCaptureFixture) -> None:
-    agent.ask_pause(0)
+def test_nobody_is_waited_for_for_ever(
+    tmp_path: Path, agent: WorkerStatusPage, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent.request_pause(0)
     with worker(tmp_path, State(epoch=0), pause_s=0.01) as checkpointer:
         checkpointer.save(0)
     assert "nobody came" in caplog.text
-    assert agent.read().phase is Phase.TRAIN
+    assert agent.read_status().phase is Phase.TRAIN
 
 
-def test_another_world_saves_at_once(tmp_path: Path, agent: Board) -> None:
+def test_another_world_saves_at_once(tmp_path: Path, agent: WorkerStatusPage) -> None:
     with worker(tmp_path, State(epoch=0), interval_steps=50) as checkpointer:
         assert [step for step in range(3) if checkpointer.save(step)] == [0]
         checkpointer.renew(7)
@@ -99,14 +101,14 @@ def test_another_world_saves_at_once(tmp_path: Path, agent: Board) -> None:
     assert find(tmp_path / "slots")[0].label.generation == 7
 
 
-def test_default_interval_keeps_saving_cheap(tmp_path: Path, agent: Board) -> None:
+def test_default_interval_keeps_saving_cheap(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """Steps of no length: the wanted interval cannot be bounded by them, and nothing divides by zero."""
     with worker(tmp_path, State(epoch=0)) as checkpointer:
         saved = [step for step in range(500) if checkpointer.save(step)]
     assert saved[:2] == [0, 1]
 
 
-def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: Board) -> None:
+def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """A closed or contradictory one is refused."""
     with pytest.raises(SettingsError, match="exactly one"):
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
@@ -117,21 +119,21 @@ def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: Board) -> Non
         checkpointer.save(0)
 
 
-def test_block_end_saves_the_last_step(tmp_path: Path, agent: Board) -> None:
+def test_block_end_saves_the_last_step(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """The end of the block saves the last step."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
         assert steps(tmp_path) == [4, 0]
     assert steps(tmp_path) == [6, 4]
-    assert agent.read().saved == 6
+    assert agent.read_status().saved == 6
     state = State(epoch=9)
     with worker(tmp_path, state, interval_steps=4) as checkpointer:
         assert checkpointer.restore() == 6
     assert steps(tmp_path) == [6, 4], "nothing new was finished"
 
 
-def test_failed_block_saves_nothing(tmp_path: Path, agent: Board) -> None:
+def test_failed_block_saves_nothing(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """The state may be half of a step."""
     with contextlib.suppress(ZeroDivisionError), worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
@@ -140,12 +142,12 @@ def test_failed_block_saves_nothing(tmp_path: Path, agent: Board) -> None:
     assert steps(tmp_path) == [4, 0]
 
 
-def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: Board) -> None:
+def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """A worker does not wait for ever for an agent that is silent."""
     with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
-        agent.beat()
+        agent.record_agent_heartbeat()
         deadline = time.monotonic() + 10.0
-        while agent.unattended_s < 1.1:
+        while agent.agent_silence_s < 1.1:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:

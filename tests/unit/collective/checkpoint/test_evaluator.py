@@ -15,13 +15,13 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
 from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ProtocolError, SettingsError
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Board]:
-    board = Board.create(tmp_path / "board")
+def agent(tmp_path: Path) -> Iterator[WorkerStatusPage]:
+    board = WorkerStatusPage.create(tmp_path / "board")
     yield board
     board.close()
 
@@ -34,8 +34,8 @@ def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1
     """A run of ten steps, from where the last one was; evaluates after steps 3 and 7."""
     state = State(count=0)
     evaluator = state.evaluator = Evaluator(lambda: function(state), limit_s=60.0)
-    board = Board.open(tmp_path / "board")
-    board.begin(1)
+    board = WorkerStatusPage.open(tmp_path / "board")
+    board.record_worker_start(1)
     checkpointer = Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), interval_steps=1)
     for step in range(checkpointer.restore() + 1, 10):
         if step == kill_at:
@@ -47,11 +47,11 @@ def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1
     return evaluator
 
 
-def test_results_are_known_by_step(tmp_path: Path, agent: Board) -> None:
+def test_results_are_known_by_step(tmp_path: Path, agent: WorkerStatusPage) -> None:
     assert train(tmp_path, lambda state: float(state.count)).results == {3: 4.0, 7: 8.0}
 
 
-def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: Board) -> None:
+def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: WorkerStatusPage) -> None:
     made: list[int] = []
 
     def fail_once(state: State) -> int:
@@ -66,7 +66,7 @@ def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: Board) -> None:
     assert made == [4, 8, 8], "for the same state, and the first one not again"
 
 
-def test_a_recorded_one_is_never_repeated(tmp_path: Path, agent: Board) -> None:
+def test_a_recorded_one_is_never_repeated(tmp_path: Path, agent: WorkerStatusPage) -> None:
     made: list[int] = []
     with pytest.raises(Killed):
         train(tmp_path, lambda state: made.append(state.count), kill_at=4)
@@ -74,7 +74,7 @@ def test_a_recorded_one_is_never_repeated(tmp_path: Path, agent: Board) -> None:
     assert made == [4, 8]
 
 
-def test_the_end_of_an_epoch_may_come_again(tmp_path: Path, agent: Board) -> None:
+def test_the_end_of_an_epoch_may_come_again(tmp_path: Path, agent: WorkerStatusPage) -> None:
     state = State()
     calls: list[int] = []
     evaluator = state.evaluator = Evaluator(lambda: calls.append(1) or len(calls), limit_s=1.0)
@@ -83,22 +83,22 @@ def test_the_end_of_an_epoch_may_come_again(tmp_path: Path, agent: Board) -> Non
         assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
 
 
-def test_the_agent_sees_what_is_done(tmp_path: Path, agent: Board) -> None:
+def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:
     seen = []
-    train(tmp_path, lambda state: seen.append(agent.read()))
+    train(tmp_path, lambda state: seen.append(agent.read_status()))
     assert [(one.phase, one.busy_with, one.busy_limit_s) for one in seen] == [(Phase.BUSY, "evaluation", 60.0)] * 2
-    assert agent.read().phase is Phase.TRAIN
+    assert agent.read_status().phase is Phase.TRAIN
 
 
-def test_anything_else_is_announced_as_well(tmp_path: Path, agent: Board) -> None:
-    board = Board.open(tmp_path / "board")
+def test_anything_else_is_announced_as_well(tmp_path: Path, agent: WorkerStatusPage) -> None:
+    board = WorkerStatusPage.open(tmp_path / "board")
     with Checkpointer(State(), board=board, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0), checkpointer.busy("inner", limit_s=3.0):
-            assert (agent.read().busy_with, agent.read().busy_limit_s) == ("inner", 3.0)
+            assert (agent.read_status().busy_with, agent.read_status().busy_limit_s) == ("inner", 3.0)
         with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0):
-            reading = agent.read()
-            assert (reading.phase, reading.busy_limit_s) == (Phase.BUSY, 5.0)
-            assert reading.busy_with.startswith("preparing ää")
+            status = agent.read_status()
+            assert (status.phase, status.busy_limit_s) == (Phase.BUSY, 5.0)
+            assert status.busy_with.startswith("preparing ää")
         with pytest.raises(SettingsError, match=r"busy\('x', limit_s=0\): must be above 0"):
             checkpointer.busy("x", limit_s=0)
 

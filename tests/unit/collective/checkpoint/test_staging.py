@@ -16,7 +16,7 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.copying import TensorCopier
 from edl.collective.checkpoint.memory.staging import PinnedStaging
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 
 DEVICE = torch.device("cuda", 0)
 
@@ -157,10 +157,10 @@ def test_small_buffer_copies_are_exact(gpu: FakeGpu, nbytes: int, eager: bool) -
 
 def test_save_excludes_queued_training(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the GPU has still to compute counts as training: the time of a save sets how often there is one."""
-    board = Board.from_env()
+    board = WorkerStatusPage.from_env()
     phases: list[Phase] = []
-    monkeypatch.setattr(gpu.default, "synchronize", lambda: phases.append(board.read().phase))
+    monkeypatch.setattr(gpu.default, "synchronize", lambda: phases.append(board.read_status().phase))
     with Checkpointer(State(rng=False, step=-1), interval_steps=1, board=board) as checkpointer:
-        board.enter(Phase.TRAIN)
+        board.enter_phase(Phase.TRAIN)
         checkpointer.save(0)
     assert phases[:1] == [Phase.TRAIN]

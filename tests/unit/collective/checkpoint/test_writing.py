@@ -16,7 +16,7 @@ from edl.collective.checkpoint.memory import copying
 from edl.collective.checkpoint.memory.slots import SlotPair, find
 from edl.collective.checkpoint.state.snapshot import parse_meta
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Board, Phase
+from edl.collective.worker_status import Phase, WorkerStatusPage
 
 WIDTH = 1200  # with momentum some 11 MB, which are worth a thread
 
@@ -240,8 +240,8 @@ def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: H
 
 def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Held) -> None:
     """The time that a step waits counts as saving."""
-    board = Board.create(tmp_path / "board")
-    board.begin(1)
+    board = WorkerStatusPage.create(tmp_path / "board")
+    board.record_worker_start(1)
     slots = SlotPair(tmp_path / "slots")
     with Checkpointer(state, interval_steps=1, overlap=True, slots=slots, board=board) as checkpointer:
         for step in range(3):
@@ -249,7 +249,7 @@ def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Hel
             checkpointer.save(step)
         phases = []
         finish = checkpointer._writer._copier.finish
-        checkpointer._writer._copier.finish = lambda: (phases.append(board.read().phase), finish())  # type: ignore
+        checkpointer._writer._copier.finish = lambda: (phases.append(board.read_status().phase), finish())  # type: ignore
         helper.go.clear()
         train(state)
         checkpointer.save(3)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.goodput.job import join
-from edl.collective.goodput.node import Doing, Ledger, NodeRecord
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.spans import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
-from edl.collective.worker_status import Board, Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
 SECOND = 1_000_000
 WALL_S = 1_700_000_000.0
@@ -23,12 +23,12 @@ spans = st.lists(st.builds(Span, amounts, st.integers(1, 3), st.booleans()), max
 
 
 class Worker:
-    """A board in simulated time."""
+    """A worker in simulated time."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._totals = dict.fromkeys(Phase, 0.0)
-        self._fields = replace(Board.from_env().read(), generation=0, phase_since=0.0, step_at=0.0)
+        self._fields = replace(WorkerStatusPage.from_env().read_status(), generation=0, phase_since=0.0, step_at=0.0)
 
     def spend(self, phase: Phase, seconds: float) -> None:
         if phase is not self._fields.phase:
@@ -58,7 +58,7 @@ class Worker:
         self._fields = replace(self._fields, **fields)  # type: ignore[arg-type]
 
     @property
-    def reading(self) -> Reading:
+    def status(self) -> WorkerStatus:
         return replace(self._fields, totals_s=dict(self._totals))
 
 
@@ -69,7 +69,7 @@ def seconds(ledger: Ledger) -> dict[str, float]:
 
 def started(worker: Worker) -> Ledger:
     ledger = Ledger("a", 1, worker.now_s, WALL_S)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     return ledger
 
 
@@ -117,7 +117,7 @@ def test_short_copy_is_charged() -> None:
     for step in range(10):
         worker.finish(step, 0.95)
         worker.spend(Phase.SAVE, 0.05)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 9.5, "SAVE": 0.5}
     (span,) = ledger.record().spans
     assert span.running
@@ -130,16 +130,16 @@ def test_repeated_steps_are_rollback() -> None:
     for step in range(10):
         worker.finish(step)
     worker.save(5)
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     worker.now_s += 2.0  # killed; the page goes on counting for nobody
     worker.restart(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     worker.spend(Phase.LOAD, 0.5)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for step in range(6, 14):  # 6 to 9 for the second time; the glance that sees 9 sees 10 and 11 as well
         worker.finish(step)
         if step in (8, 11, 13):
-            ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+            ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 14.0, "LOAD": 0.5, "ROLLBACK": 4.0, "RENDEZVOUS": 2.0}
     assert [span.main.name for span in ledger.record().spans][:4] == ["TRAIN", "RENDEZVOUS", "LOAD", "ROLLBACK"]
 
@@ -149,23 +149,23 @@ def test_other_nodes_steps_are_rollback() -> None:
     worker = Worker()
     ledger = started(worker)
     worker.restart(4)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=12)
     for step in range(10, 15):
         worker.finish(step)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=12)
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=12)
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
 
 
 @pytest.mark.parametrize(("restored", "repeated"), [(60, 40), (90, 10), (100, 0)])
 def test_new_agent_knows_earlier_steps(restored: int, repeated: int) -> None:
-    """Also where the first glance at its empty boards sees many steps, old ones and new ones."""
+    """Also where the first glance at its empty status pages sees many steps, old ones and new ones."""
     worker = Worker()
     ledger = started(worker)
     worker.restart(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for step in range(restored + 1, 106):
         worker.finish(step, 0.125)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading], highest=100)
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=100)
     trained = {"TRAIN": 5 * 0.125}
     assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
 
@@ -176,20 +176,20 @@ def test_killed_repeater_leaves_word() -> None:
     ledger = started(worker)
     for step in range(10):
         worker.finish(step)
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (0, 9, -1)
     worker.restart(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for step in range(5, 8):
         worker.finish(step)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (1, 7, 9)
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     worker.restart(2)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for step in range(5, 11):
         worker.finish(step)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
 
 
@@ -200,12 +200,12 @@ def test_workers_rollback_counts_once() -> None:
     for step in range(10):
         worker.finish(step)
     worker.save(7)
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     worker.restart(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for step, phase in ((8, Phase.ROLLBACK), (9, Phase.ROLLBACK), (10, Phase.TRAIN), (11, Phase.TRAIN)):
         worker.finish(step, phase=phase)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 12.0, "ROLLBACK": 2.0}
 
 
@@ -215,11 +215,11 @@ def test_a_pause_loses_nothing() -> None:
     worker.finish(0)
     worker.save(0)
     worker.spend(Phase.PAUSE, 0.25)
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     worker.restart(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     worker.finish(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 2.0, "RENDEZVOUS": 0.25}
 
 
@@ -229,12 +229,12 @@ def test_hang_is_idle_but_for_its_step() -> None:
     ledger = started(worker)
     for step in range(5):
         worker.finish(step, 2.0)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     for _ in range(30):
         worker.spend(Phase.TRAIN, 1.0)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 40.0}  # it may still finish
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
@@ -246,13 +246,13 @@ def test_waits_in_a_save_are_told_apart() -> None:
         worker.finish(step, 2.0)
         worker.spend(Phase.SAVE, 0.1)
         worker.spend(Phase.AGREE, 0.9)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 14.5, "SAVE": 0.5}
     worker.finish(5, 2.0)
     for _ in range(30):
         worker.spend(Phase.AGREE, 1.0)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
-    ledger.observe(worker.now_s, Doing.RENDEZVOUS, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
+    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
     assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
@@ -262,21 +262,21 @@ def test_reformed_group_loses_one_step() -> None:
     ledger = started(worker)
     worker.finish(0)
     worker.spend(Phase.TRAIN, 0.5)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     worker.form(1)
     worker.finish(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 0.5}
 
 
 def test_the_slowest_worker_of_a_node_counts() -> None:
     fast, slow = Worker(), Worker()
     ledger = Ledger("a", 2, 0.0, WALL_S)
-    ledger.observe(0.0, Doing.RUNNING, [fast.reading, slow.reading])
+    ledger.observe(0.0, AgentState.RUNNING, [fast.status, slow.status])
     fast.finish(0, 3.0)
     slow.finish(0, 1.0)
     slow.spend(Phase.SAVE, 2.0)
-    ledger.observe(3.0, Doing.RUNNING, [fast.reading, slow.reading])
+    ledger.observe(3.0, AgentState.RUNNING, [fast.status, slow.status])
     assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
 
 
@@ -285,19 +285,19 @@ def test_changing_page_is_not_believed() -> None:
     worker = Worker()
     ledger = started(worker)
     worker.finish(0)
-    torn = replace(worker.reading, totals_s={**worker.reading.totals_s, Phase.SAVE: 60.0})
-    ledger.observe(worker.now_s, Doing.RUNNING, [torn])
+    torn = replace(worker.status, totals_s={**worker.status.totals_s, Phase.SAVE: 60.0})
+    ledger.observe(worker.now_s, AgentState.RUNNING, [torn])
     worker.finish(1)
-    ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 2.0}
 
 
 def test_time_without_workers_is_the_agents() -> None:
     """Time without workers is what the agent does."""
     ledger = Ledger("a", 2, 100.0, WALL_S)
-    ledger.observe(100.5, Doing.RENDEZVOUS, [])
-    ledger.observe(103.5, Doing.RUNNING, [])
-    ledger.observe(104.0, Doing.IDLE, [])
+    ledger.observe(100.5, AgentState.RENDEZVOUS, [])
+    ledger.observe(103.5, AgentState.RUNNING, [])
+    ledger.observe(104.0, AgentState.IDLE, [])
     ledger.end(106.0)
     assert seconds(ledger) == {"LOAD": 0.5 + 0.5, "RENDEZVOUS": 3.0, "IDLE": 2.0}
     record = ledger.record()
@@ -311,7 +311,7 @@ def test_rates_are_of_the_last_seconds() -> None:
     ledger = started(worker)
     for step in range(100):
         worker.finish(step, 2.0 if step < 50 else 0.5)
-        ledger.observe(worker.now_s, Doing.RUNNING, [worker.reading])
+        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     record = ledger.record()
     assert record.steps_per_s == pytest.approx(2.0)
     assert record.samples_per_s == pytest.approx(16.0)
@@ -324,7 +324,7 @@ def test_a_long_life_stays_small() -> None:
     for step in range(4000):
         worker.finish(step, rng.random())
         worker.spend(rng.choice([Phase.SAVE, Phase.LOAD, Phase.PAUSE]), 3 * rng.random())
-        ledger.observe(worker.now_s, rng.choice(list(Doing)), [worker.reading])
+        ledger.observe(worker.now_s, rng.choice(list(AgentState)), [worker.status])
     record = ledger.record()
     assert len(record.spans) <= MAX_SPANS
     assert len(record.marks) <= 300
@@ -339,7 +339,7 @@ events = st.one_of(
     st.tuples(st.just("save"), st.integers(-1, 50), st.just(0.0)),
     st.tuples(st.just("restart"), st.integers(0, 9), st.floats(0, 5)),
     st.tuples(st.just("jump"), st.just(0), st.floats(-10, 10)),
-    st.tuples(st.just("observe"), st.sampled_from(Doing), st.just(0.0)),
+    st.tuples(st.just("observe"), st.sampled_from(AgentState), st.just(0.0)),
 )
 
 
@@ -361,7 +361,7 @@ def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: 
             elif kind == "restart":
                 worker.restart(value)
         if kind == "observe":
-            ledger.observe(now_s, Doing(value), [worker.reading for worker in boards])
+            ledger.observe(now_s, AgentState(value), [worker.status for worker in boards])
             latest_s = max(latest_s, now_s)
         record = ledger.record()
         assert sum(span.length_us for span in record.spans) == round(latest_s * SECOND)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from edl.collective.agent.health.hang_detector import HangDetector
 from edl.collective.agent.health.hang_limits import HangLimits
 from edl.collective.agent.health.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
-from edl.collective.worker_status import Board, Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
 LIMITS = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
 
@@ -18,7 +18,7 @@ class Simulation:
     def __init__(self, *working: int) -> None:
         self.working = set(working)
         self.now_s = 100.0
-        self.readings = {rank: reading() for rank in (0, 1)}
+        self.statuses = {rank: status() for rank in (0, 1)}
         self.detector = HangDetector(LIMITS, ActivityMonitor(self._usage))
         self.detector.begin_generation(0.0)
 
@@ -30,15 +30,15 @@ class Simulation:
         """When, who and why; None if nobody is found until `end_s`."""
         while self.now_s < end_s:
             self.now_s += 0.125  # exact in binary
-            workers = {rank: (rank, one) for rank, one in self.readings.items()}
+            workers = {rank: (rank, one) for rank, one in self.statuses.items()}
             if (found := self.detector.find_hung(workers, self.now_s)) is not None:
                 return round(self.now_s - 100.0, 1), *found
         return None
 
 
-def reading(phase: Phase = Phase.TRAIN, **fields: object) -> Reading:
+def status(phase: Phase = Phase.TRAIN, **fields: object) -> WorkerStatus:
     told = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
-    return replace(Board.from_env().read(), phase=phase, **told)  # type: ignore[arg-type]
+    return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **told)  # type: ignore[arg-type]
 
 
 def test_workers_that_all_wait_hang() -> None:
@@ -74,7 +74,7 @@ def test_a_worker_that_stops_working_hangs() -> None:
 
 def test_what_is_declared_has_its_own_limit() -> None:
     simulation = Simulation()
-    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
     assert simulation.until_hung(599.0) is None
     found = simulation.until_hung(700.0)
     assert found == (
@@ -85,9 +85,9 @@ def test_what_is_declared_has_its_own_limit() -> None:
 def test_wait_begins_when_the_other_is_done() -> None:
     """The wait begins when the other is done."""
     simulation = Simulation()
-    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
     assert simulation.until_hung(300.0) is None
-    simulation.readings[0] = reading(Phase.TRAIN, phase_since=300.0)
+    simulation.statuses[0] = status(Phase.TRAIN, phase_since=300.0)
     found = simulation.until_hung(400.0)
     assert found is not None
     assert 209.9 <= found[0] <= 210.2
@@ -104,7 +104,7 @@ def test_another_nodes_worker_is_waited_for() -> None:
 
 def test_a_moment_of_being_busy_is_not_told() -> None:
     simulation = Simulation()
-    simulation.readings[0] = reading(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
+    simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
     simulation.until_hung(100.5)
     assert not simulation.detector.busy
     simulation.until_hung(102.0)

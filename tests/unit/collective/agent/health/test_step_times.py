@@ -1,4 +1,4 @@
-"""Which rank is named as slow, from the boards of several nodes, without a clock."""
+"""Which rank is named as slow, from the statuses of several nodes, without a clock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from edl.collective.agent.health.step_times import StepTimes, compare_step_times, encode_step_times, own_step_s
 from edl.collective.agent.health.stragglers import StragglerDetector
-from edl.collective.worker_status import Phase, Reading
+from edl.collective.worker_status import Phase, WorkerStatus
 from edl.discovery.store import Entry
 
-BEGIN = Reading(
+BEGIN = WorkerStatus(
     generation=3,
     pid=100,
     phase=Phase.TRAIN,
@@ -23,12 +23,12 @@ BEGIN = Reading(
     paused=-1,
     samples=0,
     durations_s=(),
-    stays=False,
+    in_process=False,
 )
 
 
-def after(steps: int, step_s: float, waited_s: float) -> Reading:
-    """The board of a rank that made `steps` steps, in each of which it waited for others."""
+def after(steps: int, step_s: float, waited_s: float) -> WorkerStatus:
+    """The status of a rank that made `steps` steps, in each of which it waited for others."""
     trained = {**BEGIN.totals_s, Phase.TRAIN: steps * step_s}
     return replace(BEGIN, step=steps, totals_s=trained, waited_s=steps * waited_s)
 
@@ -41,8 +41,8 @@ def windows(slow_rank: int, count: int) -> list[str]:
     for window in range(count + 1):
         entries = []
         for name, ranks in nodes.items():
-            readings = {rank: after(10 * window, 0.1, 0.001 if rank == slow_rank else 0.06) for rank in ranks}
-            own = times[name].measure_window(readings)
+            statuses = {rank: after(10 * window, 0.1, 0.001 if rank == slow_rank else 0.06) for rank in ranks}
+            own = times[name].measure_window(statuses)
             entries.append(Entry(name, encode_step_times(3, own), window + 1))
         changes += [str(change) for change in compare_step_times(entries, 3, stragglers)]
     return changes

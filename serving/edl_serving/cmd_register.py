@@ -13,6 +13,7 @@ from typing import Any
 
 from edl.discovery import Instance
 from edl.errors import SettingsError
+from edl.log_output import log_to_stderr
 from edl.notifier import ReentrantEvent
 from edl.protocol import names
 from edl.quoting import quote
@@ -27,7 +28,6 @@ from edl_serving.command_line.serve_config import (
     credentials_of,
     registration_settings_of,
 )
-from edl_serving.process.log_output import log_to_stderr
 from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.address import warn_of_loopback
 from edl_serving.registration.probe import ProbeResult, ProbeStatus, ReadinessProbe, ReadinessTracker, RegistryAction

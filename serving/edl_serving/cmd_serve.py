@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from edl.errors import EDLError
+from edl.log_output import log_to_stderr
 from edl.protocol.tls.credentials import CredentialFiles
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend
@@ -16,7 +17,6 @@ from edl_serving.command_line.model_failure import describe_failure
 from edl_serving.command_line.options import add_flags, read_file, values
 from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import GROUPS, ServeConfig
-from edl_serving.process.log_output import log_to_stderr
 from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.teacher import TeacherRegistration

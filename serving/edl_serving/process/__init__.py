@@ -1,4 +1,4 @@
-"""A teacher server as a process: run until a signal, end with a parent process, and write log lines to stderr.
+"""A teacher server as a process: run until a signal, and end with a parent process.
 
 What does not belong here: requests, models and discovery.
 """

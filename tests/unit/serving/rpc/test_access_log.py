@@ -15,8 +15,8 @@ import pytest
 
 from edl.distill.transport.tracing import RequestIds, current_traceparent
 from edl.errors import SettingsError
+from edl.log_output import JsonFormatter
 from edl_serving.messages.trace_context import request_id_of, valid_traceparent
-from edl_serving.process.log_output import JsonFormatter
 from edl_serving.rpc.access_log import AccessLog
 from tests.interrupting import deadline
 
@@ -76,7 +76,7 @@ def test_json_lines_hold_any_message() -> None:
     handler.setFormatter(JsonFormatter("edl serve"))
     logger = logging.Logger("edl_serving.x")
     logger.addHandler(handler)
-    logger.warning("a %s\nb\x1b[31m", 'quote "')
+    logger.warning("a %s\nb\x1b[31m", 'quote "', extra={"rows": 3, "level": "own", "path": Path("x")})
     try:
         raise ValueError("deep\ninside")
     except ValueError:
@@ -84,6 +84,7 @@ def test_json_lines_hold_any_message() -> None:
     first, second = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert first["message"] == 'a quote "\nb\x1b[31m'
     assert (first["level"], first["logger"], first["command"]) == ("warning", "edl_serving.x", "edl serve")
+    assert (first["rows"], first["path"]) == (3, "x"), "what the call gave as extra="
     assert second["exception"].endswith("ValueError: deep\ninside")
 
 

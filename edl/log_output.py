@@ -1,0 +1,101 @@
+"""Log lines of the commands on standard error: text for people, or JSON for log collectors.
+
+The library logs, and only commands write: each calls one function of this module, which installs one handler.
+What does not belong here: answers that a command was asked for, which go to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+
+__all__ = ["JsonFormatter", "log_to_stderr", "plain_log_to_stderr"]
+
+
+def log_to_stderr(command: str, *, verbose: bool = False, log_format: str = "text") -> None:
+    """Write EDL's log lines to standard error, and other libraries' from warnings on. For commands only.
+
+    Args:
+        command: its name, which begins the lines.
+        verbose: write EDL's debug lines, too.
+        log_format: "text" or "json".
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(command))
+    else:
+        handler.setFormatter(logging.Formatter(f"%(asctime)s {command}: %(levelname)s%(message)s", "%H:%M:%S"))
+        handler.addFilter(_Quiet())
+    logging.getLogger().addHandler(handler)
+    for name in ("edl", "edl_serving"):
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+@contextmanager
+def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str = "text") -> Iterator[None]:
+    """Write log lines to standard error within the block, as text without time and level. For commands only.
+
+    Args:
+        command: its name, which begins the lines.
+        loggers: the names of the loggers whose lines are written from INFO on; of all others, from warnings on.
+        log_format: "text" or "json".
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    plain = logging.Formatter(f"{command}: %(message)s")
+    handler.setFormatter(JsonFormatter(command) if log_format == "json" else plain)
+    levels = {name: logging.getLogger(name).level for name in loggers}
+    root = logging.getLogger()
+    root.addHandler(handler)
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a line as a JSON object: time, level, logger, command, message and, of an exception, its stack.
+
+    What a call gives as `extra=` is in the object under its own names.
+
+    Args:
+        command: its name.
+    """
+
+    def __init__(self, command: str) -> None:
+        super().__init__()
+        self._command = command
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "command": self._command,
+            "message": record.getMessage(),
+        }
+        fields = {name: value for name, value in vars(record).items() if name not in _RECORD_ATTRIBUTES}
+        line = {**line, **fields, **line}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+_RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message", "taskName"}
+"""What every record has; `logging` refuses these names in `extra=`, but for `taskName`, which Python 3.12 adds."""
+
+
+class _Quiet(logging.Filter):
+    """Names the level only where it matters."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.levelname = "" if record.levelno in (logging.INFO, logging.DEBUG) else f"{record.levelname.lower()}: "
+        return True

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
-from edl.collective.goodput.report import COLOURS, columns, draw, unit_of
-from edl.collective.goodput.spans import State
+from edl.collective.goodput.report import COLOURS, choose_time_unit, draw_report, main_categories
+from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import Summary
 from edl.discovery import open_store
 from edl.errors import SettingsError
@@ -21,13 +21,13 @@ __all__ = ["main"]
 
 # One letter for each state, so that a file or a terminal without colours shows the same.
 _LETTERS = {
-    State.TRAIN: "━",
-    State.SAVE: "s",
-    State.LOAD: "l",
-    State.ROLLBACK: "r",
-    State.RENDEZVOUS: "m",
-    State.IDLE: "·",
-    State.DOWN: "x",
+    TimeCategory.TRAIN: "━",
+    TimeCategory.SAVE: "s",
+    TimeCategory.LOAD: "l",
+    TimeCategory.ROLLBACK: "r",
+    TimeCategory.RENDEZVOUS: "m",
+    TimeCategory.IDLE: "·",
+    TimeCategory.DOWN: "x",
 }
 _NAME_WIDTH = 20
 """Characters of a node's name: the end of a host's name tells nodes apart, and the rest is for the time line."""
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if not summary.ledger.elapsed_us:
         raise SettingsError(f"job {options.job!r} has no ledger yet: its agents have only begun")
     if options.out is not None:
-        draw(summary, options.out)
+        draw_report(summary, options.out)
     console = _jobs.console(_WIDTH)
     _print_timeline(summary, console)
     _print_steps(summary, console)
@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _print_timeline(summary: Summary, console: Console) -> None:
     ledger = summary.ledger
-    unit, unit_us = unit_of(ledger.elapsed_us)
+    unit, unit_us = choose_time_unit(ledger.elapsed_us)
     known = f"goodput {ledger.goodput or 0.0:.1%}" if summary.steps_known else "goodput unknown (no steps reported)"
     elapsed = f"{ledger.elapsed_us / unit_us:.3g} {unit}"
     console.print(Text(printable(f"job {summary.job}: {summary.state}, {known} of {elapsed}"), "bold"))
-    for state in State:
+    for state in TimeCategory:
         if amount := ledger.amounts[state]:
             part = (
                 f"{_LETTERS[state]} {state.name.lower():<10} {amount / ledger.elapsed_us:7.2%} {amount / 1e6:10.2f} s"
@@ -87,7 +87,7 @@ def _print_timeline(summary: Summary, console: Console) -> None:
     rows += [(node.node, node.spans, node.began_us) for node in nodes[-_MAX_ROWS:]]
     for name, spans, began_us in rows:
         line = Text(printable(name)[-_NAME_WIDTH:].rjust(_NAME_WIDTH) + " ")
-        for column in columns(spans, began_us, ledger.began_us, until_us, width):
+        for column in main_categories(spans, began_us, ledger.began_us, until_us, width):
             line.append(" " if column is None else _LETTERS[column], None if column is None else COLOURS[column])
         console.print(line)
 
@@ -97,7 +97,7 @@ def _print_steps(summary: Summary, console: Console) -> None:
     import plotext
 
     ledger = summary.ledger
-    unit, unit_us = unit_of(ledger.elapsed_us)
+    unit, unit_us = choose_time_unit(ledger.elapsed_us)
     marks = sorted(
         ((row.record.began_us - ledger.began_us + mark.at_us) / unit_us, mark.step)
         for row in summary.nodes

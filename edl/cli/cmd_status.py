@@ -16,7 +16,7 @@ from rich.text import Text
 from edl.cli import _jobs
 from edl.cli._changes import printable
 from edl.collective.goodput.codec import Event
-from edl.collective.goodput.spans import State
+from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import NodeRow, Summary, as_dict
 from edl.collective.job_records import Exclusion
 from edl.discovery import Store, open_store
@@ -141,7 +141,7 @@ def _where_the_time_went(summary: Summary) -> Text:
             f"goodput unknown: in {_duration(ledger.elapsed_us)} no step was reported (Checkpointer.save reports them)"
         )
     text = Text.assemble((f"goodput {ledger.goodput or 0.0:.1%}", "bold"), f" of {_duration(ledger.elapsed_us)}")
-    for state in State:
+    for state in TimeCategory:
         amount = ledger.amounts[state]
         if amount:
             text.append(" · ").append_text(_coloured(state.name.lower())).append(f" {_duration(amount)}")

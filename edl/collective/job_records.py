@@ -14,7 +14,7 @@ from typing import Any
 
 from edl.errors import ProtocolError
 
-__all__ = ["Exclusion", "Member", "Node", "State", "World", "exclusions_prefix", "prefix"]
+__all__ = ["Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefix", "prefix"]
 
 
 def prefix(job: str) -> str:
@@ -27,7 +27,7 @@ def exclusions_prefix(job: str) -> str:
     return f"{prefix(job)}left-out/"
 
 
-class State(str, Enum):
+class JobState(str, Enum):
     """What a job is about."""
 
     FORMING = "forming"
@@ -118,7 +118,7 @@ class World:
     """
 
     generation: int = -1
-    state: State = State.FORMING
+    state: JobState = JobState.FORMING
     nodes: tuple[Member, ...] = ()
     message: str = ""
     pause_at: int | None = None
@@ -132,7 +132,7 @@ class World:
     @property
     def ended(self) -> bool:
         """Whether nothing more will happen."""
-        return self.state in (State.DONE, State.FAILED)
+        return self.state in (JobState.DONE, JobState.FAILED)
 
     def position(self, node: str) -> int | None:
         """The rank of a node, None if it is not a member."""
@@ -151,7 +151,7 @@ class World:
         """
         try:
             values = _known(cls, json.loads(data))
-            values["state"] = State(values["state"])
+            values["state"] = JobState(values["state"])
             values["nodes"] = tuple(Member(**_known(Member, one)) for one in values["nodes"])
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:

@@ -24,7 +24,7 @@ from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
-from edl.collective.job_records import Node, State, World
+from edl.collective.job_records import JobState, Node, World
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
 from edl.errors import ClosedError
@@ -163,7 +163,7 @@ def _may_store(membership: Membership, signals: StopSignals) -> bool:
         world = membership.read_world()
     except ClosedError:
         return False
-    return signals.stopping or world.state is not State.RUNNING or is_member(world, membership.node.id)
+    return signals.stopping or world.state is not JobState.RUNNING or is_member(world, membership.node.id)
 
 
 def _give_up(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:

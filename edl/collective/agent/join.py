@@ -16,7 +16,7 @@ from edl.collective.agent.health.node_check.gate import check_before_joining
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
 from edl.collective.checkpoint.memory.slots import make_room
-from edl.collective.job_records import State, World, prefix
+from edl.collective.job_records import JobState, World, prefix
 from edl.errors import SettingsError
 
 __all__ = ["join_job"]
@@ -68,11 +68,11 @@ def _too_late(context: AgentContext) -> int | None:
         context.signals.raise_if_stopping()
         records = context.membership.read_records()
         world = records.world
-        if world.state is State.DONE:
+        if world.state is JobState.DONE:
             context.say(f"job {context.spec.job} has ended already ({world.message}): nothing to do")
             context.say("another --rdzv-id starts another job")
             return ExitCode.DONE
-        if world.state is not State.FAILED:
+        if world.state is not JobState.FAILED:
             return None
         if not records.nodes:
             context.membership.propose_world(World(world.generation, message="started again"), records.version)

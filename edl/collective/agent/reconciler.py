@@ -23,7 +23,7 @@ from edl.collective.agent.membership.rendezvous import LocalObservation, failed,
 from edl.collective.agent.worker_group import HANGING
 from edl.collective.checkpoint.memory.slots import nbytes_of
 from edl.collective.goodput.node import AgentState
-from edl.collective.job_records import Exclusion, State, World
+from edl.collective.job_records import Exclusion, JobState, World
 from edl.errors import DiscoveryError
 
 __all__ = ["NodeReconciler"]
@@ -84,10 +84,10 @@ class NodeReconciler:
         self._context.shutdown.alone = all(node.leaving for node in others)
         if world.ended:
             return self._end(world)
-        position = world.position(self._context.id) if world.state is State.RUNNING else None
+        position = world.position(self._context.id) if world.state is JobState.RUNNING else None
         if self._excluded is not None:
             return self._leave_faulty(records, self._excluded, member=position is not None)
-        if world.state is not State.FORMING:
+        if world.state is not JobState.FORMING:
             self._quorum_wait.end_wait()
         self._tell_of_place(position is None and len(world.nodes) >= self._spec.rules.max_nodes, world)
         if position is None:
@@ -179,7 +179,7 @@ class NodeReconciler:
             return None
         if self._worker_group.running:
             self._worker_group.stop_workers()
-            if records.world.state is State.FORMING and not self._signals.stopping:
+            if records.world.state is JobState.FORMING and not self._signals.stopping:
                 self._say(f"the workers are stopped: {records.world.message}")
             elif not self._signals.stopping:
                 self._say("the others went on without this node, which was silent: it joins them again")
@@ -190,7 +190,7 @@ class NodeReconciler:
             self._context.status.record_event("leave", "asked to", records.world.generation)
             self._say(f"left; {self._kept}" if saved else "left")
             return self._signals.exit_code
-        return self._wait_for_more(records) if records.world.state is State.FORMING else None
+        return self._wait_for_more(records) if records.world.state is JobState.FORMING else None
 
     def _wait_for_more(self, records: JobRecords) -> int | None:
         """The job waits for enough nodes. Returns the exit code if it has done so for too long."""
@@ -220,7 +220,7 @@ class NodeReconciler:
 
     def _end(self, world: World) -> int:
         self._worker_group.stop_workers()
-        if world.state is State.DONE:
+        if world.state is JobState.DONE:
             self._say(f"job {self._spec.job} has ended: {world.message}")
             return ExitCode.DONE
         self._say(f"job {self._spec.job} has failed: {world.message}")
@@ -300,7 +300,7 @@ class NodeReconciler:
 
         It cannot begin again: its ranks have met, and others may have gone on.
         """
-        same = world.state is State.RUNNING and world.generation == self._worker_group.generation
+        same = world.state is JobState.RUNNING and world.generation == self._worker_group.generation
         over = self._worker_group.running or self._membership.node.finished == world.generation
         stopped = same and is_member(world, self._context.id) and not over
         return "its workers were stopped while the store was away" if stopped else ""

@@ -12,7 +12,7 @@ from edl.collective.agent.health.step_times import share_step_times
 from edl.collective.agent.health.stragglers import StragglerDetector
 from edl.collective.agent.worker_group import WorkerGroup
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
-from edl.collective.goodput.records import LedgerWriter, finished_before
+from edl.collective.goodput.records import LedgerWriter, last_step_before
 from edl.discovery.store import Store
 from edl.errors import ClosedError, DiscoveryError
 
@@ -130,10 +130,10 @@ class StatusPublisher:
                 self._find_out(asking)
             for event in events:
                 with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._writer.tell(*event)
+                    self._writer.record_event(*event)
             if record is not None:
                 with contextlib.suppress(DiscoveryError, ClosedError):
-                    self._writer.write(record)
+                    self._writer.write_record(record)
             if times is not None:
                 with contextlib.suppress(DiscoveryError, ClosedError):
                     self._compare(*times)
@@ -142,7 +142,7 @@ class StatusPublisher:
         """Which steps were finished before a generation. Without an answer the question stays."""
         answered = False
         with contextlib.suppress(DiscoveryError, ClosedError):
-            self._highest = finished_before(self._store, self._job, asking)
+            self._highest = last_step_before(self._store, self._job, asking)
             answered = True
         with self._waiting:
             if self._asking == asking:
@@ -159,4 +159,4 @@ class StatusPublisher:
         stragglers = self._stragglers if leads else None
         for change in share_step_times(self._store, self._job, self._node, generation, own_s, stragglers):
             self._say(str(change))
-            self._writer.tell("straggler", str(change), generation)
+            self._writer.record_event("straggler", str(change), generation)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from edl.collective.goodput.node import Mark, NodeRecord
-from edl.collective.goodput.spans import Span, State
+from edl.collective.goodput.node import NodeRecord, ProgressMark
+from edl.collective.goodput.spans import Span, TimeCategory
 from edl.errors import ProtocolError
 
 __all__ = ["Event", "decode_events", "decode_record", "encode_events", "encode_record"]
@@ -42,7 +42,7 @@ def encode_record(record: NodeRecord) -> bytes:
     """`record` as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks."""
     fields = {
         "version": VERSION,
-        "states": [state.name.lower() for state in State],
+        "states": [state.name.lower() for state in TimeCategory],
         "node": record.node,
         "began_us": record.began_us,
         "workers": record.workers,
@@ -72,7 +72,9 @@ def decode_record(data: bytes, where: str) -> NodeRecord:
             began_us=_whole(fields["began_us"]),
             workers=_whole(fields["workers"]),
             spans=tuple(_span(row) for row in fields["spans"]),
-            marks=tuple(Mark(_whole(at), _whole(step, -1), _whole(samples)) for at, step, samples in fields["marks"]),
+            marks=tuple(
+                ProgressMark(_whole(at), _whole(step, -1), _whole(samples)) for at, step, samples in fields["marks"]
+            ),
             generation=_whole(fields["generation"], -1),
             step=_whole(fields["step"], -1),
             reached=_whole(fields.get("reached", -1), -1),
@@ -123,8 +125,8 @@ def _fields(data: bytes, where: str) -> dict[str, Any]:
 
 def _span(row: Any) -> Span:
     workers, running, *amounts = row
-    if len(amounts) != len(State):
-        raise ValueError(f"{len(amounts)} states in place of {len(State)}")
+    if len(amounts) != len(TimeCategory):
+        raise ValueError(f"{len(amounts)} states in place of {len(TimeCategory)}")
     return Span(tuple(_whole(amount) for amount in amounts), _whole(workers), bool(running))
 
 

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from edl.collective.goodput.node import NodeRecord
-from edl.collective.goodput.spans import Span, State, apportion, fitted, goodput, plain, totals
+from edl.collective.goodput.spans import Span, TimeCategory, apportion, goodput, limit_spans, span_of, sum_amounts
 
-__all__ = ["JobLedger", "join"]
+__all__ = ["JobLedger", "join_ledgers"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class JobLedger:
 
     began_us: int
     spans: tuple[Span, ...]
-    amounts: dict[State, int]
+    amounts: dict[TimeCategory, int]
     trained_us: float
     present_us: float
 
@@ -53,7 +53,7 @@ class JobLedger:
         return self.trained_us / self.present_us if self.present_us else None
 
 
-def join(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
+def join_ledgers(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
     """Join what the nodes recorded.
 
     Args:
@@ -61,7 +61,7 @@ def join(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
     """
     records = [record for record in records if record.spans]
     if not records:
-        return JobLedger(0, (), totals(()), 0.0, 0.0)
+        return JobLedger(0, (), sum_amounts(()), 0.0, 0.0)
     began_us = min(record.began_us for record in records)
     until_us = max(until_us, *(record.until_us for record in records))
     spans: list[Span] = []
@@ -69,21 +69,21 @@ def join(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
     for length_us, present in _moments(records, until_us):
         spans.append(_charged(length_us, present))
         for span, share in present:
-            trained_us += length_us * span.workers * share[State.TRAIN]
+            trained_us += length_us * span.workers * share[TimeCategory.TRAIN]
             present_us += length_us * span.workers
-    return JobLedger(began_us, tuple(fitted(spans)), totals(spans), trained_us, present_us)
+    return JobLedger(began_us, tuple(limit_spans(spans)), sum_amounts(spans), trained_us, present_us)
 
 
 def _charged(length_us: int, present: Sequence[tuple[Span, list[float]]]) -> Span:
     """What the job is charged for a time in which `present` are the nodes' spans."""
     if not present:
-        return plain(State.DOWN, length_us)
+        return span_of(TimeCategory.DOWN, length_us)
     running = [pair for pair in present if pair[0].running]
     if running:
-        slowest = min(running, key=lambda pair: pair[1][State.TRAIN])
+        slowest = min(running, key=lambda pair: pair[1][TimeCategory.TRAIN])
         workers = sum(span.workers for span, _ in running)
         return Span(apportion(length_us, slowest[1]), workers, running=True)
-    waiting = max(present, key=lambda pair: pair[1][State.IDLE])
+    waiting = max(present, key=lambda pair: pair[1][TimeCategory.IDLE])
     return Span(apportion(length_us, waiting[1]))
 
 

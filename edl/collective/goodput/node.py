@@ -21,25 +21,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from edl.collective.goodput.spans import MAX_SPANS, Span, State, append, apportion, fitted, plain
+from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, append, apportion, limit_spans, span_of
 from edl.collective.worker_status import Phase, WorkerStatus
 
-__all__ = ["AgentState", "Ledger", "Mark", "NodeRecord"]
+__all__ = ["AgentState", "Ledger", "ProgressMark", "NodeRecord"]
 
 _MICRO: Final = 1_000_000
 _MAX_MARKS: Final = 300
 _RATE_OVER_S: Final = 15.0
 
 _STATE_OF: Final = {
-    Phase.START: State.LOAD,
-    Phase.LOAD: State.LOAD,
-    Phase.TRAIN: State.TRAIN,
-    Phase.SAVE: State.SAVE,
-    Phase.ROLLBACK: State.ROLLBACK,
-    Phase.PAUSE: State.RENDEZVOUS,
-    Phase.EXIT: State.IDLE,
-    Phase.AGREE: State.TRAIN,
-    Phase.BUSY: State.TRAIN,
+    Phase.START: TimeCategory.LOAD,
+    Phase.LOAD: TimeCategory.LOAD,
+    Phase.TRAIN: TimeCategory.TRAIN,
+    Phase.SAVE: TimeCategory.SAVE,
+    Phase.ROLLBACK: TimeCategory.ROLLBACK,
+    Phase.PAUSE: TimeCategory.RENDEZVOUS,
+    Phase.EXIT: TimeCategory.IDLE,
+    Phase.AGREE: TimeCategory.TRAIN,
+    Phase.BUSY: TimeCategory.TRAIN,
 }
 
 
@@ -47,7 +47,7 @@ class AgentState(enum.Enum):
     """What an agent does from now on."""
 
     STARTING = "starting"
-    """It imports what workers will need, and has not joined yet."""
+    """It imports what workers will need, and has not merge_alike yet."""
     RENDEZVOUS = "rendezvous"
     """It waits for others, or agrees with them on the next world; whatever workers it has are being replaced."""
     RUNNING = "running"
@@ -57,15 +57,15 @@ class AgentState(enum.Enum):
 
 
 _WITHOUT_WORKERS: Final = {
-    AgentState.STARTING: State.LOAD,
-    AgentState.RENDEZVOUS: State.RENDEZVOUS,
-    AgentState.RUNNING: State.LOAD,
-    AgentState.IDLE: State.IDLE,
+    AgentState.STARTING: TimeCategory.LOAD,
+    AgentState.RENDEZVOUS: TimeCategory.RENDEZVOUS,
+    AgentState.RUNNING: TimeCategory.LOAD,
+    AgentState.IDLE: TimeCategory.IDLE,
 }
 
 
 @dataclass(frozen=True)
-class Mark:
+class ProgressMark:
     """How far the node was at a moment: microseconds since its ledger began, last step, samples processed."""
 
     at_us: int
@@ -92,7 +92,7 @@ class NodeRecord:
     began_us: int
     workers: int
     spans: tuple[Span, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[ProgressMark, ...] = ()
     generation: int = -1
     step: int = -1
     steps_per_s: float = 0.0
@@ -154,9 +154,9 @@ class Ledger:
         self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
         self._highest = self._reached = -1
         self._usual_step_s = 0.0
-        self._marks: list[Mark] = []
+        self._marks: list[ProgressMark] = []
         self._mark_every_us = 0
-        self._recent: deque[Mark] = deque()
+        self._recent: deque[ProgressMark] = deque()
         self._ended = False
 
     def observe(
@@ -185,17 +185,17 @@ class Ledger:
             worker.repeated(one, self._reached) for worker, one in zip(self._rank_progress, statuses, strict=True)
         ]
         if self._agent_state is not AgentState.RUNNING or not statuses:
-            self._charge(plain(_WITHOUT_WORKERS[self._agent_state], length_us))
+            self._charge(span_of(_WITHOUT_WORKERS[self._agent_state], length_us))
         else:
             shares = [_amounts(length_us, *pair) for pair in zip(befores, statuses, strict=True)]
-            slowest = min(range(len(shares)), key=lambda index: shares[index][State.TRAIN])
+            slowest = min(range(len(shares)), key=lambda index: shares[index][TimeCategory.TRAIN])
             self._train(Span(shares[slowest]), statuses[slowest], repeats[slowest], now_s)
         if agent_state is AgentState.RENDEZVOUS:
             self._lose_open_step()
         self._note(statuses)
         self._agent_state = agent_state
         if len(self._spans) > MAX_SPANS:
-            self._spans = fitted(self._spans)
+            self._spans = limit_spans(self._spans)
 
     def end(self, now_s: float) -> None:
         """The agent says goodbye."""
@@ -227,35 +227,35 @@ class Ledger:
     def _train(self, span: Span, status: WorkerStatus, repeated: float | None, now_s: float) -> None:
         """Charge an interval with workers, and move what turned out to be repeated to ROLLBACK."""
         self._charge(span)
-        whole_us = self._open_us + span.amounts[State.TRAIN]
+        whole_us = self._open_us + span.amounts[TimeCategory.TRAIN]
         open_us = 0
-        if _STATE_OF[status.phase] is State.TRAIN:
+        if _STATE_OF[status.phase] is TimeCategory.TRAIN:
             open_us = round((now_s - max(status.step_at, status.phase_since)) * _MICRO)
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:
             return
         # A worker may know by itself that it repeats steps, and then said so.
-        known_us = span.amounts[State.ROLLBACK]
-        self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, State.ROLLBACK)
+        known_us = span.amounts[TimeCategory.ROLLBACK]
+        self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, TimeCategory.ROLLBACK)
         if status.durations_s:
             self._usual_step_s = statistics.median(status.durations_s)
 
     def _lose_open_step(self) -> None:
         usual_us = round(self._usual_step_s * _MICRO)
         work_us = min(self._open_us, usual_us) if usual_us else self._open_us
-        self._move(self._open_us - work_us, State.IDLE)
-        self._move(work_us, State.ROLLBACK)
+        self._move(self._open_us - work_us, TimeCategory.IDLE)
+        self._move(work_us, TimeCategory.ROLLBACK)
         self._open_us = 0
 
-    def _move(self, amount_us: int, state: State) -> None:
+    def _move(self, amount_us: int, state: TimeCategory) -> None:
         """Charge the newest `amount_us` of TRAIN to `state` instead. It keeps its place in time, about."""
         later: list[Span] = []
         while amount_us > 0 and self._spans:
             span = self._spans.pop()
-            moved_us = min(amount_us, span.amounts[State.TRAIN])
+            moved_us = min(amount_us, span.amounts[TimeCategory.TRAIN])
             amount_us -= moved_us
-            kept = (span.amounts[State.TRAIN] - moved_us, *span.amounts[1:])
-            later += [plain(state, moved_us, span.workers, span.running), Span(kept, span.workers, span.running)]
+            kept = (span.amounts[TimeCategory.TRAIN] - moved_us, *span.amounts[1:])
+            later += [span_of(state, moved_us, span.workers, span.running), Span(kept, span.workers, span.running)]
         for span in reversed(later):
             append(self._spans, span)
 
@@ -264,7 +264,7 @@ class Ledger:
         if not statuses:
             return
         step = min(one.step for one in statuses)
-        mark = Mark(self._at_us, step, sum(one.samples for one in statuses))
+        mark = ProgressMark(self._at_us, step, sum(one.samples for one in statuses))
         self._highest = max(self._highest, step)
         self._recent.append(mark)
         while self._recent[0].at_us < self._at_us - _RATE_OVER_S * _MICRO:
@@ -288,10 +288,10 @@ class Ledger:
 
 def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
     """What `length_us` between two statuses of a worker went into."""
-    spent = [0.0] * len(State)
+    spent = [0.0] * len(TimeCategory)
     for phase, state in _STATE_OF.items():
         spent[state] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
     # Where the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
     if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
-        return plain(_STATE_OF[after.phase], length_us).amounts
+        return span_of(_STATE_OF[after.phase], length_us).amounts
     return apportion(length_us, spent)

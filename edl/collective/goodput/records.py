@@ -7,8 +7,8 @@
     jobs/JOB/left-out/HOST          a host that the job leaves out (edl.collective.job_records)
     jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it, the last ones
 
-None of it has a lease: it stays when the agents are gone, until `forget`. BEGAN is when that life began, so that an
-agent which comes back writes beside what it wrote before.
+None of it has a lease: it stays when the agents are gone, until `delete_ledgers`. BEGAN is when that life began, so
+that an agent which comes back writes beside what it wrote before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edl.collective.job_records import Exclusion, World, prefix
 from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["JobRecord", "LedgerWriter", "finished_before", "forget", "jobs", "read_job"]
+__all__ = ["JobRecord", "LedgerWriter", "last_step_before", "delete_ledgers", "list_jobs", "read_job"]
 
 MAX_EVENTS: Final = 300
 
@@ -44,7 +44,7 @@ class LedgerWriter:
         self._events_key = f"{_prefix(job)}events/{life}"
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
-    def write(self, record: NodeRecord | None = None) -> None:
+    def write_record(self, record: NodeRecord | None = None) -> None:
         """Put the ledger as it was last observed: the agent's sign of life.
 
         Args:
@@ -52,7 +52,7 @@ class LedgerWriter:
         """
         self._store.put(self._ledger_key, encode_record(record or self._ledger.record()))
 
-    def tell(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
+    def record_event(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
         """Put an event that happens now, to this node if no other is named. Kinds: see `Event`."""
         self._events.append(Event(round(time.time() * 1e6), node or self._ledger.node, kind, text, generation))
         self._store.put(self._events_key, encode_events(self._events))
@@ -90,7 +90,7 @@ def read_job(store: Store, job: str) -> JobRecord:
     exclusions: list[Exclusion] = []
     found = store.list(folder)
     if not found:
-        known = ", ".join(jobs(store)) or "none at all"
+        known = ", ".join(list_jobs(store)) or "none at all"
         raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
     for entry in found:
         part = entry.key.removeprefix(folder)
@@ -108,7 +108,7 @@ def read_job(store: Store, job: str) -> JobRecord:
     return JobRecord(job, world, tuple(nodes), tuple(events), tuple(exclusions))
 
 
-def finished_before(store: Store, job: str, generation: int) -> int:
+def last_step_before(store: Store, job: str, generation: int) -> int:
     """The last step that any node of the job ever finished before a generation, -1 for none.
 
     Others may be at work in that generation already, and their steps in it do not count.
@@ -124,12 +124,12 @@ def finished_before(store: Store, job: str, generation: int) -> int:
     return highest
 
 
-def jobs(store: Store) -> list[str]:
+def list_jobs(store: Store) -> list[str]:
     """The names of all jobs that the Store has anything of."""
     return sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
 
 
-def forget(store: Store, job: str) -> None:
+def delete_ledgers(store: Store, job: str) -> None:
     """Delete a job's ledgers and events, for one that begins anew under the same name."""
     for part in ("ledger/", "events/"):
         for entry in store.list(_prefix(job) + part):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.goodput.codec import Event
-from edl.collective.goodput.spans import Span, State
+from edl.collective.goodput.spans import Span, TimeCategory
 from edl.collective.goodput.summary import NodeRow, Summary
 from edl.errors import SettingsError
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "columns", "draw", "unit_of"]
+__all__ = ["COLOURS", "main_categories", "draw_report", "choose_time_unit"]
 
-COLOURS: Final[Mapping[State, str]] = {
-    State.TRAIN: "#59a14f",
-    State.SAVE: "#4e79a7",
-    State.LOAD: "#76b7d2",
-    State.ROLLBACK: "#edc948",
-    State.RENDEZVOUS: "#b07aa1",
-    State.IDLE: "#bab0ac",
-    State.DOWN: "#922b21",
+COLOURS: Final[Mapping[TimeCategory, str]] = {
+    TimeCategory.TRAIN: "#59a14f",
+    TimeCategory.SAVE: "#4e79a7",
+    TimeCategory.LOAD: "#76b7d2",
+    TimeCategory.ROLLBACK: "#edc948",
+    TimeCategory.RENDEZVOUS: "#b07aa1",
+    TimeCategory.IDLE: "#bab0ac",
+    TimeCategory.DOWN: "#922b21",
 }
 _BAD, _GOOD, _NEUTRAL = "#c0392b", "#1e8449", "#555555"
 # What to draw at an event, and in which colour; other kinds are dots.
@@ -48,32 +48,34 @@ _MAX_ROWS: Final = 40
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 
-def unit_of(elapsed_us: int) -> tuple[str, float]:
+def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
     """The unit of a time axis of that length, and how many microseconds it has."""
     if elapsed_us < 10 * 60e6:
         return "seconds", 1e6
     return ("minutes", 60e6) if elapsed_us < 5 * 3600e6 else ("hours", 3600e6)
 
 
-def columns(spans: Sequence[Span], at_us: int, began_us: int, until_us: int, count: int) -> list[State | None]:
+def main_categories(
+    spans: Sequence[Span], at_us: int, began_us: int, until_us: int, count: int
+) -> list[TimeCategory | None]:
     """What most of each of `count` equal parts of the time from `began_us` to `until_us` was; None: not there.
 
     The spans begin at `at_us`.
     """
-    sums = [[0.0] * len(State) for _ in range(count)]
+    sums = [[0.0] * len(TimeCategory) for _ in range(count)]
     width_us = (until_us - began_us) / count
     start_us = at_us - began_us
     for span in spans:
         end_us = start_us + span.length_us
         for column in range(max(0, int(start_us / width_us)), min(count, int(end_us / width_us) + 1)):
             overlap_us = min(end_us, (column + 1) * width_us) - max(start_us, column * width_us)
-            for state in State:
+            for state in TimeCategory:
                 sums[column][state] += max(0.0, overlap_us) * span.amounts[state] / max(1, span.length_us)
         start_us = end_us
-    return [max(State, key=lambda state: parts[state]) if 2 * sum(parts) > width_us else None for parts in sums]
+    return [max(TimeCategory, key=lambda state: parts[state]) if 2 * sum(parts) > width_us else None for parts in sums]
 
 
-def draw(summary: Summary, path: Path) -> None:
+def draw_report(summary: Summary, path: Path) -> None:
     """Write the picture to `path`: a .png, .svg or .pdf.
 
     Raises:
@@ -101,7 +103,7 @@ def draw(summary: Summary, path: Path) -> None:
 
 
 def _title(figure: Figure, summary: Summary) -> None:
-    unit, unit_us = unit_of(summary.ledger.elapsed_us)
+    unit, unit_us = choose_time_unit(summary.ledger.elapsed_us)
     share = f"goodput {summary.ledger.goodput or 0.0:.1%}" if summary.steps_known else "no steps reported"
     text = f"job {summary.job}: {share} of {summary.ledger.elapsed_us / unit_us:.3g} {unit}"
     figure.suptitle(text, x=0.01, horizontalalignment="left", fontsize=13, fontweight="bold", parse_math=False)
@@ -111,7 +113,7 @@ def _draw_amounts(axes: Axes, summary: Summary) -> None:
     """One bar: all of the elapsed time by state, with the shares in the legend."""
     elapsed_us = summary.ledger.elapsed_us
     left = 0.0
-    for state in State:
+    for state in TimeCategory:
         share = summary.ledger.amounts[state] / elapsed_us
         if not share:
             continue
@@ -122,12 +124,14 @@ def _draw_amounts(axes: Axes, summary: Summary) -> None:
     axes.set_yticks([0], ["in all"], fontsize=8)
     axes.tick_params(axis="y", length=0)
     axes.spines[:].set_visible(False)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(State), frameon=False, fontsize=9, borderpad=0)
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=len(TimeCategory), frameon=False, fontsize=9, borderpad=0
+    )
 
 
 def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRow]) -> None:
     ledger = summary.ledger
-    _, unit_us = unit_of(ledger.elapsed_us)
+    _, unit_us = choose_time_unit(ledger.elapsed_us)
     places: dict[str, float] = {}
     _draw_row(axes, 0.0, 0, ledger.spans, unit_us, height=0.85)
     events = list(summary.events)
@@ -169,11 +173,11 @@ def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRow]) -> Non
 def _draw_row(axes: Axes, place: float, at_us: int, spans: Iterable[Span], unit_us: float, height: float) -> None:
     from matplotlib.collections import PolyCollection
 
-    shapes: dict[State, list[list[tuple[float, float]]]] = {state: [] for state in State}
+    shapes: dict[TimeCategory, list[list[tuple[float, float]]]] = {state: [] for state in TimeCategory}
     for span in spans:
         left, right = at_us / unit_us, (at_us + span.length_us) / unit_us
         low = place + height / 2  # the axis points down
-        for state in State:
+        for state in TimeCategory:
             if not span.amounts[state]:
                 continue
             high = low - height * span.amounts[state] / span.length_us
@@ -189,7 +193,7 @@ def _draw_progress(axes: Axes, summary: Summary) -> None:
     from matplotlib.ticker import MaxNLocator
 
     ledger = summary.ledger
-    unit, unit_us = unit_of(ledger.elapsed_us)
+    unit, unit_us = choose_time_unit(ledger.elapsed_us)
     for row in summary.nodes:
         base_us = row.record.began_us - ledger.began_us
         marks = [mark for mark in row.record.marks if mark.step >= 0]

@@ -17,13 +17,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["MAX_SPANS", "Span", "State", "append", "apportion", "fitted", "goodput", "joined", "plain", "totals"]
+__all__ = [
+    "MAX_SPANS",
+    "Span",
+    "TimeCategory",
+    "append",
+    "apportion",
+    "limit_spans",
+    "goodput",
+    "merge_alike",
+    "span_of",
+    "sum_amounts",
+]
 
 MAX_SPANS: Final = 600
 """About as many as a picture of a timeline has columns to tell apart; as JSON below 40 KB."""
 
 
-class State(enum.IntEnum):
+class TimeCategory(enum.IntEnum):
     """What a moment was used for; it is always exactly one of these."""
 
     TRAIN = 0
@@ -47,7 +58,7 @@ class Span:
     """A stretch of time.
 
     Attributes:
-        amounts: microseconds of each `State`, in their order.
+        amounts: microseconds of each `TimeCategory`, in their order.
         workers: the most that the node (or the job) had in it.
         running: whether workers ran; False while an agent waited without any.
     """
@@ -62,9 +73,9 @@ class Span:
         return sum(self.amounts)
 
     @property
-    def main(self) -> State:
+    def main(self) -> TimeCategory:
         """What most of it was used for."""
-        return State(max(State, key=lambda state: (self.amounts[state], -state)))
+        return TimeCategory(max(TimeCategory, key=lambda state: (self.amounts[state], -state)))
 
     def __add__(self, later: Span) -> Span:
         """Both, as one."""
@@ -77,9 +88,9 @@ class Span:
         return mine == theirs
 
 
-def plain(state: State, length_us: int, workers: int = 0, running: bool = False) -> Span:
+def span_of(state: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
     """A span of one state only."""
-    return Span(tuple(length_us if each is state else 0 for each in State), workers, running)
+    return Span(tuple(length_us if each is state else 0 for each in TimeCategory), workers, running)
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ def append(spans: list[Span], span: Span) -> None:
         spans.append(span)
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def merge_alike(spans: Iterable[Span]) -> list[Span]:
     """The same time with neighbours alike made one and empty ones gone.
 
     Joining parts first, in whatever grouping, gives the same.
@@ -123,26 +134,26 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return done
 
 
-def fitted(spans: Iterable[Span], limit: int = MAX_SPANS) -> list[Span]:
+def limit_spans(spans: Iterable[Span], limit: int = MAX_SPANS) -> list[Span]:
     """The same time in at most `limit` spans: while there are more, those of the older half become one in pairs."""
-    done = joined(spans)
+    done = merge_alike(spans)
     while len(done) > limit:
         old = done[: max(2, len(done) // 2)]
         pairs = [sum(old[at + 1 : at + 2], old[at]) for at in range(0, len(old), 2)]
-        done = joined(pairs + done[len(old) :])
+        done = merge_alike(pairs + done[len(old) :])
     return done
 
 
-def totals(spans: Iterable[Span]) -> dict[State, int]:
+def sum_amounts(spans: Iterable[Span]) -> dict[TimeCategory, int]:
     """Microseconds in each state."""
-    sums = [0] * len(State)
+    sums = [0] * len(TimeCategory)
     for span in spans:
-        for state in State:
+        for state in TimeCategory:
             sums[state] += span.amounts[state]
-    return {state: sums[state] for state in State}
+    return {state: sums[state] for state in TimeCategory}
 
 
-def goodput(amounts: dict[State, int]) -> float | None:
+def goodput(amounts: dict[TimeCategory, int]) -> float | None:
     """train / elapsed, from 0 to 1; None where no time has passed."""
     elapsed = sum(amounts.values())
-    return amounts[State.TRAIN] / elapsed if elapsed else None
+    return amounts[TimeCategory.TRAIN] / elapsed if elapsed else None

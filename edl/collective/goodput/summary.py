@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edl.collective.goodput.codec import Event
-from edl.collective.goodput.job import JobLedger, join
+from edl.collective.goodput.job import JobLedger, join_ledgers
 from edl.collective.goodput.node import NodeRecord
 from edl.collective.goodput.records import JobRecord
-from edl.collective.goodput.spans import State, goodput, totals
+from edl.collective.goodput.spans import TimeCategory, goodput, sum_amounts
 from edl.collective.job_records import Exclusion, World
 
 __all__ = ["NodeRow", "Summary", "as_dict", "summarize"]
@@ -82,7 +82,7 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
     alive = [row.record for row in rows if row.state not in ("left", "lost")]
     members = [row.record for row in rows if row.ranks is not None and row.record in alive]
     # Within SILENT_S the last put is as good as now; beyond, nobody was there.
-    ledger = join(record.nodes, 0 if alive or ended else now_us)
+    ledger = join_ledgers(record.nodes, 0 if alive or ended else now_us)
     state = world.state.value if world is not None else "unknown"
     return Summary(
         job=record.job,
@@ -129,7 +129,7 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
 
 def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeRow:
     """`last_us` is when the job ended, or now."""
-    state = record.spans[-1].main.name.lower() if record.spans else State.RENDEZVOUS.name.lower()
+    state = record.spans[-1].main.name.lower() if record.spans else TimeCategory.RENDEZVOUS.name.lower()
     if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
         state = "lost"
     elif record.ended or (world is not None and world.ended):
@@ -141,7 +141,7 @@ def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> 
     silent_s = max(0.0, (now_us - record.until_us) / 1e6)
     since_us = record.until_us if state in ("left", "lost") else now_us
     age_s = max(0.0, (since_us - record.replicated_us) / 1e6) if record.replicated_us else None
-    return NodeRow(record.node, ranks, state, silent_s, goodput(totals(record.spans)), record, age_s)
+    return NodeRow(record.node, ranks, state, silent_s, goodput(sum_amounts(record.spans)), record, age_s)
 
 
 def _order(row: NodeRow) -> tuple[int, float]:
@@ -151,8 +151,8 @@ def _order(row: NodeRow) -> tuple[int, float]:
     return (2, -row.record.until_us) if gone else (1, row.record.began_us)
 
 
-def _seconds(amounts: dict[State, int]) -> dict[str, float]:
-    return {state.name.lower(): amounts[state] / 1e6 for state in State}
+def _seconds(amounts: dict[TimeCategory, int]) -> dict[str, float]:
+    return {state.name.lower(): amounts[state] / 1e6 for state in TimeCategory}
 
 
 def _last(events: Sequence[Event], count: int) -> Sequence[Event]:
@@ -173,7 +173,7 @@ def _row_as_dict(row: NodeRow) -> dict[str, Any]:
         "samples_per_s": row.record.samples_per_s,
         "goodput": row.goodput,
         "replica_age_s": row.replica_age_s,
-        "seconds": _seconds(totals(row.record.spans)),
+        "seconds": _seconds(sum_amounts(row.record.spans)),
     }
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from edl.collective.job_records import Member, Node, State, World
+from edl.collective.job_records import JobState, Member, Node, World
 
 __all__ = ["LocalObservation", "RendezvousSettings", "assign_ranks", "failed", "next_world"]
 
@@ -84,11 +84,11 @@ def next_world(
     """
     if world.ended:
         return None
-    if world.state is State.FORMING:
+    if world.state is JobState.FORMING:
         return _formed(world, nodes, moment, rules)
     members = [member.id for member in world.nodes]
     if all(name in nodes and nodes[name].finished == world.generation for name in members):
-        return replace(world, state=State.DONE, message="the script ended on every node", pause_at=None)
+        return replace(world, state=JobState.DONE, message="the script ended on every node", pause_at=None)
     lost = [name for name in members if name not in nodes]
     if len(lost) == len(members) and not moment.dead.issuperset(lost) and moment.quiet_s < rules.takeover_s:
         return None
@@ -105,7 +105,7 @@ def failed(world: World, message: str) -> World:
     kept = (
         message if len(message) <= _MESSAGE else f"{message[: _MESSAGE // 4]}\n[...]\n{message[-_MESSAGE * 3 // 4 :]}"
     )
-    return replace(world, state=State.FAILED, message=kept, pause_at=None)
+    return replace(world, state=JobState.FAILED, message=kept, pause_at=None)
 
 
 def _formed(
@@ -167,12 +167,12 @@ def _next_generation(world: World, nodes: Mapping[str, Node], rules: RendezvousS
     generation = world.generation + 1
     if len(present) < rules.min_nodes:
         why = f"{why}; {len(present)} of at least {rules.min_nodes} nodes are there"
-        return World(generation, State.FORMING, (), why, forgiven=world.forgiven)
+        return World(generation, JobState.FORMING, (), why, forgiven=world.forgiven)
     order = assign_ranks([member.id for member in world.nodes], present)
     if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:
         return None
     members = tuple(_ranked(nodes[name] for name in order))
-    return World(generation, State.RUNNING, members, why, forgiven=world.forgiven)
+    return World(generation, JobState.RUNNING, members, why, forgiven=world.forgiven)
 
 
 def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:

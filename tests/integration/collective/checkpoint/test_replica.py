@@ -12,7 +12,7 @@ import pytest
 
 from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, kept_prefix, stamp_of
 from edl.collective.checkpoint.memory.slots import find
-from edl.collective.job_records import Member, State, World
+from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica.replicator import Replicator
 from edl.collective.replica.schedule import ReplicaPace
 from tests.integration.collective.checkpoint.test_checkpoint import same
@@ -50,7 +50,7 @@ class Nodes:
         members = [
             Member(f"n{node}", "127.0.0.1", 0, 1, rank, self.agents[node].port) for rank, node in enumerate(order)
         ]
-        return World(generation, State.RUNNING, tuple(members))
+        return World(generation, JobState.RUNNING, tuple(members))
 
     def form(self, generation: int) -> None:
         """Begin a world, and wait until every agent wants its first state."""

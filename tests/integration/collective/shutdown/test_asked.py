@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.job_records import Node, State, World, prefix
+from edl.collective.job_records import JobState, Node, World, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
 
@@ -94,7 +94,7 @@ def test_while_a_node_is_checked(job: Job) -> None:
 def test_while_a_failed_jobs_nodes_leave(job: Job) -> None:
     """While the nodes of a job that failed leave."""
     with open_store(job.url) as store, store.lease(10.0) as lease:
-        store.put(prefix(job.name) + "world", World(3, State.FAILED, message="it raised").encode())
+        store.put(prefix(job.name) + "world", World(3, JobState.FAILED, message="it raised").encode())
         store.put(prefix(job.name) + "nodes/last", Node("last", "127.0.0.1", 1, 1).encode(), lease)
         job.start("--lease-ttl", "300")
         wait_until(lambda: shared(job), "it looks at the job")

@@ -18,9 +18,8 @@ import pytest
 from edl.cli import main
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter
-from edl.collective.goodput.spans import State as Ledgered
-from edl.collective.goodput.spans import plain
-from edl.collective.job_records import Member, State, World
+from edl.collective.goodput.spans import TimeCategory, span_of
+from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.discovery import Store, open_store
 
@@ -50,18 +49,18 @@ def add_node(store: Store, node: str, ago_s: float, trained_s: float, *, workers
     done = replace(status, totals_s=totals, step=9, step_at=1.0 + trained_s, samples=640)
     ledger.observe(1.0 + trained_s, AgentState.RUNNING, [done] * workers)
     writer = LedgerWriter(store, "resnet", ledger)
-    writer.write()
+    writer.write_record()
     return writer
 
 
-def put_world(store: Store, *nodes: str, state: State = State.RUNNING) -> None:
+def put_world(store: Store, *nodes: str, state: JobState = JobState.RUNNING) -> None:
     members = tuple(Member(name, "10.0.0.1", 29400, 2, 2 * place) for place, name in enumerate(nodes))
     store.put("jobs/resnet/world", World(3, state, members, "b joined").encode())
 
 
 def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Members goodput and events are shown."""
-    add_node(store, "a", 10.0, 9.0).tell("join", "2 workers", generation=3)
+    add_node(store, "a", 10.0, 9.0).record_event("join", "2 workers", generation=3)
     add_node(store, "b", 10.0, 9.0)
     add_node(store, "gone", 60.0, 2.0)
     put_world(store, "a", "b")
@@ -79,7 +78,7 @@ def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.Captu
 
 
 def test_json_is_complete(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    add_node(store, "a", 10.0, 9.0).tell("kill", "rank 1", node="b")
+    add_node(store, "a", 10.0, 9.0).record_event("kill", "rank 1", node="b")
     put_world(store, "a")
     assert main(["status", "resnet", "--json", "--store", url]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -100,7 +99,7 @@ def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.Cap
     assert "replica" not in capsys.readouterr().out
     at = round((time.time() - 600.0) * 1e6)
     record = NodeRecord("a", at, 2, replicated_us=at)
-    records["a"].write(replace(record, spans=(plain(Ledgered.TRAIN, 600_000_000, 2, running=True),)))
+    records["a"].write_record(replace(record, spans=(span_of(TimeCategory.TRAIN, 600_000_000, 2, running=True),)))
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
     assert "replica" in out
@@ -114,7 +113,7 @@ def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.Cap
 def test_beginning_job_needs_no_world(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A job that only begins needs no world."""
     ledger = Ledger("a", 1, 0.0, time.time())
-    LedgerWriter(store, "resnet", ledger).write()
+    LedgerWriter(store, "resnet", ledger).write_record()
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
     assert re.search(r"job resnet: starting, \d+ nodes? so far", out)
@@ -124,14 +123,14 @@ def test_beginning_job_needs_no_world(store: Store, url: str, capsys: pytest.Cap
 
 
 def test_a_world_without_ledgers_is_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    put_world(store, "a", state=State.DONE)
+    put_world(store, "a", state=JobState.DONE)
     assert main(["status", "resnet", "--store", url]) == 0
     assert "job resnet: done" in capsys.readouterr().out
 
 
 def test_a_job_that_ended_does_not_age(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     add_node(store, "a", 3600.0, 9.0)
-    put_world(store, "a", state=State.DONE)
+    put_world(store, "a", state=JobState.DONE)
     assert main(["status", "resnet", "--watch", "--json", "--store", url]) == 0  # and the watch ends at once
     told = json.loads(capsys.readouterr().out)
     assert told["elapsed_s"] == pytest.approx(10.0)
@@ -159,7 +158,7 @@ def test_unknown_job_names_known_ones(command: str, store: Store, url: str, caps
 
 def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Names and events cannot play with the terminal."""
-    add_node(store, "a\x1b[2J", 10.0, 9.0).tell("join", "\x1b[31m[bold]x")
+    add_node(store, "a\x1b[2J", 10.0, 9.0).record_event("join", "\x1b[31m[bold]x")
     put_world(store, "a\x1b[2J")
     for command in ("status", "report"):
         assert main([command, "resnet", "--store", url]) == 0
@@ -177,7 +176,7 @@ def test_watch_repeats_until_interrupted(store: Store, url: str) -> None:
     try:
         assert watch.stdout is not None
         assert json.loads(watch.stdout.readline())["events"] == []
-        writer.tell("hang", "no step for 30 s")
+        writer.record_event("hang", "no step for 30 s")
         while not json.loads(line := watch.stdout.readline())["events"]:
             assert line
         watch.send_signal(signal.SIGINT)
@@ -190,7 +189,7 @@ def test_watch_repeats_until_interrupted(store: Store, url: str) -> None:
 
 
 def test_the_report_in_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    add_node(store, "a", 10.0, 9.0).tell("join", "2 workers")
+    add_node(store, "a", 10.0, 9.0).record_event("join", "2 workers")
     add_node(store, "b", 40.0, 9.0)
     put_world(store, "a")
     assert main(["report", "resnet", "--store", url]) == 0
@@ -206,7 +205,7 @@ def test_the_report_in_the_terminal(store: Store, url: str, capsys: pytest.Captu
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_the_picture_is_a_file(store: Store, url: str, suffix: str, tmp_path: Path) -> None:
     for number in range(3):
-        add_node(store, f"node-$\\x{number}$", 10.0 + number, 9.0).tell("join", "2 workers")
+        add_node(store, f"node-$\\x{number}$", 10.0 + number, 9.0).record_event("join", "2 workers")
     put_world(store)
     out = tmp_path / f"job{suffix}"
     assert main(["report", "resnet", "--store", url, "--out", str(out)]) == 0

@@ -15,10 +15,17 @@ from pathlib import Path
 import pytest
 
 from edl.collective.goodput.codec import encode_record
-from edl.collective.goodput.job import join
-from edl.collective.goodput.node import AgentState, Ledger, Mark, NodeRecord
-from edl.collective.goodput.records import MAX_EVENTS, LedgerWriter, finished_before, forget, jobs, read_job
-from edl.collective.goodput.spans import MAX_SPANS, State, plain
+from edl.collective.goodput.job import join_ledgers
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord, ProgressMark
+from edl.collective.goodput.records import (
+    MAX_EVENTS,
+    LedgerWriter,
+    delete_ledgers,
+    last_step_before,
+    list_jobs,
+    read_job,
+)
+from edl.collective.goodput.spans import MAX_SPANS, TimeCategory, span_of
 from edl.collective.job_records import World
 from edl.discovery import Store, open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
@@ -38,7 +45,7 @@ with open_store(sys.argv[1]) as store:
     while True:
         time.sleep(0.02)
         ledger.observe(time.monotonic(), AgentState.IDLE, ())
-        writer.write()
+        writer.write_record()
 """
 
 
@@ -70,11 +77,11 @@ def ledger_of(node: str, began_s: float = 1_700_000_000.0) -> Ledger:
 def test_what_was_written_is_read_back(store: Store, job: str) -> None:
     ledger = ledger_of("host:1/a b")
     writer = LedgerWriter(store, job, ledger)
-    writer.write()
-    writer.tell("join", "2 workers", generation=3)
-    writer.tell("kill", "rank 1 by SIGKILL", generation=3, node="other")
+    writer.write_record()
+    writer.record_event("join", "2 workers", generation=3)
+    writer.record_event("kill", "rank 1 by SIGKILL", generation=3, node="other")
     ledger.observe(103.0, AgentState.RENDEZVOUS, ())
-    writer.write()
+    writer.write_record()
     back = read_job(store, job)
     assert back.nodes == (ledger.record(),)
     assert [(event.node, event.kind, event.text) for event in back.events] == [
@@ -85,23 +92,23 @@ def test_what_was_written_is_read_back(store: Store, job: str) -> None:
     store.put(f"jobs/{job}/world", World(generation=3).encode())
     again = read_job(store, job)
     assert again.world == World(generation=3)
-    assert job in jobs(store)
+    assert job in list_jobs(store)
 
 
 def test_returning_agent_keeps_its_past(store: Store, job: str) -> None:
     """An agent that comes back leaves its former life as it was."""
     first, second = ledger_of("a"), ledger_of("a", 1_700_000_060.0)
     for ledger in (second, first):
-        LedgerWriter(store, job, ledger).write()
+        LedgerWriter(store, job, ledger).write_record()
     assert read_job(store, job).nodes == (first.record(), second.record())
-    forget(store, job)
+    delete_ledgers(store, job)
     with pytest.raises(SettingsError, match="there is no job"):
         read_job(store, job)
 
 
 def test_last_step_counts_all_lives(store: Store, job: str) -> None:
     """The last step before a generation is that of all lives."""
-    assert finished_before(store, job, 5) == -1
+    assert last_step_before(store, job, 5) == -1
     lives = [
         NodeRecord("far", 1, 1, generation=2, step=100),
         NodeRecord("killed while it repeated them", 2, 1, generation=3, step=80, reached=99),
@@ -111,7 +118,7 @@ def test_last_step_counts_all_lives(store: Store, job: str) -> None:
     for life in lives:
         store.put(f"jobs/{job}/ledger/{life.node}/{life.began_us}", encode_record(life))
     store.put(f"jobs/{job}/ledger/of another version/5", b'{"version": 99}')
-    assert [finished_before(store, job, generation) for generation in (5, 4, 3, 2)] == [120, 100, 100, 99]
+    assert [last_step_before(store, job, generation) for generation in (5, 4, 3, 2)] == [120, 100, 100, 99]
 
 
 def test_old_ledger_can_be_read(store: Store, job: str) -> None:
@@ -124,7 +131,7 @@ def test_old_ledger_can_be_read(store: Store, job: str) -> None:
 
 def test_missing_job_names_known_ones(store: Store, job: str) -> None:
     """A job that is not there names those that are."""
-    LedgerWriter(store, job, ledger_of("a")).write()
+    LedgerWriter(store, job, ledger_of("a")).write_record()
     with pytest.raises(SettingsError, match=f"there is no job 'other' in this store; there is .*{job}"):
         read_job(store, "other")
 
@@ -138,12 +145,12 @@ def test_names_that_are_no_keys(name: str, tmp_path: Path) -> None:
 
 def test_largest_ledger_and_events_fit(store: Store, job: str) -> None:
     """The largest ledger and list of events fit."""
-    spans = tuple(plain(State(index % 2), 2**42 + index, 4096, running=True) for index in range(MAX_SPANS))
-    marks = tuple(Mark(2**48 + index, 2**40, 2**50) for index in range(300))
+    spans = tuple(span_of(TimeCategory(index % 2), 2**42 + index, 4096, running=True) for index in range(MAX_SPANS))
+    marks = tuple(ProgressMark(2**48 + index, 2**40, 2**50) for index in range(300))
     assert len(encode_record(NodeRecord("a", 2**50, 4096, spans, marks))) < 60_000
     writer = LedgerWriter(store, job, ledger_of("a"))
     for _ in range(3):
-        writer.tell("error", "x" * 1000)
+        writer.record_event("error", "x" * 1000)
     ((entry),) = store.list(f"jobs/{job}/events/")
     assert len(entry.value) / 3 * MAX_EVENTS < MAX_VALUE_BYTES
 
@@ -168,7 +175,7 @@ def test_killed_agents_time_ends(tmp_path: Path) -> None:
         agent.wait()
     assert not node.ended
     assert began_s * 1e6 <= node.began_us < node.until_us <= killed_us
-    assert join([node], killed_us + 60_000_000).amounts[State.DOWN] >= 60_000_000
+    assert join_ledgers([node], killed_us + 60_000_000).amounts[TimeCategory.DOWN] >= 60_000_000
 
 
 @pytest.mark.parametrize(

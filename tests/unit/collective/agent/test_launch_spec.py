@@ -15,14 +15,14 @@ from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_environment, worker_forks
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.zygote import ProgramSpec
-from edl.collective.job_records import Member, State, World
+from edl.collective.job_records import JobState, Member, World
 
 MEMBERS = (
     Member("a", "10.0.0.1", 4000, 1, 0),
     Member("b", "10.0.0.2", 4001, 3, 1),
     Member("c", "10.0.0.3", 4002, 2, 4),
 )
-WORLD = World(5, State.RUNNING, MEMBERS)
+WORLD = World(5, JobState.RUNNING, MEMBERS)
 
 
 def launch(workers: int, **changes: object) -> LaunchSpec:

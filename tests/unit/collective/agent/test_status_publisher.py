@@ -44,7 +44,7 @@ def test_unanswered_question_is_repeated(tmp_path: Path) -> None:
     """A question without an answer is asked again."""
     with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
         before = NodeRecord("before", 1, 1, generation=3, step=7)
-        LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write(before)
+        LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write_record(before)
         publisher = StatusPublisher(store, "job", "late", 1, print)
         workers = cast(WorkerGroup, _CameLate())
         deadline = time.monotonic() + 20

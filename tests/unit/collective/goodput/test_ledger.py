@@ -10,15 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.goodput.job import join
+from edl.collective.goodput.job import join_ledgers
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
-from edl.collective.goodput.spans import MAX_SPANS, Span, State, apportion, fitted, goodput, joined, plain, totals
+from edl.collective.goodput.spans import (
+    MAX_SPANS,
+    Span,
+    TimeCategory,
+    apportion,
+    goodput,
+    limit_spans,
+    merge_alike,
+    span_of,
+    sum_amounts,
+)
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
 SECOND = 1_000_000
 WALL_S = 1_700_000_000.0
 
-amounts = st.lists(st.integers(0, 10 * SECOND), min_size=len(State), max_size=len(State)).map(tuple)
+amounts = st.lists(st.integers(0, 10 * SECOND), min_size=len(TimeCategory), max_size=len(TimeCategory)).map(tuple)
 spans = st.lists(st.builds(Span, amounts, st.integers(1, 3), st.booleans()), max_size=30)
 
 
@@ -64,7 +74,9 @@ class Worker:
 
 def seconds(ledger: Ledger) -> dict[str, float]:
     """What the ledger holds, states without time left out."""
-    return {state.name: round(amount / SECOND, 6) for state, amount in totals(ledger.record().spans).items() if amount}
+    return {
+        state.name: round(amount / SECOND, 6) for state, amount in sum_amounts(ledger.record().spans).items() if amount
+    }
 
 
 def started(worker: Worker) -> Ledger:
@@ -87,24 +99,24 @@ def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
 @given(spans, spans, spans)
 def test_joining_is_associative(a: list[Span], b: list[Span], c: list[Span]) -> None:
     """Joining is associative and loses nothing."""
-    whole = joined([*a, *b, *c])
-    assert joined([*joined([*a, *b]), *c]) == whole == joined([*a, *joined([*b, *c])])
-    assert totals(whole) == totals([*a, *b, *c])
+    whole = merge_alike([*a, *b, *c])
+    assert merge_alike([*merge_alike([*a, *b]), *c]) == whole == merge_alike([*a, *merge_alike([*b, *c])])
+    assert sum_amounts(whole) == sum_amounts([*a, *b, *c])
     assert all(not one.alike(two) for one, two in itertools.pairwise(whole))
 
 
 @given(spans, st.integers(1, 8))
 def test_rolling_up_keeps_amounts(some: list[Span], limit: int) -> None:
     """Rolling up keeps the amounts and the newest detail."""
-    few = fitted(some, limit)
+    few = limit_spans(some, limit)
     assert len(few) <= limit
-    assert totals(few) == totals(some)
+    assert sum_amounts(few) == sum_amounts(some)
 
 
 def test_goodput_is_the_trained_part() -> None:
     """Goodput is the trained part and unknown before any time passed."""
-    assert goodput(totals([plain(State.TRAIN, 3 * SECOND), plain(State.DOWN, SECOND)])) == 0.75
-    assert goodput(totals([])) is None
+    assert goodput(sum_amounts([span_of(TimeCategory.TRAIN, 3 * SECOND), span_of(TimeCategory.DOWN, SECOND)])) == 0.75
+    assert goodput(sum_amounts([])) is None
 
 
 # --- One node. ---
@@ -376,31 +388,31 @@ def record(began_s: float, *what: Span, node: str = "a", ended: bool = False) ->
     return NodeRecord(node, round((WALL_S + began_s) * SECOND), 1, what, ended=ended)
 
 
-def running(state: State, length_s: float, workers: int = 1) -> Span:
-    return plain(state, round(length_s * SECOND), workers, running=True)
+def running(state: TimeCategory, length_s: float, workers: int = 1) -> Span:
+    return span_of(state, round(length_s * SECOND), workers, running=True)
 
 
 @given(st.lists(st.tuples(st.integers(0, 100 * SECOND), spans), max_size=5), st.randoms(use_true_random=False))
 def test_job_states_sum_to_elapsed_time(lives: list[tuple[int, list[Span]]], rng: random.Random) -> None:
     """The jobs states sum to its elapsed time in whatever order."""
     records = [NodeRecord("abc"[index % 3], began_us, 1, tuple(some)) for index, (began_us, some) in enumerate(lives)]
-    job = join(records)
+    job = join_ledgers(records)
     lived = [one for one in records if sum(span.length_us for span in one.spans)]
     if lived:
         assert job.elapsed_us == max(one.until_us for one in lived) - min(one.began_us for one in lived)
-    assert totals(job.spans) == job.amounts
+    assert sum_amounts(job.spans) == job.amounts
     rng.shuffle(records)
-    again = join(records)
+    again = join_ledgers(records)
     assert again.elapsed_us == job.elapsed_us
-    assert again.amounts[State.DOWN] == job.amounts[State.DOWN]
+    assert again.amounts[TimeCategory.DOWN] == job.amounts[TimeCategory.DOWN]
     assert 0 <= (job.goodput or 0.0) <= 1
 
 
 def test_nobody_alive_is_down() -> None:
     """Nobody alive is down and a killed agents time ends at its last sign of life."""
-    killed = record(0, running(State.TRAIN, 10))
-    later = record(15, plain(State.RENDEZVOUS, 5 * SECOND, 1), running(State.TRAIN, 10))
-    job = join([later, killed])
+    killed = record(0, running(TimeCategory.TRAIN, 10))
+    later = record(15, span_of(TimeCategory.RENDEZVOUS, 5 * SECOND, 1), running(TimeCategory.TRAIN, 10))
+    job = join_ledgers([later, killed])
     assert [(span.main.name, span.length_us // SECOND) for span in job.spans] == [
         ("TRAIN", 10),
         ("DOWN", 5),
@@ -409,20 +421,20 @@ def test_nobody_alive_is_down() -> None:
     ]
     assert job.goodput == pytest.approx(20 / 30)
     assert job.worker_goodput == pytest.approx(20 / 25)
-    assert join([killed], until_us=killed.until_us + 30 * SECOND).goodput == 0.25
+    assert join_ledgers([killed], until_us=killed.until_us + 30 * SECOND).goodput == 0.25
 
 
 def test_slowest_member_decides() -> None:
     """The slowest member decides and a node that waits outside does not."""
-    fast = record(0, running(State.TRAIN, 10, workers=3), node="fast")
-    slow = record(0, running(State.TRAIN, 5), running(State.SAVE, 5), node="slow")
-    waiting = record(0, plain(State.RENDEZVOUS, 10 * SECOND, 1), node="waiting")
-    job = join([fast, slow, waiting])
+    fast = record(0, running(TimeCategory.TRAIN, 10, workers=3), node="fast")
+    slow = record(0, running(TimeCategory.TRAIN, 5), running(TimeCategory.SAVE, 5), node="slow")
+    waiting = record(0, span_of(TimeCategory.RENDEZVOUS, 10 * SECOND, 1), node="waiting")
+    job = join_ledgers([fast, slow, waiting])
     assert job.goodput == 0.5
     assert job.worker_goodput == pytest.approx((30 + 5) / 50)
     assert [span.workers for span in job.spans] == [4, 4]
 
 
 def test_a_job_without_a_ledger_is_empty() -> None:
-    job = join([])
+    job = join_ledgers([])
     assert (job.elapsed_us, job.goodput, job.worker_goodput) == (0, None, None)

@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from edl.collective.checkpoint.memory.slots import SlotPair
-from edl.collective.job_records import Member, State, World
+from edl.collective.job_records import JobState, Member, World
 from edl.collective.paddle import environment as paddle_env
 from edl.collective.paddle.environment import ReservedPorts, paddle_environment
 from edl.collective.paddle.training import Checkpointer, PaddleState
@@ -25,7 +25,7 @@ from edl.errors import SettingsError
 
 WORLD = World(
     3,
-    State.RUNNING,
+    JobState.RUNNING,
     (Member("b", "10.0.0.2", 7000, 2, 0), Member("a", "10.0.0.1", 9000, 1, 2)),
 )
 

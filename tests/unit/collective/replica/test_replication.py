@@ -26,8 +26,8 @@ from edl.collective.checkpoint.memory.replica_slots import (
     stamp_of,
 )
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find
-from edl.collective.checkpoint.state.state import State as TrainState
-from edl.collective.job_records import Member, State, World
+from edl.collective.checkpoint.state.state import State
+from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica.replicator import JobSecret, Replicator, peer_of
 from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.discovery import open_store
@@ -128,7 +128,7 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder.want(NOTHING)
     monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
     slots = SlotPair(tmp_path / "slots-0")
-    with Checkpointer(TrainState(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
+    with Checkpointer(State(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
         keeping = checkpointer._keeping
         assert keeping is not None
         for step in range(4):
@@ -251,9 +251,9 @@ def test_a_pace_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
 def test_peer_is_the_next_taker() -> None:
     """The peer is the next member that takes replicas."""
     members = [Member(name, "h", 1, 1, rank, port) for rank, (name, port) in enumerate([("a", 5), ("b", 0), ("c", 7)])]
-    world = World(0, State.RUNNING, tuple(members))
+    world = World(0, JobState.RUNNING, tuple(members))
     assert [getattr(peer_of(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
-    assert peer_of(World(0, State.RUNNING, tuple(members[:2])), "a") is None
+    assert peer_of(World(0, JobState.RUNNING, tuple(members[:2])), "a") is None
 
 
 # --- Agents. ---
@@ -266,7 +266,7 @@ def said() -> list[str]:
 
 def world_of(generation: int, agents: dict[str, Replicator]) -> World:
     members = [Member(name, "127.0.0.1", 0, 1, rank, one.port) for rank, (name, one) in enumerate(agents.items())]
-    return World(generation, State.RUNNING, tuple(members))
+    return World(generation, JobState.RUNNING, tuple(members))
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator]
     agents.pop("b").close()
     agents["a"].world_changed(world_of(1, agents))
     until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")
-    agents["a"].world_changed(World(2, State.RUNNING, world_of(1, agents).nodes[:1]))
+    agents["a"].world_changed(World(2, JobState.RUNNING, world_of(1, agents).nodes[:1]))
     assert ReplicaFolder(tmp_path / "a").wanted() is None, "nobody is there to send anything to"
     assert said == []
 

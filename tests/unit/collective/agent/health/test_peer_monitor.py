@@ -17,7 +17,7 @@ import pytest
 
 from edl.collective.agent.health import peer_monitor
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
-from edl.collective.job_records import Member, State, World
+from edl.collective.job_records import JobState, Member, World
 
 DEADLINE_S = 20.0
 QUIET_S = 0.5
@@ -147,7 +147,7 @@ def test_ring_ties_to_those_behind() -> None:
 
     def world(size: int) -> World:
         members = tuple(Member(str(rank), "h", 1, 1, rank, tether_port=rank % 9 and 100 + rank) for rank in range(size))
-        return World(0, State.RUNNING, members)
+        return World(0, JobState.RUNNING, members)
 
     assert choose_peers(world(1), 0) == {}
     assert choose_peers(world(3), 1) == {"2": ("h", 102)}, "0 has no port: it is of an older version"

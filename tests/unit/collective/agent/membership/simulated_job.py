@@ -15,7 +15,7 @@ from edl.collective.agent.membership.rendezvous import (
     failed,
     next_world,
 )
-from edl.collective.job_records import Node, State, World
+from edl.collective.job_records import JobState, Node, World
 
 TTL_S = 1.5
 TICK_S = 0.25
@@ -169,7 +169,7 @@ class Job:
         if world.ended:
             agent.exit, agent.running = world.state.value, False
             return
-        position = world.position(agent.name) if world.state is State.RUNNING else None
+        position = world.position(agent.name) if world.state is JobState.RUNNING else None
         if position is None:
             agent.running = False
             if agent.record.leaving:
@@ -210,14 +210,14 @@ class Job:
             return
         self._check(before, following, agent)
         self.world, self.version = following, self.version + 1
-        if following.state is State.RUNNING and following.generation > before.generation:
+        if following.state is JobState.RUNNING and following.generation > before.generation:
             self.history.append(following)
 
     def _check(self, before: World, following: World, agent: SimAgent) -> None:
         assert World.decode(following.encode()) == following
         assert following.generation >= before.generation
         assert not before.ended, "a job that has ended was changed"
-        if following.state is State.DONE:
+        if following.state is JobState.DONE:
             assert following.generation == before.generation
             finished = {n.id for n in (agent.read_nodes or {}).values() if n.finished == before.generation}
             assert finished >= {member.id for member in before.nodes}
@@ -227,7 +227,7 @@ class Job:
             return
         assert following.generation == before.generation + 1
         assert following.pause_at is None
-        if following.state is State.FORMING:
+        if following.state is JobState.FORMING:
             assert not following.nodes
             return
         names = [member.id for member in following.nodes]
@@ -245,7 +245,7 @@ class Job:
 
     def fail(self, agent: SimAgent) -> None:
         """The user's code raised on a node."""
-        if agent.running and self.world.generation == agent.generation and self.world.state is State.RUNNING:
+        if agent.running and self.world.generation == agent.generation and self.world.state is JobState.RUNNING:
             self.world, self.version = failed(self.world, "ValueError"), self.version + 1
 
     # --- Until nothing more changes. ---

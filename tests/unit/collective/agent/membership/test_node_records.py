@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from edl.collective.agent.membership.node_records import Membership
-from edl.collective.job_records import Member, Node, State, World
+from edl.collective.job_records import JobState, Member, Node, World
 from edl.discovery import open_store
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError
@@ -70,7 +70,7 @@ def test_first_node_back_waits_for_others(stores: tuple[Store, Store], tmp_path:
         one.join()
         other.join()
         members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
-        assert one.propose_world(World(0, State.RUNNING, members), None)
+        assert one.propose_world(World(0, JobState.RUNNING, members), None)
         assert set(one.read_records().nodes) == {"a", "b"}
         with locked(tmp_path):
             wait_for(lambda: one.without_lease_s > 2 * TTL_S)
@@ -92,7 +92,7 @@ def test_read_only_store_loses_nobody(stores: tuple[Store, Store], tmp_path: Pat
     with contextlib.closing(Membership(stores[0], "job", Node("a", "host", 1, 1), ttl_s, lambda: None)) as first:
         first.join()
         members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
-        assert first.propose_world(World(0, State.RUNNING, members), None)
+        assert first.propose_world(World(0, JobState.RUNNING, members), None)
         assert set(first.read_records().nodes) == {"a", "b"}
         with locked(tmp_path):
             wait_for(lambda: stores[0].get("jobs/job/nodes/b") is None)

@@ -16,7 +16,7 @@ from edl.collective.agent.membership.rendezvous import (
     failed,
     next_world,
 )
-from edl.collective.job_records import Member, Node, State, World
+from edl.collective.job_records import JobState, Member, Node, World
 from edl.errors import ProtocolError
 from tests.unit.collective.agent.membership.simulated_job import Job
 
@@ -29,7 +29,7 @@ def node(name: str, **fields: object) -> Node:
 
 def running(*names: str, generation: int = 3) -> World:
     members = tuple(Member(name, "host", 1, 2, 2 * place) for place, name in enumerate(names))
-    return World(generation, State.RUNNING, members)
+    return World(generation, JobState.RUNNING, members)
 
 
 def nodes(*those: Node) -> dict[str, Node]:
@@ -50,7 +50,7 @@ def test_job_forms_when_no_more_follow() -> None:
     assert next_world(World(), there, LocalObservation(quiet_s=0.5), RULES) is None
     world = next_world(World(), there, LocalObservation(quiet_s=1.0), RULES)
     assert world is not None
-    assert (world.generation, world.state, names(world)) == (0, State.RUNNING, ["a", "b"])
+    assert (world.generation, world.state, names(world)) == (0, JobState.RUNNING, ["a", "b"])
     assert [member.first_rank for member in world.nodes] == [0, 2]
 
 
@@ -98,7 +98,7 @@ def test_forgiven_errors_count_in_all_worlds() -> None:
     assert world.forgiven == 2
     world = next_world(world, nodes(node("a")), LocalObservation(), replace(RULES, min_nodes=2))
     assert world is not None
-    assert (world.state, world.forgiven) == (State.FORMING, 2)
+    assert (world.state, world.forgiven) == (JobState.FORMING, 2)
     world = next_world(world, there, LocalObservation(quiet_s=1e9), RULES)
     assert world is not None
     assert World.decode(world.encode()).forgiven == 2
@@ -107,7 +107,7 @@ def test_forgiven_errors_count_in_all_worlds() -> None:
 def test_too_few_survivors_form_again() -> None:
     world = next_world(running("a", "b"), nodes(node("a")), LocalObservation(), replace(RULES, min_nodes=2))
     assert world is not None
-    assert (world.state, world.generation, world.nodes) == (State.FORMING, 4, ())
+    assert (world.state, world.generation, world.nodes) == (JobState.FORMING, 4, ())
     assert "1 of at least 2" in world.message
 
 
@@ -198,7 +198,7 @@ def test_job_is_done_when_all_finished() -> None:
     there["b"] = replace(there["b"], finished=3)
     done = next_world(world, there, LocalObservation(node="a"), RULES)
     assert done is not None
-    assert done.state is State.DONE
+    assert done.state is JobState.DONE
     assert next_world(done, {}, LocalObservation(quiet_s=1e9), RULES) is None
 
 
@@ -209,7 +209,7 @@ def test_nobody_joins_a_job_that_is_ending() -> None:
 
 def test_a_failed_job_stays_failed() -> None:
     world = failed(replace(running("a"), pause_at=3), "ValueError: x")
-    assert (world.state, world.message, world.pause_at) == (State.FAILED, "ValueError: x", None)
+    assert (world.state, world.message, world.pause_at) == (JobState.FAILED, "ValueError: x", None)
     assert next_world(world, nodes(node("a"), node("b")), LocalObservation(quiet_s=1e9), RULES) is None
 
 
@@ -301,7 +301,7 @@ def test_any_history_comes_to_rest(minimum: int, more: int, history: list[tuple[
     job.settle()
     there = [agent for agent in job.present if not agent.record.leaving]
     if len(there) >= minimum:
-        assert job.world.state is State.RUNNING, job.world
+        assert job.world.state is JobState.RUNNING, job.world
         assert {member.id for member in job.world.nodes} <= {agent.name for agent in there}
         assert len(job.world.nodes) == min(len(there), minimum + more)
         assert job.world.pause_at is None
@@ -312,7 +312,7 @@ def test_any_history_comes_to_rest(minimum: int, more: int, history: list[tuple[
     job.finish_all()
     job.settle(20)
     if len(there) >= minimum:
-        assert job.world.state is State.DONE
+        assert job.world.state is JobState.DONE
         assert all(agent.exit == "done" for agent in there)
 
 
@@ -330,5 +330,5 @@ def test_script_error_ends_it_for_all(history: list[tuple[str, int]], which: int
         return
     job.fail(running_agents[which % len(running_agents)])
     job.settle(5)
-    assert job.world.state is State.FAILED
+    assert job.world.state is JobState.FAILED
     assert not job.present

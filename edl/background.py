@@ -1,6 +1,6 @@
 """Threads that run beside their caller: a loop that is woken and closed, and a call whose result is a future.
 
-Python code starts a thread in one of these two ways; both are daemon threads, which never keep a process from ending.
+Python code starts a thread in either of two ways; both are daemon threads, which never keep a process from ending.
 What does not belong here: event loops (`asyncio`), pools of threads, and what a thread does.
 """
 
@@ -30,7 +30,7 @@ class BackgroundLoop:
     """A daemon thread that calls a step again and again, until it is closed.
 
     An exception of the step is logged with its traceback, and the step is called again a second later: leases are to be
-    renewed and changes to be followed whatever happened. A step that wants to end the loop returns None.
+    renewed and changes to be followed after any failure. A step that wants to end the loop returns None.
 
     `wake` and `close` hold no lock, so a signal handler or finalizer may call them in the middle of any line, also of
     `wake` and `close`. A step is never called twice at the same time.
@@ -38,8 +38,8 @@ class BackgroundLoop:
     Args:
         name: of the thread, as debuggers and `threading.enumerate` show it; begins with `edl-`.
         step: does a piece of work. Returns the seconds to wait before the next call, which `wake` cuts short, or None
-            when there is nothing left to do. A wake during a step makes the next one follow without a wait.
-        interrupt: makes a step that is blocked return soon; `close` calls it, once for each call of `close`.
+            when there is nothing left to do. A wake during a step makes the next step follow without a wait.
+        interrupt: makes a step that is blocked return soon; `close` calls it, once for every call of `close`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class BackgroundLoop:
         self._changed.notify()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> bool:
-        """Call no more steps, and wait for the one under way.
+        """Call no more steps, and wait for the step under way.
 
         Args:
             timeout_s: how long to wait, in seconds. The loop's own thread, which may close it, does not wait.
@@ -97,7 +97,7 @@ def start_call(name: str, function: Callable[[], R]) -> Future[R]:
     """Call a function in a daemon thread of its own.
 
     Unlike a `ThreadPoolExecutor`'s, the thread does not keep the process from ending: for calls that may hang, such as
-    those to a storage that does not answer.
+    calls to a storage that does not answer.
 
     Args:
         name: of the thread; begins with `edl-`.
@@ -105,7 +105,7 @@ def start_call(name: str, function: Callable[[], R]) -> Future[R]:
 
     Returns:
         The result, or the exception, which is logged nowhere: a caller that never asks for it does not hear of it. A
-        thread whose errors nobody asks for is a `BackgroundLoop`. In an event loop await `asyncio.wrap_future` of it.
+        thread whose errors are not asked for is a `BackgroundLoop`. In an event loop await `asyncio.wrap_future` of it.
     """
     future: Future[R] = Future()
     future.set_running_or_notify_cancel()  # no more to be cancelled, which would leave no place for the result

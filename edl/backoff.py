@@ -12,14 +12,14 @@ __all__ = ["Backoff"]
 
 
 class Backoff:
-    """The next wait of a caller that tries something again and again. Not thread-safe: each caller has its own.
+    """The next wait of a caller that tries something again and again. Not thread-safe: every caller has its own.
 
     Args:
         first_s: the wait after the first failure, in seconds.
         last_s: no wait is longer, in seconds.
-        jitter: the share of each wait that is left to chance, 0 to 1: with 0.5 a wait of 2 s takes from 1 to 2 s. Many
-            processes that lose one server at the same moment should not all come back at the same moment.
-        factor: by which a wait exceeds the one before.
+        jitter: the share of a wait that is left to chance, 0 to 1: with 0.5 a wait of 2 s takes from 1 to 2 s. Many
+            processes that lose a server at the same moment should not all come back at the same moment.
+        factor: by which a wait exceeds the wait before.
     """
 
     def __init__(self, first_s: float, last_s: float, *, jitter: float = 0.0, factor: float = 2.0) -> None:
@@ -31,7 +31,7 @@ class Backoff:
         """Failures in a row, those whose wait is over included."""
 
     def next_wait_s(self) -> float:
-        """Return the seconds to wait before the next attempt, now that one has failed."""
+        """Return the seconds to wait before the next attempt, after a failure."""
         exponent = min(self.failures, 1000)  # float ** 1100 would overflow, after months of failures
         self.failures += 1
         wait_s = min(self._last_s, self._first_s * self._factor**exponent)

@@ -1,4 +1,4 @@
-"""Every error that EDL raises on purpose, in one tree.
+"""Every error that EDL raises on purpose, in a tree.
 
 ::
 
@@ -10,7 +10,7 @@
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
-        ├── ConflictError          a compare-and-set, lock or name was taken by somebody else
+        ├── ConflictError          a compare-and-set, lock or name was taken by another
         ├── LeaseLostError         a lease expired before it was renewed
         ├── SourceError            the user's data source yields something that cannot be sent
         ├── RejectedError          teachers refuse the request itself
@@ -50,7 +50,7 @@ class SettingsError(EDLError, ValueError):
 
 
 class ClosedError(EDLError, RuntimeError):
-    """The object was closed, or belongs to the process that this one was forked from."""
+    """The object was closed, or belongs to the process that this process was forked from."""
 
 
 class TemporaryError(EDLError):
@@ -82,11 +82,11 @@ class PermanentError(EDLError):
 
 
 class ConflictError(PermanentError):
-    """Somebody else holds the key, lock or name."""
+    """Another holder has the key, lock or name."""
 
 
 class LeaseLostError(PermanentError):
-    """The lease expired: what was attached to it is gone, and may be somebody else's by now."""
+    """The lease expired: what was attached to it is gone, and may be another's by now."""
 
 
 class SourceError(PermanentError):

@@ -1,6 +1,6 @@
 """Allocator settings that keep large buffers from costing a page fault for every 4 KiB.
 
-glibc hands every block of some megabytes back to the kernel when it is freed, so each request of that size takes
+glibc hands every block of some megabytes back to the kernel when it is freed, so a request of that size takes
 thousands of page faults to get it again. Told to keep such blocks, a process reuses them.
 """
 
@@ -21,7 +21,7 @@ _kept = 0
 
 
 def keep_freed_memory(keep_bytes: int = 512 << 20) -> bool:
-    """Let this process keep up to `keep_bytes` of freed memory, in each arena, for its next large buffers.
+    """Let this process keep up to `keep_bytes` of freed memory, in every arena, for its next large buffers.
 
     Holds for the whole process, from now on; the largest number that was asked for counts. Does nothing where the C
     library is not glibc.

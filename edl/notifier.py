@@ -17,8 +17,8 @@ class Notifier:
     `threading.Condition` and `threading.Event` have a lock inside. Garbage collection and signals run code of others in
     the middle of any function, also where that lock is held by the very thread: there `notify` and `set` wait for ever,
     and with a lock that can be taken again they come between a predicate's look and the wait that follows it, and wake
-    no thread. Here each wait has a lock of its own, known to `notify` *before* the predicate is looked at: the event
-    count of Reed and Kanodia (1979), with a ticket for each wait in place of the count.
+    no thread. Here every wait has a lock of its own, known to `notify` *before* the predicate is looked at: the event
+    count of Reed and Kanodia (1979), with a ticket for every wait in place of the count.
 
     Whoever changes the state does so in steps that are atomic by themselves (an attribute, `deque.append`,
     `set.discard`), and calls `notify` afterwards.

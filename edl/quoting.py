@@ -1,6 +1,6 @@
 """Text that others wrote, such as a teacher's words or a registry's names, made fit for a log, an error or a terminal.
 
-It could go on for megabytes, begin a line that looks like one of ours, or move a terminal's cursor. What does not
+It could go on for megabytes, begin a line that looks like ours, or move a terminal's cursor. What does not
 belong here: text that programs read, which is JSON.
 """
 

@@ -1,8 +1,8 @@
 """Every setting that can come from the environment, read here and nowhere else.
 
 An argument wins over the environment, the environment over the default. The ancestor's `PADDLE_DISTILL_*` names are
-accepted as aliases, with a `FutureWarning`: whoever sets them need not be who wrote the program, and Python hides a
-`DeprecationWarning` from everybody else.
+accepted as aliases, with a `FutureWarning`: who sets them need not be who wrote the program, and Python hides a
+`DeprecationWarning` from all others.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def boolean(text: str) -> bool:
 
 
 def allows_shared_file(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a SQLite file may lie on a file system that machines share, since only one uses it. `EDL_SHARED_FILE`."""
+    """Whether a SQLite file may lie on a shared file system, since only a single machine uses it. `EDL_SHARED_FILE`."""
     return bool(read("EDL_SHARED_FILE", boolean, environ))
 
 
 def default_discovery_url() -> str:
-    """One SQLite file for all of this user's processes on this machine.
+    """Return a SQLite file for all of this user's processes on this machine.
 
     It lies in the user's cache, or, where that is on a file system that machines share, in `/var/tmp/edl-UID`.
 
@@ -131,7 +131,7 @@ def default_discovery_url() -> str:
 
 
 def _private_folder(folder: Path) -> Path:
-    """`folder`, which others could have made before where everybody may write."""
+    """`folder`, which others could have made before where all may write."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
@@ -172,7 +172,7 @@ class TeacherSettings:
     Attributes:
         discovery: the registry's URL, None if only fixed teachers are named. `EDL_DISCOVERY`.
         service: the service that the teachers register under. `EDL_SERVICE`.
-        endpoints: fixed teachers, `host:port` each. `EDL_TEACHERS`, separated by commas.
+        endpoints: fixed teachers, as `host:port`. `EDL_TEACHERS`, separated by commas.
         max_teachers: how many to use at most, None for no limit. `EDL_MAX_TEACHERS`.
     """
 
@@ -206,12 +206,12 @@ class Credentials:
     certificate that is signed by `ca` if that is.
 
     Attributes:
-        ca: PEM file of the CAs that sign the other side's certificates, one or several; or "system". `EDL_TLS_CA`.
+        ca: PEM file of the CAs that sign the other side's certificates, a single or several; or "system". `EDL_TLS_CA`.
         cert: PEM file of this side's certificate, with the intermediate CAs behind it. `EDL_TLS_CERT`.
         key: PEM file of its private key, not encrypted, readable by its owner and group only. `EDL_TLS_KEY`.
         server_name: the name that a server's certificate must hold; None for the host in its address.
             `EDL_TLS_SERVER_NAME`.
-        token_file: file of bearer tokens, one a line. A student sends the first, a teacher takes any of them.
+        token_file: file of bearer tokens, a line for a token. A student sends the first, a teacher takes any of them.
             `EDL_TOKEN_FILE`.
         allow_insecure_tokens: send and take tokens without TLS beyond this host. `EDL_ALLOW_INSECURE_TOKENS`.
 
@@ -258,8 +258,12 @@ class Credentials:
         """Take arguments over the environment over the default.
 
         Args:
-            ca, cert, key, server_name, token_file, allow_insecure_tokens: see the attributes; None for what the
-                environment says.
+            ca: as the attribute; None for what the environment says, as with all of these.
+            cert: as the attribute.
+            key: as the attribute.
+            server_name: as the attribute.
+            token_file: as the attribute.
+            allow_insecure_tokens: as the attribute.
             environ: in place of this process's environment.
 
         Returns:

@@ -1,6 +1,6 @@
-"""The command line: `edl NAME`, one module `cmd_NAME` for each command, with `main(argv)`.
+"""The command line: `edl NAME`, a module `cmd_NAME` for every command, with `main(argv)`.
 
-`main` here finds the command, runs it, and turns errors into one line and an exit code: 1 for an `EDLError`, 2 for
+`main` here finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for
 wrong usage, 75 where the registry or the store does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C. `_commands`
 knows which commands there are without importing any of them.
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `edl`.
 
     Args:
-        argv: the arguments without the program's name; None for those of this process.
+        argv: the arguments without the program's name; None for this process's own.
 
     Returns:
         The exit code. `argparse` may raise SystemExit instead.

@@ -13,7 +13,7 @@ __all__ = ["Change", "brief_meta", "changes", "instance_as_dict", "printable", "
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that happened to one teacher, or (`id` empty) to the registry itself."""
+    """An event of a teacher, or (`id` empty) of the registry itself."""
 
     kind: Literal["joined", "left", "lapsed", "changed", "rejected", "stale", "fresh"]
     service: str
@@ -24,7 +24,7 @@ class Change:
 def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
     """What leads from `before` (None: nothing was known) to `after`, in order of ids.
 
-    While the registry does not answer, `after` repeats what was known last, so that nobody seems to leave.
+    While the registry does not answer, `after` repeats what was known last, so that no teacher seems to leave.
     """
     service = after.service
     old = {instance.id: instance for instance in before.instances} if before else {}
@@ -88,7 +88,7 @@ def _version_first(item: tuple[str, Any]) -> tuple[bool, str]:
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would act on: anybody may register, and names could carry escape sequences."""
+    """Return `text` without what a terminal would act on: names of strangers could carry escape sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 

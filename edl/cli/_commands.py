@@ -43,7 +43,7 @@ _PROVIDERS = {
 
 @dataclass(frozen=True)
 class Command:
-    """One command. `target` is `package.module:function`."""
+    """A command. `target` is `package.module:function`."""
 
     name: str
     target: str
@@ -58,7 +58,7 @@ class Command:
         return command
 
     def summary(self) -> str:
-        """What the command does, in one line; where it comes from if its source cannot be read."""
+        """What the command does, in a line; where it comes from if its source cannot be read."""
         spec = _locate(self.target.partition(":")[0])
         try:
             source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
@@ -99,7 +99,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one that `name` was probably meant to be, if any comes near."""
+    """Return the command that `name` was probably meant to be, if any comes near."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
     return close[0] if close else None
 

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Load:
-    """What is asked. `shape` is that of one row."""
+    """What is asked. `shape` is a row's."""
 
     input: str
     output: str

@@ -1,4 +1,4 @@
-"""`edl report`: a picture of a job: what each node did when, how far it got, and the goodput."""
+"""`edl report`: a picture of a job: what its nodes did when, how far it got, and the goodput."""
 
 from __future__ import annotations
 

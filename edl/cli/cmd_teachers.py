@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _no_file(url: str) -> bool:
-    """Whether this is a SQLite file that nobody has made yet. To look should not make it."""
+    """Return whether this is a SQLite file that is not there yet. To look should not make it."""
     parts = urlsplit(url)
     try:
         return parts.scheme == "sqlite" and not Path(unquote(parts.path)).stat()
@@ -126,7 +126,7 @@ def _explained(snapshot: Snapshot) -> str:
 
 
 def _others(registry: Registry, service: str | None) -> str:
-    """Which services there are instead of one that has no teacher."""
+    """Say which services there are, where the service asked for has no teacher."""
     there = registry.services() if service else ()
     return f" There are teachers of {', '.join(map(repr, there))}." if there else ""
 
@@ -187,7 +187,7 @@ def _print_change(console: Console, now: float, change: Change) -> None:
 
 
 def _snapshots(registry: Registry, service: str | None) -> Iterator[Snapshot]:
-    """Snapshots of one service, or of every service there is or comes to be, as they change."""
+    """Yield snapshots of a service, or of every service there is or comes to be, as they change."""
     if service:
         with registry.watch(service) as watch:
             yield from watch

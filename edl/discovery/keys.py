@@ -24,7 +24,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """`prefix`, if keys can start with it; an empty one is the start of all keys.
+    """Return `prefix`, if keys can start with it; the empty prefix is the start of all keys.
 
     Raises:
         SettingsError: it cannot.

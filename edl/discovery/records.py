@@ -1,4 +1,4 @@
-"""Instances as a registry holds them: which values are acceptable, and what to do with those that are not."""
+"""Instances as a registry holds them: which values are acceptable, and what to do with others."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def to_json(instance: Instance) -> str:
 
 
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
-    """What somebody registered, or why it cannot be used."""
+    """What was registered, or why it cannot be used."""
     if len(text) > MAX_RECORD:
         return Rejected(shown(instance_id, MAX_META_BYTES), f"{len(text):,} characters, more than {MAX_RECORD:,}")
     try:

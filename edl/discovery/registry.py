@@ -1,8 +1,8 @@
 """The contract of a service registry: who offers a service, kept true by leases.
 
-`open_registry` opens the implementations of this package. One of your own subclasses `Registry`, `Registration` and
-`Watch`; `edl.discovery.backend` has the parts that those of this package share, and `tests/conformance/discovery` holds
-every implementation to what is promised here. Threads, signals, forks, closing and deadlines are as for stores: see
+`open_registry` opens the implementations of this package. Another one subclasses `Registry`, `Registration` and
+`Watch`; `edl.discovery.backend` has the parts that these share, and `tests/conformance/discovery` holds every
+implementation to what is promised here. Threads, signals, forks, closing and deadlines are as for stores: see
 `edl.discovery.store`.
 """
 
@@ -35,7 +35,7 @@ class Instance:
         state: "ready", or "draining" when it finishes what it has and takes no more.
         model: name of the served model in KServe v2 requests; empty if clients know it.
         tags: free for users, 64 at most; in Consul the service's tags.
-        meta: free for users, 60 names at most, each of letters, digits, `-` and `_`, not `model`, `capacity` or
+        meta: free for users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
             `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
     """
 
@@ -73,16 +73,16 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The instances of a service at one moment.
+    """The instances of a service at a moment.
 
     Attributes:
         service: the service's name.
-        instances: those whose lease is kept, sorted by id, each id once.
+        instances: with a lease that is kept, sorted by id, every id once.
         rejected: registrations that cannot be used, sorted by id.
-        stale: empty while the registry answers; otherwise why it does not, in words, and `instances` are those known
+        stale: empty while the registry answers; otherwise why it does not, in words, and `instances` are what was known
             last. Instances that are missing in the first 5 s after an outage are kept as well, with `stale` set: the
             registry may have lost its memory, and they are about to register again.
-        lapsed: those whose lease ran out without a deregistration, as they registered last, sorted by id: the process
+        lapsed: with a lease that ran out without a deregistration, as they registered last, sorted by id: the process
             is dead, or paused, or lives and cannot reach the registry, or the registry cannot be written. Only asking
             the process itself tells which. The registry forgets them after about a minute; a SQLite file that no
             process writes keeps them.
@@ -155,15 +155,15 @@ class Watch(_Closing):
     - The first call of `get` returns the present state as soon as the registry has answered, also where no instance is
       registered.
     - A change is seen within about 0.2 s on a registry that answers. Changes are not queued: a watcher that falls
-      behind gets the newest snapshot, misses those between, and holds up nothing.
+      behind gets the newest snapshot, misses the snapshots between, and holds up nothing.
     - A registry that cannot be reached gives a snapshot with `stale` set and the instances known last, and the watch
       goes on by itself. It never gives an empty snapshot because the registry is away.
-    - Where several threads call `get`, a snapshot may go to one of them alone.
+    - Where several threads call `get`, a snapshot may go to a single thread.
     """
 
     @abc.abstractmethod
     def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        """Wait for a snapshot that differs from the one returned last.
+        """Wait for a snapshot that differs from the snapshot returned last.
 
         Args:
             timeout_s: how long, in seconds; 0 looks without waiting, None waits as long as it takes.
@@ -173,7 +173,7 @@ class Watch(_Closing):
         """
 
     def __iter__(self) -> Iterator[Snapshot]:
-        """Yield snapshots, waiting for each, until the watch is closed."""
+        """Yield snapshots, waiting for every next, until the watch is closed."""
         while (snapshot := self.get()) is not None:
             yield snapshot
 
@@ -189,7 +189,7 @@ class Registry(_Closing):
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         """Register an instance, and keep it registered until the registration is closed.
 
-        Of two live registrations with one service and id the later one is seen; closing either leaves the other alone.
+        Of two live registrations with the same service and id the later is seen; closing either leaves the other alone.
 
         Args:
             instance: what others are to see.
@@ -221,7 +221,7 @@ class Registry(_Closing):
 
     @abc.abstractmethod
     def services(self) -> tuple[str, ...]:
-        """Read the names of the services with at least one instance, live or lapsed.
+        """Read the names of the services with at least an instance, live or lapsed.
 
         Returns:
             The names, sorted.

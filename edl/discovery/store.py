@@ -1,8 +1,8 @@
 """The contract of a store: small shared state with leases, compare-and-set, watches and election.
 
-`open_store` opens the implementations of this package. One of your own subclasses `Store`, `Lease`, `StoreWatch` and
-`Election`; `edl.discovery.backend` has the parts that those of this package share, and `tests/conformance/discovery`
-holds every implementation to what is promised here.
+`open_store` opens the implementations of this package. Another one subclasses `Store`, `Lease`, `StoreWatch` and
+`Election`; `edl.discovery.backend` has the parts that these share, and `tests/conformance/discovery` holds every
+implementation to what is promised here.
 
 What holds for every class below, unless a method says otherwise:
 
@@ -12,7 +12,7 @@ What holds for every class below, unless a method says otherwise:
 - **Fork.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close` does
   nothing, so that the child ends neither the parent's leases nor its connections.
 - **Closing.** `close` of a store closes its leases, watches and elections first. After `close`, methods raise
-  `ClosedError`, except for those that say what they return then.
+  `ClosedError`, except where a method says what it returns then.
 - **Deadlines.** A call that asks the store takes about `timeout_s` of `open_store` (5 s as it comes) at most, and then
   raises `DiscoveryError`. Nothing else waits without a `timeout_s` of its own.
 - **Values that no store could hold** raise `SettingsError` before anything is asked.
@@ -31,13 +31,13 @@ __all__ = ["Election", "Entry", "Lease", "Store", "StoreSnapshot", "StoreWatch"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A key with its value at one moment.
+    """A key with its value at a moment.
 
     Attributes:
         key: as it was written, without what an implementation puts before it.
         value: up to 256 KiB.
-        version: what `Store.compare_and_set` and `Store.delete` compare, 1 or more. Each write of a key gives it a
-            larger one, also after the key was deleted, until the store loses its memory; versions of different keys
+        version: what `Store.compare_and_set` and `Store.delete` compare, 1 or more. Every write of a key gives it a
+            larger version, also after the key was deleted, until the store loses its memory; versions of different keys
             say nothing about each other.
     """
 
@@ -48,11 +48,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """All entries under a prefix at one moment.
+    """All entries under a prefix at a moment.
 
     Attributes:
         entries: by key. Complete: a key that is not in it was not there.
-        stale: empty while the store answers; otherwise why it does not, in words, and `entries` are those known last
+        stale: empty while the store answers; otherwise why it does not, in words, and `entries` are what was known last
             (none if the store has not answered yet).
     """
 
@@ -80,18 +80,18 @@ class Lease(_Closing):
     @property
     @abc.abstractmethod
     def late_at(self) -> float:
-        """When a renewal was last late, in seconds of `time.monotonic()`; -inf if none was, the present while one is.
+        """When a renewal was last late, in seconds of `time.monotonic()`; -inf if none was, the present while it is.
 
-        A renewal is late that comes more than half the length of the lease after the one before it. What kept it, a
+        A renewal is late that comes more than half the length of the lease after the renewal before it. What kept it, a
         store that is away or a machine that stood still, may have ended leases of other holders, who are alive.
         """
 
 
 class Election(_Closing):
-    """A candidate for a name; at most one candidate leads at a time.
+    """A candidate for a name; at most a single candidate leads at a time.
 
     A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever there is no
-    such key. A candidate whose lease was lost campaigns again by itself, and so does one whose store was away. `close`
+    such key. A candidate whose lease was lost campaigns again by itself, also after its store was away. `close`
     steps down, so that another candidate leads about a second later at most, on a store that answers.
     """
 
@@ -133,18 +133,18 @@ class StoreWatch(_Closing):
 
     - The first call of `get` returns the present state as soon as the store has answered, also where it is empty.
     - A change is seen within about 0.2 s of the write on a store that answers. Changes are not queued: a watcher that
-      falls behind gets the newest snapshot and misses those between, and a change that was undone before `get` looked
+      falls behind gets the newest snapshot and misses the rest, and a change that was undone before `get` looked
       is not seen. A key that is deleted and written again is seen to have another version.
-    - Snapshots follow the order of writes: none shows an older state than the one before it, unless the store has lost
+    - Snapshots follow the order of writes: none shows an older state than the one before, unless the store has lost
       its memory.
     - A store that cannot be reached gives a snapshot with `stale` set and the entries known last, and the watch goes
       on by itself: when the store answers again, a snapshot with `stale` empty follows, with what happened meanwhile.
-    - Where several threads call `get`, a snapshot may go to one of them alone.
+    - Where several threads call `get`, a snapshot may go to a single thread.
     """
 
     @abc.abstractmethod
     def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
-        """Wait for a snapshot that differs from the one returned last.
+        """Wait for a snapshot that differs from the snapshot returned last.
 
         Args:
             timeout_s: how long, in seconds; 0 looks without waiting, None waits as long as it takes.
@@ -154,7 +154,7 @@ class StoreWatch(_Closing):
         """
 
     def __iter__(self) -> Iterator[StoreSnapshot]:
-        """Yield snapshots, waiting for each, until the watch is closed."""
+        """Yield snapshots, waiting for every next, until the watch is closed."""
         while (snapshot := self.get()) is not None:
             yield snapshot
 
@@ -169,7 +169,7 @@ class Store(_Closing):
     A key that was written with a lease belongs to it: while the lease lives, only a write that names it changes the
     key, and the key goes when the lease does. Any process may delete it.
 
-    Each write is atomic, and a read that begins after a write returned sees it, from whichever process. (Consul, while
+    Every write is atomic, and a read that begins after a write returned sees it, from whichever process. (Consul, while
     its leadership changes hands, may answer a read from a moment before.)
 
     A write that raises `DiscoveryError` may have happened or not: read the key, or write it again by `compare_and_set`.
@@ -207,7 +207,7 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def list(self, prefix: str) -> list[Entry]:
-        """Read all keys under a prefix, as they were at one moment.
+        """Read all keys under a prefix, as they were at a moment.
 
         Args:
             prefix: with which the keys begin.

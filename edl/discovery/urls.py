@@ -25,8 +25,8 @@ _SCHEMES = ("sqlite", "consul", "consul+https", *_ETCD, "edl")
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
     """Open the registry that `url` names.
 
-    - `sqlite:///absolute/path`: one file, for all processes of one machine; made if it is not there, with its folder.
-    - `consul://host:port`: a Consul agent, best the one on this machine; `consul+https://` speaks TLS. `?dc=NAME`
+    - `sqlite:///absolute/path`: a file, for all processes of a machine; made if it is not there, with its folder.
+    - `consul://host:port`: a Consul agent, best that on this machine; `consul+https://` speaks TLS. `?dc=NAME`
       reads from another datacenter. The token and certificates come from Consul's own variables (`CONSUL_HTTP_TOKEN`,
       `CONSUL_CACERT`, ...), never from the URL, which is logged. Opening does not ask the agent anything.
     - `etcd://host:port,host2:port`: members of an etcd cluster, of which the first that answers is asked; `etcd+https://`
@@ -41,7 +41,7 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         The registry, which the caller closes.
 
     Raises:
-        SettingsError: the URL cannot be used, or the file is not one of EDL's.
+        SettingsError: the URL cannot be used, or the file is not EDL's.
         DiscoveryError: the file cannot be opened just now.
     """
     scheme, parts = _split(url, timeout_s)
@@ -69,7 +69,7 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
 
 
 def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | None = None) -> Store:
-    """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`, and one URL more.
+    """Open the store that `url` names; URLs, arguments and errors are those of `open_registry`, and a further URL.
 
     In Consul all keys lie in the folder `edl/`, in etcd in `edl/store/`.
 

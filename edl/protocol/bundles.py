@@ -1,4 +1,4 @@
-"""Several messages of a stream in one: what is ready to be written together costs one message's work, not one each.
+"""Several messages of a stream in a single message: what is ready together costs the work of a message, not of many.
 
 A bundle is a message of the stream's own type with the parameter `names.BUNDLE` and nothing else but the bundled
 messages, serialized, in the place of its raw tensors. Bundles are not nested. Only between peers that said that they
@@ -42,7 +42,7 @@ def is_bundle(header: bytes) -> bool:
 
 
 def split_responses(data: Buffer) -> list[StreamedResponse]:
-    """A `ModelStreamInferResponse`, or each of a bundle, taken apart as by `codec.split_streamed_response`.
+    """Take apart a `ModelStreamInferResponse`, or all of a bundle, as by `codec.split_streamed_response`.
 
     Raises:
         ProtocolError: `data` is no such message, or a bundle with nothing or another bundle in it.

@@ -37,7 +37,7 @@ def channel(endpoint: str, files: CredentialFiles | None, options: Options = ())
 
 
 def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
-    """What goes with each call: the token, if there is any.
+    """Return what goes with every call: the token, if there is any.
 
     Raises:
         SettingsError: it would cross the network as it is.
@@ -57,7 +57,7 @@ def call_metadata(endpoint: str, files: CredentialFiles | None) -> Metadata:
 def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None) -> int:
     """Have a server listen on `host:port` or `unix:/path`.
 
-    Each new connection gets the certificates and CAs that the files hold at that moment.
+    Every new connection gets the certificates and CAs that the files hold at that moment.
 
     Returns:
         The TCP port.
@@ -71,7 +71,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
     known = [material.version]
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before each handshake, from a thread of its own."""
+        """Called by gRPC before every handshake, from a thread of its own."""
         material = files.current(now=True)
         if material.version == known[0]:
             return None

@@ -103,7 +103,7 @@ def skip_number(data: memoryview, at: int, wire_type: int) -> int:
 
 
 def _split(data: Buffer, raw_field: int, id_field: int = -1) -> tuple[bytes, list[memoryview], memoryview | None]:
-    """The message without its fields `raw_field` and `id_field`, and those fields as views of `data`."""
+    """Return the message without its fields `raw_field` and `id_field`, and these fields as views of `data`."""
     view = memoryview(data)
     end = len(view)
     raw_tag, id_tag = raw_field << 3 | _LENGTH_DELIMITED, id_field << 3 | _LENGTH_DELIMITED
@@ -157,7 +157,7 @@ def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]
 
 
 def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> bytes:
-    """A `ModelInferRequest` with `raw` (C-contiguous buffers, one an input) as its `raw_input_contents`."""
+    """Return a `ModelInferRequest` with `raw` (C-contiguous buffers, in the inputs' order) as `raw_input_contents`."""
     return _join(header.SerializeToString(), _RAW_INPUT, raw)
 
 
@@ -193,9 +193,11 @@ def id_field(request_id: str) -> bytes:
 
 
 def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes = b"") -> bytes:
-    """A `ModelStreamInferResponse` around what `join_response` would give.
+    """Return a `ModelStreamInferResponse` around what `join_response` would give.
 
     Args:
+        header: of the response, serialized.
+        raw: its tensors.
         id_bytes: of `id_field`; empty to leave the response's own.
     """
     parts = _parts(header, _RAW_OUTPUT, raw)
@@ -268,7 +270,7 @@ def _learn(data: Buffer, nbytes: int, header: bytes, id_head: bytes, id_nbytes: 
 
 
 def is_compressed(data: Buffer) -> bool:
-    """Whether bytes that are no message may be a compressed one, which gRPC is told not to inflate."""
+    """Return whether bytes that are no message may be a compressed message, which gRPC is told not to inflate."""
     return bytes(memoryview(data)[:2]) in _COMPRESSED
 
 

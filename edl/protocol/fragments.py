@@ -1,11 +1,11 @@
-"""A large request of a stream in several messages, each of which stays in the processor's caches.
+"""A large request of a stream in several messages, which stay in the processor's caches.
 
-A message of 19 MB is copied five times between two processes that speak gRPC from Python, each time out of memory and
+A message of 19 MB is copied five times between two processes that speak gRPC from Python, every time out of memory and
 back; the same bytes in pieces of some megabytes are copied within the caches, once more to be put together.
 
 A fragment is a message of the stream's own type with the parameter `names.FRAGMENT`, the request's id and, in the place
 of its raw tensors, two buffers: the size of the whole request, and the next piece of its bytes, serialized as it would
-go alone. The fragments of a request follow one another, with nothing but messages without fragments in between. Only to
+go alone. The fragments of a request come in a row, with nothing but messages without fragments in between. Only to
 a server with `names.EXTENSION_FRAGMENT`.
 """
 
@@ -34,7 +34,7 @@ def fragment_request(header: bytes, raw: Sequence[Buffer], request_id: str, nbyt
         header: of the request, serialized, with its id.
         raw: its tensors; read as the iterator goes on.
         request_id: the same id.
-        nbytes: of the request in each message, but for the last one.
+        nbytes: of the request in every message but the last.
 
     Yields:
         The fragments, in order.
@@ -53,7 +53,7 @@ def is_fragment(header: bytes) -> bool:
 
 
 class Defragmenter:
-    """Puts the fragments of one request after the other together.
+    """Puts the fragments of requests together, a request at a time.
 
     Args:
         limit_nbytes: of a whole request.
@@ -80,13 +80,13 @@ class Defragmenter:
     def add(self, raw: Sequence[memoryview], request_id: str) -> memoryview | None:
         """Take a fragment in.
 
-        One of another request than the fragment before it takes the place of what that one began.
+        A fragment of another request than the fragment before takes the place of what that began.
 
         Returns:
-            The whole request's bytes, read-only, if it is the last one.
+            The whole request's bytes, read-only, if this fragment is its last.
 
         Raises:
-            ProtocolError: it is no fragment, or one of a request that is too large.
+            ProtocolError: it is no fragment, or of a request that is too large.
         """
         if len(raw) != 2 or len(raw[0]) != _SIZE_NBYTES or not request_id:
             raise ProtocolError(
@@ -120,10 +120,10 @@ class Defragmenter:
         return whole.toreadonly() if whole is not None else None
 
     def drop(self, request_id: str | None = None) -> None:
-        """Forget what came of a request that nobody waits for any more.
+        """Forget what came of a request that is no longer waited for.
 
         Args:
-            request_id: of the request; another one's fragments stay. None for the present one, whichever it is.
+            request_id: of the request; another's fragments stay. None for the present request, whatever its id is.
         """
         if request_id is not None and request_id != self._request_id:
             return

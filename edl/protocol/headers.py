@@ -31,7 +31,7 @@ class Outline(NamedTuple):
 
     Attributes:
         rest: the header without its typed contents.
-        contents: of each input, the bytes of its `InferTensorContents`: none, one or more.
+        contents: by input, the pieces of its `InferTensorContents`; none where it has none.
     """
 
     rest: bytes
@@ -52,7 +52,7 @@ def outline(header: bytes) -> Outline:
     """Cut the typed contents out of a header.
 
     Raises:
-        ProtocolError: it is no protobuf message, or has more fields than an honest one.
+        ProtocolError: it is no protobuf message, or has more fields than an honest message.
     """
     view = memoryview(header)
     rest: list[bytes | memoryview] = []
@@ -77,7 +77,7 @@ def outline(header: bytes) -> Outline:
 
 
 def check_contents(datatype: str, count: int, contents: Sequence[memoryview]) -> None:
-    """Check that typed contents have `count` elements, where those of `datatype` belong, and nothing else.
+    """Check that typed contents have `count` elements, where elements of `datatype` belong, and nothing else.
 
     Raises:
         ProtocolError: they do not, or their elements are neither packed nor few.

@@ -1,8 +1,8 @@
 """Messages that are alike but for an id and the bytes of tensors: recognized at a glance.
 
-One teacher's answers to requests of one shape have the same fields in the same places, and so have a student's requests
-in shared memory. To walk through the fields of each in Python is a good part of what a request costs there. So what was
-found in one message is kept, and serves for others whose bytes are the same wherever neither the id nor a tensor lies:
+A teacher's answers to requests of a shape have the same fields in the same places, and so have a student's requests
+in shared memory. To walk through the fields of all in Python is a good part of what a request costs there. So what was
+found in a message is kept, and serves for others whose bytes are the same wherever neither the id nor a tensor lies:
 taken apart, they would give the same. What does not belong here: how a message is taken apart.
 """
 
@@ -24,13 +24,13 @@ _MOST_NBYTES = 2048
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """What taking messages of one size apart gives.
+    """What taking messages of the same size apart gives.
 
     Attributes:
         header: the message's header.
-        fixed: pieces that are the same in each: where each begins and ends, and its bytes.
+        fixed: pieces that are the same in all: where a piece begins and ends, and its bytes.
         id_at: where the id begins and ends.
-        raw: where each tensor begins and ends.
+        raw: where the tensors begin and end.
     """
 
     header: bytes
@@ -40,13 +40,13 @@ class MessageLayout:
 
 
 class LayoutCache:
-    """The last layout of each size of message."""
+    """The last layout for every size of message."""
 
     def __init__(self) -> None:
         self._by_size: dict[int, MessageLayout] = {}
 
     def find(self, data: Buffer) -> MessageLayout | None:
-        """The layout of this message, if one like it was learnt."""
+        """Return the layout of this message, if one was learnt from its like."""
         layout = self._by_size.get(len(data))
         if layout is not None:
             for start, stop, piece in layout.fixed:
@@ -58,6 +58,7 @@ class LayoutCache:
         """Keep the layout of a message that was taken apart; not if it was put together in another way.
 
         Args:
+            data: the message.
             header: of the message.
             parts: what it is expected to consist of: bytes that are the same in others like it and, as their sizes, its
                 id (0 where it has none) and behind it its tensors.

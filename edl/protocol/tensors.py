@@ -111,7 +111,7 @@ def expected_nbytes(datatype: str, shape: Sequence[int]) -> int | None:
 
 
 def from_raw(datatype: str, shape: Sequence[int], raw: Buffer) -> Array:
-    """A tensor in raw form as an array; a read-only view of `raw` where the type allows one.
+    """Return a tensor in raw form as an array; a read-only view of `raw` where the type allows it.
 
     Raises:
         ProtocolError: byte count and shape do not agree, no array has such a shape, or the type is unknown.
@@ -183,7 +183,7 @@ def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTen
 
 
 def array_of(value: Any) -> Array:
-    """An array of whatever numpy makes one of, with bytes, strings and whole numbers as they are.
+    """Return a value as an array, with bytes, strings and whole numbers as they are.
 
     numpy alone makes `S` of a list of bytes, whose NULs at the end are lost, words of the numbers beside words, and
     floats of whole numbers that no integer type holds together.
@@ -208,10 +208,10 @@ def array_of(value: Any) -> Array:
 
 
 def with_objects(array: Array) -> Array:
-    """The array; if it is one of bytes or strings of a fixed size, as Python objects.
+    """Return the array; with bytes or strings of a fixed size as Python objects.
 
     numpy fills what is shorter than the size with NULs, and cuts all NULs off when it is read. For text that is right.
-    For bytes, which may well end in NULs (whole numbers, samples of sound), nobody can tell what was filled up.
+    For bytes, which may well end in NULs (whole numbers, samples of sound), it cannot be told what was filled up.
 
     Raises:
         ProtocolError: an element of dtype `S` ends in NULs.

@@ -1,11 +1,11 @@
 """Models for tests, as `edl serve --factory edl.testing.models:NAME --option KEY=VALUE` makes them.
 
-All take time as a device does, one batch after the other, by these options:
+All take time as a device does, a batch at a time, by these options:
 
-- `delay_s`: seconds for a batch of whatever size; `row_s`: seconds more for each row;
+- `delay_s`: seconds for a batch of any size; `row_s`: seconds more for every row;
 - `straggle`: the share of batches that take `straggle_factor` times as long, drawn with `seed`.
 
-The time is slept, so that many teachers fit on one machine. `version` is what caches of labels see.
+The time is slept, so that many teachers fit on a machine. `version` is what caches of labels see.
 """
 
 from __future__ import annotations
@@ -95,10 +95,14 @@ class Model:
 def zeros(
     classes: int = 1000, shape: Sequence[int] = (3, 224, 224), dtype: str = "uint8", name: str = "image", **options: Any
 ) -> Model:
-    """Any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher of no cost.
+    """Map any `name` [rows, *shape] to zeros `logits` FP32 [rows, classes]: a teacher of no cost.
 
     Args:
+        classes: of the logits.
+        shape: of an input's row.
         dtype: of the input, numpy's name.
+        name: of the input.
+        **options: of `Model`.
     """
     kept: dict[int, Arrays] = {}
 
@@ -145,13 +149,14 @@ def fingerprint(
 
 
 def fingerprint_of(rows: Array, classes: int = 10) -> Array:
-    """What `fingerprint` answers: whole numbers below 2039, made from all bytes of each row.
+    """Return what `fingerprint` answers: whole numbers below 2039, made from all bytes of a row.
 
     Two rows that differ agree in all classes with a chance of about 2039 to the power of -min(classes, 5), and the
     numbers are exact in FP32 and FP16: a label that belongs to another input is found out.
 
     Args:
         rows: [rows, ...], of any numeric dtype.
+        classes: numbers for a row.
 
     Returns:
         FP32 [rows, classes].
@@ -205,9 +210,12 @@ def _faulty(
     """A model that echoes, and misbehaves when all of these say so.
 
     Args:
-        every: each so many batches.
+        spoil: makes a wrong answer of a right answer.
+        width: numbers in a row.
+        every: how many batches apart.
         while_exists: only while there is a file of this name.
         above: only if a row begins with a larger number.
+        **options: of `Model`.
     """
     batches = 0
 

@@ -42,7 +42,7 @@ class LocalTeacher:
         port: TCP port, 0 for a free one.
         max_batch, max_queue: rows; None for the server's defaults.
         serve: more flags of `edl serve`, without the dashes: `{"threads": 1, "max-delay": "2ms"}`; a bool
-            turns one on or off, a list repeats it, a mapping repeats it with `key=value`.
+            turns a flag on or off, a list repeats it, a mapping repeats it with `key=value`.
         env: environment variables in addition to this process's, whose TLS and tokens are left out.
         wait: False to return at once; call `wait_ready` later. Several teachers start faster this way.
         timeout_s: how long it may take to be ready.
@@ -206,7 +206,7 @@ class LocalTeacher:
             raise TimeoutError(f"the teacher still runs after {timeout_s:g} s:\n{self.log[-3000:]}") from None
 
     def close(self) -> None:
-        """End it at once, whatever state it is in. May be called twice."""
+        """End it at once, in any state. May be called twice."""
         self._last_log = self.log
         self._finalizer()
 

@@ -175,6 +175,12 @@ def test_variables_name_what_they_hold(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", TIDY)
+def test_docstrings_name_their_subjects(package: str) -> None:
+    found = house.filler_per_1000_words(package)
+    assert found <= house.MOST_FILLER, f"{found:.0f} of 1,000 words are like those of {house.FILLER.pattern}"
+
+
+@pytest.mark.parametrize("package", TIDY)
 def test_attributes_are_assigned_one_by_one(package: str) -> None:
     assert not house.joint_assignments(package)
 

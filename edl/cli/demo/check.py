@@ -1,4 +1,4 @@
-"""Looks at everything that was delivered again: each sample once, in order, unchanged, with its own label."""
+"""Looks at everything that was delivered again: every sample once, in order, unchanged, with its own label."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Delivered:
         self._parts.append(fields)
 
     def columns(self) -> tuple[np.ndarray[Any, Any], ...]:
-        """All batches behind one another."""
+        """Return all batches, joined."""
         return tuple(np.concatenate(column) for column in zip(*self._parts, strict=True))
 
 
@@ -42,8 +42,8 @@ class Findings:
         checked: samples delivered.
         lost, repeated: samples that came never, and more than once.
         changed: image or label is not what the source gave.
-        mislabelled: the logits are not those that the teacher's network, run here, gives for that image.
-        out_of_order: samples that came after one that should have come later.
+        mislabelled: the teacher's network, run here, gives other logits for that image.
+        out_of_order: samples that came after a sample that should have come later.
         largest_difference: between logits delivered and computed here.
     """
 

@@ -28,7 +28,7 @@ Batch = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
 
 @dataclass(frozen=True)
 class Digits:
-    """Images float32 [n, 1, 8, 8] between 0 and 1, labels int64 [n]; the test images are trained on by nobody."""
+    """Images float32 [n, 1, 8, 8] between 0 and 1, labels int64 [n]; no student trains on the test images."""
 
     images: Tensor
     labels: Tensor
@@ -54,7 +54,7 @@ def load() -> Digits:
 
 
 def distort(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image turned by up to 15 degrees, scaled by up to 10%, moved by up to a pixel, with noise."""
+    """Return every image turned by up to 15 degrees, scaled by up to 10%, moved by up to a pixel, with noise."""
     count = len(images)
 
     def uniform(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ def distort(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def batches(digits: Digits, plan: DemoPlan) -> Iterator[Batch]:
-    """The epoch: in turn a batch for each seed, of newly distorted images. The same again at each call."""
+    """Yield the epoch: in turn a batch for every seed, of newly distorted images. The same again at every call."""
     generators = [torch.Generator().manual_seed(2000 + seed) for seed in range(plan.seeds)]
     shares = [digits.share(seed, plan.labelled) for seed in range(plan.seeds)]
     for number in range(plan.batches):

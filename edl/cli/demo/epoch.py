@@ -1,4 +1,4 @@
-"""One epoch of all students, while a teacher is killed, another joins, and a third is drained."""
+"""An epoch of all students, while a teacher is killed, another joins, and a third is drained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EpochOutcome:
     """What the epoch left behind.
 
     Attributes:
-        took_s: seconds from the first batch asked for to the last one learned.
+        took_s: seconds from the first request for a batch to the last batch learned.
     """
 
     pairs: list[ModelPair]
@@ -36,7 +36,7 @@ class EpochOutcome:
 
 
 def train(plan: DemoPlan, digits: Digits, discovery: str, fleet: Fleet, screen: Screen) -> EpochOutcome:
-    """Train every seed's two students on the batches of one `DistillReader` epoch; the seeds take turns.
+    """Train every seed's two students on the batches of an epoch of `DistillReader`; the seeds take turns.
 
     This is what a student's program looks like; the rest is about what the demo does to its teachers.
     """

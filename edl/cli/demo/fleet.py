@@ -19,13 +19,13 @@ _STOP_S = 10.0
 
 
 class Fleet:
-    """Starts and ends teachers by name. Use it as a context manager: whoever still runs at its end is ended.
+    """Starts and ends teachers by name. A context manager: it ends what still runs.
 
     Args:
         folder: for the teachers' logs.
         checkpoint: the teacher's weights.
         discovery: URL of the registry that the teachers enter.
-        pause_ms: how much longer each batch takes; see `edl.cli.demo.models.Teacher`.
+        pause_ms: how much longer a batch takes; see `edl.cli.demo.models.Teacher`.
     """
 
     def __init__(self, folder: Path, checkpoint: Path, discovery: str, pause_ms: float) -> None:
@@ -67,7 +67,7 @@ class Fleet:
         self._teachers[name].wait_ready(_START_S)
 
     def kill(self, name: str) -> None:
-        """SIGKILL: the teacher is gone at once, in the middle of whatever it does."""
+        """Send SIGKILL: the teacher is gone at once, in the middle of its work."""
         self._teachers[name].kill()
 
     def drain(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The teacher, a convolutional network; the student, one hidden layer; and how they are trained."""
+"""The teacher, a convolutional network; the student, a hidden layer; and how they are trained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from typing_extensions import override
 
 from edl.cli.demo.data import Digits, distort
 from edl.distill.losses import kl_divergence
@@ -19,7 +20,7 @@ class Teacher(nn.Module):
     """Digits [rows, 1, 8, 8] to logits [rows, 10].
 
     Args:
-        pause_ms: sleep so long in each call. A little network on a processor thus takes the time that a large one
+        pause_ms: sleep so long in every call. A little network on a processor thus takes the time that a large one
             takes on an accelerator, without taking the students' cores.
     """
 
@@ -41,6 +42,7 @@ class Teacher(nn.Module):
             nn.Linear(128, 10),
         )
 
+    @override
     def forward(self, image: Tensor) -> Tensor:
         logits: Tensor = self.layers(image)
         if self._pause_s:
@@ -73,7 +75,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def train_teacher(digits: Digits, epochs: int, tell: Callable[[int, float], None]) -> Teacher:
-    """Train on all training images with their labels. `tell(epoch, loss)` is called after each epoch."""
+    """Train on all training images with their labels. `tell(epoch, loss)` is called after every epoch."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = Teacher()
@@ -109,7 +111,7 @@ class ModelPair:
         self._learners = [_Learner(model, steps) for model in (self.alone, self.distilled)]
 
     def step(self, images: Tensor, labels: Tensor, logits: Tensor) -> tuple[float, float]:
-        """One optimizer step of either; returns their losses."""
+        """Take an optimizer step of both; return their losses."""
         hard = F.cross_entropy(self.alone(images), labels)
         soft = kl_divergence(self.distilled(images), logits, temperature=self._temperature)
         for learner, loss in zip(self._learners, (hard, soft), strict=True):

@@ -20,7 +20,7 @@ _EVENT_WORDS = {"kill": "killed (SIGKILL)", "join": "joins", "drain": "drains (S
 
 
 def draw(timeline: Timeline, path: Path, what: str) -> None:
-    """Write the picture to `path`: rows a second by teacher, one upon the other. `what` begins the title."""
+    """Write the picture to `path`: rows a second by teacher, stacked. `what` begins the title."""
     from matplotlib.figure import Figure
 
     rates = timeline.rates(0.5)
@@ -58,7 +58,7 @@ def draw(timeline: Timeline, path: Path, what: str) -> None:
 
 
 def show(timeline: Timeline, console: Console) -> None:
-    """Draw into the terminal: rows a second, and a line for each thing that happened."""
+    """Draw into the terminal: rows a second, and a line for every event."""
     import plotext
 
     rates = timeline.rates(0.5)

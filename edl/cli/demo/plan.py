@@ -14,14 +14,14 @@ class DemoPlan:
 
     Attributes:
         out: folder for the picture, the figures and the teachers' logs.
-        seeds: students of either kind; each seed has its own images, distortions and initial weights.
-        steps: optimizer steps of each student.
+        seeds: students of either kind; every seed has its own images, distortions and initial weights.
+        steps: optimizer steps of a student.
         rows: images in a step, and in a request to a teacher.
         labelled: images that a seed's students learn from.
         teachers: processes at the start.
         pause_ms: how much longer a teacher takes for a batch than the little network needs, as a large model would.
         teacher_epochs: how long the teacher is trained.
-        kill_at, join_at, drain_at: fractions of the epoch at which one teacher is killed, one started, one drained.
+        kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started, drained.
         temperature: of the softened distributions that the distilled students learn.
     """
 

@@ -27,7 +27,7 @@ __all__ = ["DemoResult", "show"]
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The demo's figures. Accuracies are shares of the held-out images; of students, one for each seed.
+    """The demo's figures. Accuracies are shares of the held-out images; of students, by seed.
 
     Attributes:
         exit_codes: of the teachers that were killed or drained; None: still running after its time.

@@ -79,7 +79,7 @@ class _Words(logging.Handler):
 
 
 class Bar(abc.ABC):
-    """Progress of one step."""
+    """Progress of a step."""
 
     @abc.abstractmethod
     def update(self, done: int, text: str) -> None:

@@ -26,7 +26,7 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
     """Run the demo and show how it ends.
 
     Raises:
-        EDLError: a sample was lost, repeated, out of order, changed, or given another one's label.
+        EDLError: a sample was lost, repeated, out of order, changed, or given another sample's label.
     """
     began = time.monotonic()
     torch.set_num_threads(1)  # the teachers want the other cores

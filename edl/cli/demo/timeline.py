@@ -36,7 +36,7 @@ class Rates:
     Attributes:
         at_s: middles of the bins in seconds of the epoch.
         delivered: to the students.
-        served: by each teacher, in the order in which they appeared.
+        served: by teacher, in the order in which they appeared.
     """
 
     at_s: np.ndarray[Any, Any]
@@ -79,7 +79,7 @@ class Timeline:
         self.events.append(TeacherEvent(self.now_s, kind, teacher))
 
     def rates(self, bin_s: float) -> Rates:
-        """Rates in bins of `bin_s` seconds; the last, incomplete one is left out."""
+        """Return rates in bins of `bin_s` seconds, without the last, incomplete bin."""
         times = np.array([at for at, _ in self._samples])
         edges = np.arange(0.0, times[-1], bin_s)
         names: dict[str, None] = {}

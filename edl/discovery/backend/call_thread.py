@@ -24,7 +24,7 @@ class CallThread(Resource):
     """Makes calls that would leave locks held in the middle of the main thread, where signal handlers run.
 
     In the middle of a call gRPC holds locks, some of them for the whole process. A signal handler that closes a client
-    waits for threads that need those locks, so the main thread makes no call of gRPC's itself.
+    waits for threads that need these locks, so the main thread makes no call of gRPC's itself.
 
     Args:
         name: of the thread.

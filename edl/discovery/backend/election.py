@@ -1,8 +1,10 @@
-"""Leader election over any store: whoever creates the name's key, under a lease, leads."""
+"""Leader election over any store: the candidate that creates the name's key, under a lease, leads."""
 
 from __future__ import annotations
 
 import logging
+
+from typing_extensions import override
 
 from edl.background import BackgroundLoop
 from edl.discovery.backend.resource import Resource
@@ -25,7 +27,7 @@ def election_key(name: str) -> str:
 
 
 class StoreElection(Resource, Election):
-    """A candidate. One thread follows the key and tries to create it whenever it is gone."""
+    """A candidate. A thread follows the key and tries to create it whenever it is gone."""
 
     def __init__(self, store: Store, name: str, value: bytes, ttl_s: float) -> None:
         super().__init__()
@@ -40,17 +42,20 @@ class StoreElection(Resource, Election):
         self._own(BackgroundLoop("edl-election", self._campaign, self._watch.close))
 
     @property
+    @override
     def is_leader(self) -> bool:
         if not self._closed:
             self._check_process()
         lease = self._lease
         return self._version is not None and lease is not None and not lease.lost and not self._closed
 
+    @override
     def leader(self) -> bytes | None:
         self._check()
         entry = self._store.get(self._key)
         return None if entry is None else entry.value
 
+    @override
     def wait(self, timeout_s: float | None = None) -> bool:
         self._check()
         self._changed.wait_for(lambda: self._closed or self.is_leader, timeout_s)
@@ -70,7 +75,7 @@ class StoreElection(Resource, Election):
         return 0.0
 
     def _try(self) -> None:
-        """Find out whether this candidate leads; take the key if nobody holds it."""
+        """Find out whether this candidate leads; take the key if it is free."""
         if self._lease is None or self._lease.lost:
             self._drop_lease()
             self._lease = self._store.lease(self._ttl_s)

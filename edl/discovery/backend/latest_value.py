@@ -1,4 +1,4 @@
-"""A slot between one thread that knows the newest value and others that wait for it."""
+"""A slot between a thread that knows the newest value and others that wait for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LatestValue(Generic[T]):
         self._changed.notify()
 
     def take(self, timeout_s: float | None = None) -> T | None:
-        """Wait for a value that differs from the one taken last; None when time is up or the slot is closed."""
+        """Wait for a value that differs from the value taken last; None when time is up or the slot is closed."""
         self._changed.wait_for(lambda: self._closed or self._is_new(self._value), timeout_s)
         value = self._value
         if self._closed or not self._is_new(value):

@@ -9,6 +9,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from edl.background import BackgroundLoop
 from edl.discovery.backend.resource import Resource
 from edl.discovery.records import validated
@@ -64,6 +66,7 @@ class RenewedLease(Resource, Lease):
         self._own(BackgroundLoop("edl-lease", self._renew))
 
     @property
+    @override
     def lost(self) -> bool:
         if not self._closed:
             self._check_process()
@@ -73,6 +76,7 @@ class RenewedLease(Resource, Lease):
         return self._forfeited
 
     @property
+    @override
     def late_at(self) -> float:
         self._record_lateness()
         return self._late_at
@@ -122,8 +126,8 @@ class _Update:
 class RenewedRegistration(Resource, Registration):
     """A registration over a claim; the first announcement is made here, so that a registry that is away is an error.
 
-    From then on the claim is for one thread alone, which renews it and announces what `update` is given: they must not
-    overtake one another, and with a lock, a signal handler that closes this in the middle of `update` would wait for
+    From then on the claim is for a single thread, which renews it and announces what `update` is given: they must not
+    overtake each other, and with a lock, a signal handler that closes this in the middle of `update` would wait for
     its own thread. When that thread has ended, the claim is withdrawn.
     """
 
@@ -141,10 +145,12 @@ class RenewedRegistration(Resource, Registration):
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
 
     @property
+    @override
     def instance(self) -> Instance:
         return self._instance
 
     @property
+    @override
     def error(self) -> str:
         # The clock is asked each time: a renewal may hang for longer than the lease, or the process have been paused.
         if not self._error and not self._closed and time.monotonic() >= self._kept_until:

@@ -1,4 +1,4 @@
-"""Objects that are open, belong to one process, and own threads and other open objects."""
+"""Objects that are open, belong to a process, and own threads and other open objects."""
 
 from __future__ import annotations
 

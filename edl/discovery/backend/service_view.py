@@ -16,11 +16,12 @@ log = logging.getLogger("edl.discovery")
 def build_snapshot(
     service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
 ) -> Snapshot:
-    """Sort what a registry holds into a snapshot. Of two with one id the later one counts: it registered last.
+    """Sort what a registry holds into a snapshot. Of two with the same id the later counts: it registered last.
 
     Args:
+        service: its name.
         found: whose lease is kept.
-        lapsed: whose lease has run out. One that was draining has left, and nonsense that lapsed is nobody's business.
+        lapsed: whose lease has run out. An instance that was draining has left, and nonsense that lapsed is dropped.
     """
     newest = {entry.id: entry for entry in found}
     by_id = [newest[key] for key in sorted(newest)]
@@ -38,7 +39,7 @@ class ServiceView:
     """Turns a registry's answers and failures into the snapshots that a watcher hands out.
 
     While the registry cannot be reached the last known instances stay. A registry that comes back may have lost its
-    memory, or take everybody's lease for lapsed, until they have renewed: whoever is missing in the first `settle_s`
+    memory, or take all leases for lapsed, until they are renewed: an instance that is missing in the first `settle_s`
     stays as well, and the snapshot is marked stale, so that a restart of the registry does not make every student drop
     its teachers.
     """

@@ -1,20 +1,20 @@
-"""Which teachers each student talks to. Pure: the same inputs, in any order, give the same answer.
+"""Which teachers a student talks to. Pure: the same inputs, in any order, give the same answer.
 
 What holds for every answer of `balance`:
 
-1. **Wants.** Each student has exactly min(its want, the fan-out limit, the number of teachers) different teachers, so
-   nobody starves while there is a teacher, no student is favoured over another, and a teacher stays without students
+1. **Wants.** A student has exactly min(its want, the fan-out limit, the number of teachers) different teachers, so
+   no student starves while there is a teacher, no student is favoured over another, and a teacher has no students
    only when every student has as many teachers as it wants. Students share teachers as far as that takes. As long as
-   the teachers are no more than anybody's limit, everybody talks to all.
+   the teachers are no more than any limit, all students talk to all.
 2. **Loads.** A teacher's load is the number of students linked to it, its relative load that number divided by its
    capacity. Among all links that satisfy 1, these have the least sum of load²/capacity. In other words: no link can be
-   moved, directly or along a chain of other links, so that the relative loads of the teacher that loses one and of the
-   teacher that gains one come closer together: (2·load - 1)/capacity of the loser is at most (2·load + 1)/capacity of
-   the gainer. With equal capacities all loads are within one of each other.
-3. **Moves.** Among all links that satisfy 1 and 2, these keep the largest possible number of the previous ones. This is
+   moved, directly or by a chain of other links, so that the relative loads of the teacher that loses a link and of the
+   teacher that gains it come closer together: (2·load - 1)/capacity of the loser is at most (2·load + 1)/capacity of
+   the gainer. With equal capacities loads differ by 1 at most.
+3. **Moves.** Among all links that satisfy 1 and 2, the answer keeps as many previous links as possible. This is
    exact, for any change: several members coming and going at once, other capacities, other wants.
 
-Time grows with the number of links, not with the number of possible ones.
+Time grows with the number of links, not with the number of possible links.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def balance(
     previous: Mapping[str, Iterable[str]] | None = None,
     fan_out: int = DEFAULT_FAN_OUT,
 ) -> dict[str, tuple[str, ...]]:
-    """Give each student its teachers.
+    """Give every student its teachers.
 
     Args:
-        teachers: the capacity of each live teacher by id; relative weights, positive and finite.
-        students: the number of teachers that each student wants at most, by id; None for as many as it may have.
-        previous: the teachers that each student had. Members that are gone may still be in it.
+        teachers: the capacities of live teachers by id; relative weights, positive and finite.
+        students: how many teachers a student wants at most, by id; None for as many as it may have.
+        previous: the teachers that students had, by id. Members that are gone may still be in it.
         fan_out: no student has more teachers than this.
 
     Returns:
-        The ids of each student's teachers, sorted; a student's entry is empty only if there is no teacher.
+        The ids of teachers, sorted, by student; a student's entry is empty only if there is no teacher.
 
     Raises:
         SettingsError: a capacity, want or limit is not a positive number.
@@ -85,7 +85,7 @@ def balance(
 
 
 def _link_level(level: LoadLevel, wants: list[int], before: list[list[int]], links: list[list[int]]) -> None:
-    """Add the links to one level's teachers: what each student wants beyond those of earlier levels."""
+    """Add the links to a level's teachers: what students want beyond the teachers of earlier levels."""
     size = level.stop - level.start
     choosing: list[int] = []
     full = 0

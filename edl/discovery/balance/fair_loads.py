@@ -1,14 +1,14 @@
-"""How many students each teacher should have: loads as even as capacities and wants allow. Pure.
+"""How many students a teacher should have: loads as even as capacities and wants allow. Pure.
 
 Which loads are possible at all is Gale's and Ryser's theorem: students that want d_s different teachers can give the
-teachers exactly those loads whose k largest sum to at most `takers[0] + … + takers[k-1]`, where `takers[k]` counts the
-students that want more than k teachers. These loads form a base polytope, on which the most even ones (least sum of
+teachers exactly the loads whose k largest sum to at most `takers[0] + … + takers[k-1]`, where `takers[k]` counts the
+students that want more than k teachers. These loads form a base polytope, on which the most even loads (least sum of
 load²/capacity) are found by splitting at the most violated bound: H. Groenevelt, "Two algorithms for maximizing a
 separable concave function over a polymatroid feasible region", European J. of Operational Research 54 (1991).
 
 Read as prices: a teacher's next link costs (2·load + 1)/capacity, the step in load²/capacity. Within a `LoadLevel` all
-teachers stop at the same price. Where students want more teachers than there are large ones, the bound separates
-levels: every student takes all it can of an earlier level before it takes anything of a later one.
+teachers stop at the same price. Where students want more teachers than there are large teachers, the bound separates
+levels: every student takes all it can of an earlier level before it takes anything of a later level.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SMALLEST_CAPACITY = 1e-290
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Teachers `start` to `stop` (in order of falling capacity), each with a load from `low` to `high`.
+    """Teachers `start` to `stop` (in order of falling capacity), with loads from `low` to `high`.
 
     `high - low` is 0 or 1. Fair are all loads within these bounds whose sum is what the students take here, as far as
     links between different pairs can realize them.
@@ -43,7 +43,7 @@ class LoadLevel:
 
 
 def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
-    """The levels, in order; every teacher is in one.
+    """Return the levels, in order; every teacher is in a level.
 
     Args:
         capacities: of n >= 1 teachers, positive, falling.
@@ -65,7 +65,7 @@ def fair_levels(capacities: Floats, takers: Ints) -> list[LoadLevel]:
 
 
 def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
-    """Links that cost less than `price` at each teacher, and those that cost at most `price`; never above `most`."""
+    """Count links that cost less than `price`, and at most `price`, by teacher; never above `most`."""
     high = np.minimum((price * capacities + 1) / 2, most + 1.0).astype(np.int64)
     # The division rounds: make the count agree with the prices as they are computed everywhere else.
     high -= (2 * high - 1) / capacities > price
@@ -75,7 +75,7 @@ def _bounds(capacities: Floats, price: float, most: int) -> tuple[Ints, Ints]:
 
 
 def _price(capacities: Floats, takers: Ints) -> float:
-    """The price of the dearest link when the links are handed out one by one, always to the cheapest teacher."""
+    """Return the price of the dearest link when links are handed out one by one, always to the cheapest teacher."""
     most, total = int(takers[0]), int(takers.sum())
     if total == 0:
         return 0.0
@@ -92,7 +92,7 @@ def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
     """The number of teachers from the front that got most beyond what students can give them; 0 if none did.
 
     Judged are the flattest of all loads within the bounds, so that the front, when it got too much, got it in all of
-    them. Only borders between different capacities need a look: within a run of equal ones the excess, with its loads
+    them. Only borders between capacities need a look: within a run of equal capacities the excess, with its loads
     in falling order, is nowhere larger than at both ends.
     """
     (borders,) = np.nonzero(capacities[1:] != capacities[:-1])

@@ -1,9 +1,9 @@
 """Who is linked to whom, once the numbers are given: as many of the previous links as possible. Pure.
 
-A minimum-cost flow from students to teachers, one unit a link: a previous link is free, a new one costs 1, so the
-cheapest flow keeps the most. The method is the primal-dual one (Ford and Fulkerson, "Flows in Networks", 1962): each
+A minimum-cost flow from students to teachers, a unit for a link: a previous link is free, a new one costs 1, so the
+cheapest flow keeps the most. The method is the primal-dual (Ford and Fulkerson, "Flows in Networks", 1962): each
 node has a level, the price of reaching it, and flow moves along steps whose cost is exactly the difference of two
-levels. When no such path is left, everything out of reach rises by one.
+levels. When no such path is left, everything out of reach rises by 1.
 
 Any student can be linked to any teacher, but all new links cost the same, so a search lists only the exceptions: it
 takes time in proportion to the number of links, not of pairs.
@@ -29,12 +29,13 @@ def link(
     """Give student s exactly `wants[s]` different teachers, and teacher t between `low[t]` and `high[t]` students.
 
     Args:
-        wants: a number from 0 to the number of teachers for each student.
-        low, high: not negative; `high[t] - low[t]` is 0 or 1.
-        previous: the teachers that each student had, by their place in `low`.
+        wants: a number from 0 to the number of teachers by student.
+        low: the least load of every teacher, not negative.
+        high: the largest load of every teacher; `high[t] - low[t]` is 0 or 1.
+        previous: the teachers that students had, by their place in `low`.
 
     Returns:
-        The teachers of each student. No other answer holds more of `previous`.
+        The teachers, by student. No other answer holds more of `previous`.
 
     Raises:
         ValueError: there are no such links.
@@ -43,7 +44,7 @@ def link(
 
 
 class _Flow:
-    """Nodes are students, then teachers, then one that hands out `spare`, the links above teachers' lower bounds."""
+    """Nodes are students, then teachers, then a source that hands out `spare`, links above teachers' lower bounds."""
 
     def __init__(
         self, wants: Sequence[int], low: Sequence[int], high: Sequence[int], previous: Sequence[Sequence[int]]
@@ -83,14 +84,14 @@ class _Flow:
         return load < self.low[teacher] or (load < self.high[teacher] and self.spare > 0)
 
     def _add(self, student: int, teacher: int) -> None:
-        """One more link of a student that needs one to a teacher that has room."""
+        """Add a link of a student that needs it to a teacher that has room."""
         self.spare -= len(self.holders[teacher]) >= self.low[teacher]
         self.need[student] -= 1
         self.links[student].add(teacher)
         self.holders[teacher].add(student)
 
     def _keep(self) -> None:
-        """Keep previous links while there is room; a large change takes a little from everybody, in no order of ids."""
+        """Keep previous links while there is room; a large change takes a little from all, in no order of ids."""
         loads = Counter(teacher for before in self.previous for teacher in before)
         pairs = []
         for student, before in enumerate(self.previous):
@@ -108,7 +109,7 @@ class _Flow:
     def _fill(self) -> None:
         """Add new links where most is missing, on both sides: from nothing, this never gets stuck (Ryser).
 
-        Among equals chance decides. Students with the same teachers would block one another at the next change.
+        Among equals chance decides. Students with the same teachers would block each other at the next change.
         """
         aims, spare = self.low.copy(), self.spare
         for teacher in sorted(range(self.teachers), key=lambda teacher: (self.low[teacher], teacher)):
@@ -217,7 +218,7 @@ class _Flow:
         return self._steps_of_teacher(node, mark) if node < self.spare_node else self.spare_steps
 
     def _steps_of_student(self, student: int, mark: int) -> Iterator[int]:
-        """Take a link: a previous one for nothing, or a new one for 1."""
+        """Take a link: a previous link for nothing, or a new link for 1."""
         links, before, level = self.links[student], self.previous[student], self.level[student]
         for teacher in before:
             node = self.students + teacher
@@ -237,7 +238,7 @@ class _Flow:
                 refused = 0
 
     def _steps_of_teacher(self, node: int, mark: int) -> Iterator[int]:
-        """Give up a link (a new one gives its 1 back), or ask for a spare one above the lower bound."""
+        """Give up a link (a new link gives its 1 back), or ask for a spare link above the lower bound."""
         teacher, level, spare = node - self.students, self.level[node], self.spare_node
         one_more = len(self.holders[teacher]) == self.low[teacher] < self.high[teacher]
         if one_more and self.level[spare] == level and self.marks[spare] == mark:
@@ -248,7 +249,7 @@ class _Flow:
                 yield student
 
     def _steps_of_spare(self, mark: int) -> Iterator[int]:
-        """Take a spare link back from a teacher that has one."""
+        """Take a spare link back from a teacher that has spare links."""
         level = self.level[self.spare_node]
         for teacher in range(self.teachers):
             node = self.students + teacher

@@ -1,10 +1,12 @@
-"""Students that watch the same service agree, through a store, on which teachers each of them talks to."""
+"""Students that watch the same service agree, through a store, on who talks to which teachers."""
 
 from __future__ import annotations
 
 import threading
 import time
 from dataclasses import replace
+
+from typing_extensions import override
 
 from edl.discovery.backend.resource import Resource
 from edl.discovery.balance.assignment import DEFAULT_FAN_OUT
@@ -27,12 +29,12 @@ class BalanceGroup(Resource, Watch):
     """A `Watch` of the teachers that this student talks to, in place of `registry.watch(service)`.
 
     As long as all teachers fit within the student's limit it is given all of them, and the store plays no part. Beyond,
-    the students elect one of them, which computes `balance` and writes everybody's links into the store. A student that
+    the students elect a leader, which computes `balance` and writes all links into the store. A student that
     has no links, or whose store does not answer, stays with the teachers it has and fills up to its limit with others;
-    the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is given to nobody;
-    the students that have it see it drain. Those whose registration lapsed fill up what is left of the limit.
+    the snapshot's `stale` says so. While a teacher is live it never has none. A draining teacher is given to none;
+    the students that have it see it drain. Teachers whose registration lapsed fill up what is left of the limit.
 
-    One background thread; the `Registry` and the `Store` stay the caller's to close.
+    A background thread runs; the `Registry` and the `Store` stay the caller's to close.
 
     Args:
         student_id: unique among the students of the service; the same after a restart keeps the same teachers.
@@ -81,6 +83,7 @@ class BalanceGroup(Resource, Watch):
         """Whether this student decides for the group now."""
         return self._member.is_leader
 
+    @override
     def get(self, timeout_s: float | None = None) -> Snapshot | None:
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         if not self._closed:

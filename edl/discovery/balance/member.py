@@ -1,4 +1,4 @@
-"""One student's part in a balance group: to be listed in the store, and to decide for all while it is the leader."""
+"""A student's part in a balance group: to be listed in the store, and to decide for all while it is the leader."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMEMBERED = 1000
 
 
 class GroupMember(Resource):
-    """Keeps one student in its group with a background thread. Everything it opens, it closes."""
+    """Keeps a student in its group with a background thread. Everything it opens, it closes."""
 
     def __init__(self, registry: Registry, store: Store, service: str, student: str, limit: int, ttl_s: float) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class GroupMember(Resource):
 
 
 class _Leader:
-    """Follows teachers and students, and keeps everybody's links in the store in balance."""
+    """Follows teachers and students, and keeps all links in the store in balance."""
 
     def __init__(self, registry: Registry, store: Store, keys: GroupKeys, ttl_s: float) -> None:
         self._registry = registry
@@ -165,12 +165,12 @@ class _Leader:
             self._check_at = time.monotonic() + self._ttl_s
 
     def _remember(self, links: Mapping[str, tuple[str, ...]]) -> None:
-        """Keep what was planned, and what those had who left: a student whose lease lapses may be back in a moment."""
+        """Keep what was planned, and what departed students had: a student whose lease lapses may be back soon."""
         gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
         self._planned = dict(gone[-REMEMBERED:]) | dict(links)
 
     def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
-        """Write what changes; False if somebody else wrote or leads by now, and it has to be thought over."""
+        """Write what changes; return False if another student wrote or leads by now, and it has to be thought over."""
         versions = {entry.key: entry.version for entry in stored}
         for key in (*todo.writes, *todo.deletes):
             if not still():

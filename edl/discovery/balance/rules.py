@@ -41,26 +41,31 @@ MAX_ID_BYTES = 100
 
 @dataclass(frozen=True)
 class GroupKeys:
-    """The keys of one service's group."""
+    """The keys of a service's group."""
 
     service: str
 
     @property
     def election(self) -> str:
+        """Name of the election of the leader."""
         return f"balance/{self.service}"
 
     @property
     def students(self) -> str:
+        """Prefix of the keys under which students list themselves."""
         return f"balance/{self.service}/students/"
 
     @property
     def links(self) -> str:
+        """Prefix of the keys of links."""
         return f"balance/{self.service}/links/"
 
     def student(self, student: str) -> str:
+        """Return the key under which a student lists itself."""
         return self.students + _part(student)
 
     def links_of(self, student: str) -> str:
+        """Return the key of a student's links."""
         return self.links + _part(student)
 
     def student_in(self, key: str) -> str:
@@ -76,7 +81,7 @@ class GroupKeys:
 
 
 def _part(student: str) -> str:
-    """`student` as one part of a key, whatever characters it has."""
+    """Return `student` as a part of a key, whatever characters it has."""
     if not isinstance(student, str) or not 0 < len(student.encode(errors="replace")) <= MAX_ID_BYTES:
         raise SettingsError(f"student_id={student!r:.200}: must be text of 1 to {MAX_ID_BYTES} bytes")
     try:
@@ -151,11 +156,14 @@ def choose_teachers(
     """Decide which of the teachers that are `ready` a student talks to.
 
     Args:
+        student: its name.
+        limit: how many teachers it may talk to.
+        ready: the teachers that take work.
         links: what the leader gave it; None if that is not known, or may be out of date.
         last: ids of the teachers that it talked to until now.
 
     Returns:
-        At least one teacher if any is ready.
+        At least a teacher if any is ready.
     """
     ids = frozenset(teacher.id for teacher in ready)
     if len(ids) <= limit:
@@ -170,11 +178,14 @@ def choose_teachers(
 def choose_lapsed(
     student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
 ) -> frozenset[str]:
-    """Decide which teachers whose registration lapsed a student tries, where those that are ready leave room.
+    """Decide which teachers whose registration lapsed a student tries, where ready teachers leave room.
 
     Args:
+        student: its name.
         room: how many more the student may talk to.
-        links, last: as for `choose_teachers`.
+        lapsed: the teachers.
+        links: as for `choose_teachers`.
+        last: as for `choose_teachers`.
     """
     ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
     ranked.sort(key=lambda name: links is not None and name not in links)
@@ -182,7 +193,7 @@ def choose_lapsed(
 
 
 def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
-    """Those of `last` first, then in an order of this student's own."""
+    """Return `last` first, then in an order of this student's own."""
     ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -197,7 +208,7 @@ class LinkPlan:
     Attributes:
         links: the teachers of every student.
         writes: new values by key.
-        deletes: keys of links that nobody needs.
+        deletes: keys of links that no student needs.
         refused: entries of the store that make no sense, by key, and why. Such a student gets no links.
     """
 
@@ -217,8 +228,10 @@ def plan_links(
     """Balance, and compare with what is in the store.
 
     Args:
+        keys: of the group.
         ready: the teachers that take work.
-        students, stored: all entries below `keys.students` and `keys.links`.
+        students: all entries below `keys.students`.
+        stored: all entries below `keys.links`.
         remembered: links that were planned last, for students that have none in the store: they talk to all, or were
             gone for a while.
     """

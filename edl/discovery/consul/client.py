@@ -1,4 +1,4 @@
-"""py-consul behind one boundary: what EDL asks of Consul, with every error of the library translated here."""
+"""py-consul behind a boundary: what EDL asks of Consul, with every error of the library translated here."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ConsulService:
 
     Attributes:
         created: grows with every registration.
-        health: "passing" if all checks pass; "lapsed" if those that fail say only that somebody was not heard of: the
+        health: "passing" if all checks pass; "lapsed" if failing checks say only that a service was not heard of: the
             TTL check of a registration of ours, and the node's own; else "failing".
     """
 
@@ -49,7 +49,7 @@ class ConsulService:
 
 @dataclass(frozen=True)
 class KeyValuePair:
-    """A key as Consul holds it; `session` is empty while nobody has locked it."""
+    """A key as Consul holds it; `session` is empty while it is not locked."""
 
     key: str
     value: bytes
@@ -69,7 +69,7 @@ class _Api(consul.base.Consul):  # type: ignore[misc]
 
 
 class ConsulClient(Resource):
-    """Calls to one agent. Closing it ends calls that are under way.
+    """Calls to an agent. Closing it ends calls that are under way.
 
     All methods raise DiscoveryError when the agent cannot be reached, or refuses.
     """
@@ -190,7 +190,7 @@ class ConsulClient(Resource):
         """A session that ends as soon as the service is not alive, and takes the keys that it locks with it.
 
         A session's own TTL is ten seconds at least, and may be exceeded twice, so the service's check does the work.
-        The TTL stays behind it for the case that the agent disappears, and nobody runs the check.
+        The TTL stays behind it for the case that the agent disappears, and does not run the check.
         """
         with self._translated():
             return str(
@@ -220,7 +220,7 @@ class ConsulClient(Resource):
     # Keys
 
     def pair(self, key: str) -> KeyValuePair | None:
-        """One key."""
+        """Read a key."""
         with self._translated():
             found = self._api.kv.get(key)[1]
             with understood():
@@ -237,7 +237,7 @@ class ConsulClient(Resource):
         """Do all of `operations` on keys, or none.
 
         Returns:
-            The index of the last one's key afterwards; None if one of them refused, for example a check.
+            The index of the last key afterwards; None if an operation refused, for example a check.
         """
         body = json.dumps([{"KV": _encoded(operation)} for operation in operations])
         with self._translated():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import time
 
+from typing_extensions import override
+
 from edl.discovery.backend.renewal import Claim
 from edl.discovery.consul.client import ConsulClient
 from edl.discovery.consul.registry import LEASE_SERVICE
@@ -17,7 +19,7 @@ __all__ = ["SessionClaim"]
 class SessionClaim(Claim):
     """A session, and the service `edl-lease` whose check ends it.
 
-    The check belongs to a service because one of the node itself would, when it fails, declare every service of that
+    The check belongs to a service since a check of the node itself would, when it fails, declare every service of that
     node dead.
     """
 
@@ -45,10 +47,12 @@ class SessionClaim(Claim):
                 raise DiscoveryError(f"{self._client.target}: a lease of {self._ttl_s} s lapsed while it was made")
             time.sleep(0.05)
 
+    @override
     def renew(self) -> bool:
         # In this order: an agent that has lost the service has ended the session, which the second call finds out.
         return self._client.renew_service(self._service_id) and self._client.renew_session(self.session)
 
+    @override
     def withdraw(self) -> None:
         try:
             if self.session:

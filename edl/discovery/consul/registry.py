@@ -7,6 +7,8 @@ import secrets
 import time
 from typing import Any
 
+from typing_extensions import override
+
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.backend.resource import Resource
@@ -34,6 +36,7 @@ class ConsulRegistry(Resource, Registry):
     def __repr__(self) -> str:
         return f"ConsulRegistry({self._target})"
 
+    @override
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
@@ -44,16 +47,19 @@ class ConsulRegistry(Resource, Registry):
             claim.client.close()
             raise
 
+    @override
     def snapshot(self, service: str) -> Snapshot:
         self._check()
         return _snapshot(check_service(service), self._client.instances(service)[1])
 
+    @override
     def services(self) -> tuple[str, ...]:
         self._check()
         names = sorted(filter(is_service, set(self._client.service_names()) - _NOT_OURS))
         snapshots = (_snapshot(name, self._client.instances(name)[1]) for name in names)
         return tuple(snapshot.service for snapshot in snapshots if snapshot.instances or snapshot.lapsed)
 
+    @override
     def watch(self, service: str) -> Watch:
         self._check()
         return self._own(_ServiceWatch(self._target, check_service(service)))
@@ -126,7 +132,7 @@ def _snapshot(service: str, found: list[ConsulService]) -> Snapshot:
 
 
 def _instance(service: str, found: ConsulService) -> Instance | Rejected:
-    """What Consul knows of an instance. Of one that EDL did not register, most is left to the defaults."""
+    """Return what Consul knows of an instance. Where EDL did not register it, most is left to the defaults."""
     fields: dict[str, Any] = {
         "address": found.address,
         "port": found.port if found.port or found.address.startswith("unix:") else None,

@@ -10,6 +10,8 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator
 
+from typing_extensions import override
+
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.election import StoreElection
 from edl.discovery.backend.renewal import RenewedLease
@@ -42,6 +44,7 @@ class ConsulStore(Resource, Store):
     def __repr__(self) -> str:
         return f"ConsulStore({self._target})"
 
+    @override
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._check()
         ttl_s = check_ttl(ttl_s)
@@ -54,15 +57,18 @@ class ConsulStore(Resource, Store):
             raise
         return self._own(RenewedLease(claim, ttl_s, granted))
 
+    @override
     def get(self, key: str) -> Entry | None:
         self._check()
         pair = self._client.pair(ROOT + check_key(key))
         return None if pair is None else _entry(pair)
 
+    @override
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         return [_entry(pair) for pair in self._client.pairs(ROOT + check_prefix(prefix))[1]]
 
+    @override
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         self._check()
         path, value = ROOT + check_key(key), check_value(value)
@@ -80,6 +86,7 @@ class ConsulStore(Resource, Store):
                 return Entry(key, value, index)
         raise AssertionError("unreachable")
 
+    @override
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
         path, value = ROOT + check_key(key), check_value(value)
@@ -104,6 +111,7 @@ class ConsulStore(Resource, Store):
             raise _refusal(key, lease)
         return None
 
+    @override
     def delete(self, key: str, version: int | None = None) -> bool:
         self._check()
         path = ROOT + check_key(key)
@@ -115,10 +123,12 @@ class ConsulStore(Resource, Store):
                 return True
         raise AssertionError("unreachable")
 
+    @override
     def watch(self, prefix: str) -> StoreWatch:
         self._check()
         return self._own(_PrefixWatch(self._target, check_prefix(prefix)))
 
+    @override
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
         self._check()
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
@@ -138,7 +148,7 @@ class ConsulStore(Resource, Store):
         return lease.claim.session
 
     def _attempts(self, key: str) -> Iterator[None]:
-        """Once more after each collision with another writer, until the time for one request is over."""
+        """Yield once more after every collision with another writer, until the time for a request is over."""
         deadline = time.monotonic() + self._target.timeout_s
         while True:
             yield
@@ -176,7 +186,7 @@ def _refuse_held(key: str, pair: KeyValuePair | None) -> None:
 
 
 def _refusal(key: str, lease: Lease) -> LeaseLostError | ConflictError:
-    """What a lock that failed means: the lease is over, or another one holds the key."""
+    """Return what a failed lock means: the lease is over, or another holds the key."""
     assert isinstance(lease, RenewedLease)
     if lease.claim.renew():
         return _held(key)

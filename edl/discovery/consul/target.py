@@ -15,7 +15,7 @@ __all__ = ["ConsulTarget"]
 
 @dataclass(frozen=True)
 class ConsulTarget:
-    """One agent.
+    """An agent.
 
     Attributes:
         host, port: of its HTTP API.
@@ -44,7 +44,7 @@ class ConsulTarget:
         """What a split URL and the environment say.
 
         Raises:
-            SettingsError: one of them is unusable. The message repeats no password, token or query.
+            SettingsError: something in it is unusable. The message repeats no password, token or query.
         """
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:

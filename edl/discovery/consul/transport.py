@@ -1,7 +1,7 @@
-"""HTTP to a Consul agent, for py-consul: each request has a deadline, and can be hung up on from another thread.
+"""HTTP to a Consul agent, for py-consul: every request has a deadline, and can be hung up on from another thread.
 
 py-consul's own transport cannot be interrupted, so that closing a watch would take as long as its blocking query. A
-connection serves one request: there is nothing idle to clean up, and none that an agent's restart could have broken.
+connection serves a single request: nothing idle is left to clean up, or to be broken by an agent's restart.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import quote, urlencode
 
 from consul.base import HTTPClient, Response
 from consul.exceptions import ACLPermissionDenied, ConsulException
+from typing_extensions import override
 
 from edl.discovery.consul.target import ConsulTarget
 from edl.errors import ClosedError, DiscoveryError
@@ -49,11 +50,13 @@ class ConsulTransport(HTTPClient):  # type: ignore[misc]
         self._open: set[_Connection] = set()
         self._closed = False
 
+    @override
     def get(
         self, callback: Callable[[Response], R], path: str, params: Params = None, headers: Headers = None, **_: Any
     ) -> R:
         return self._request("GET", callback, path, params, "", headers)
 
+    @override
     def put(
         self,
         callback: Callable[[Response], R],
@@ -64,6 +67,7 @@ class ConsulTransport(HTTPClient):  # type: ignore[misc]
     ) -> R:
         return self._request("PUT", callback, path, params, data, headers)
 
+    @override
     def delete(
         self,
         callback: Callable[[Response], R],
@@ -74,6 +78,7 @@ class ConsulTransport(HTTPClient):  # type: ignore[misc]
     ) -> R:
         return self._request("DELETE", callback, path, params, data, headers)
 
+    @override
     def post(
         self,
         callback: Callable[[Response], R],
@@ -85,7 +90,7 @@ class ConsulTransport(HTTPClient):  # type: ignore[misc]
         return self._request("POST", callback, path, params, data, headers)
 
     def close(self) -> None:
-        """Hang up on every request under way, and refuse new ones."""
+        """Hang up on every request under way, and refuse new requests."""
         self._closed = True
         for connection in self._open.copy():
             connection.hang_up()
@@ -162,7 +167,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 class _Punctual(io.RawIOBase):
-    """Reads from a socket until a deadline. A socket's own timeout begins anew with each byte that drips in."""
+    """Reads from a socket until a deadline. A socket's own timeout begins anew with every byte that drips in."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
         self._sock = sock

@@ -1,4 +1,4 @@
-"""etcd's gRPC API behind one boundary: what EDL asks of etcd, with every error of gRPC translated here."""
+"""etcd's gRPC API behind a boundary: what EDL asks of etcd, with every error of gRPC translated here."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _CONNECT_S: Final = 2.0
 class _Method(Generic[Q, A]):
     """A method of etcd's API.
 
-    LeaseKeepAlive is a stream in both directions there, and used with one message in each. On the wire that is a unary
+    LeaseKeepAlive is a stream in both directions there, and used with a message each way. On the wire that is a unary
     call, which has a deadline and needs no thread.
 
     Attributes:
-        repeatable: it may be asked of another member where nobody knows whether the first one did it.
+        repeatable: it may be asked of another member where it is unknown whether the first did it.
     """
 
     path: str
@@ -63,7 +63,7 @@ _UNARY: Final = (_RANGE, _TXN, _DELETE, _GRANT, _RENEW, _REVOKE, _LOGIN)
 
 
 class _Member:
-    """A channel to one member, which connects when it is first used, and again whenever it has to."""
+    """A channel to a member, which connects when it is first used, and again whenever it has to."""
 
     def __init__(self, target: EtcdTarget, files: CredentialFiles | None, endpoint: str) -> None:
         options = (
@@ -98,7 +98,7 @@ class _Member:
 
 
 class EtcdClient(Resource):
-    """Calls to one cluster. Closing it ends calls that are under way.
+    """Calls to a cluster. Closing it ends calls that are under way.
 
     All methods raise DiscoveryError when no member can be reached, or etcd refuses.
 
@@ -124,7 +124,7 @@ class EtcdClient(Resource):
     # Keys
 
     def entry(self, key: bytes) -> wire.KeyValue | None:
-        """One key."""
+        """Read a key."""
         found = self._call(_RANGE, wire.RangeRequest(key=key)).kvs
         return found[0] if found else None
 
@@ -230,7 +230,7 @@ class EtcdClient(Resource):
         return self._ask(method, request, self._login(deadline), deadline, patience_s)
 
     def _login(self, deadline: float) -> Metadata:
-        """What goes with each call; asks for it first, where that has not been done."""
+        """Return what goes with every call; ask for it first, where that has not been done."""
         if not self.target.user:
             return ()
         token = self.target.session.token
@@ -248,7 +248,7 @@ class EtcdClient(Resource):
     def _ask(
         self, method: _Method[Q, A], request: Q, metadata: Metadata, deadline: float, patience_s: float = math.inf
     ) -> A:
-        """Ask the members in turn; of those that could be followed by another, each for `patience_s` at most."""
+        """Ask the members in turn, all but the last for `patience_s` at most."""
         failure: grpc.RpcError | None = None
         try:
             for index, is_last in self._in_turn():
@@ -347,10 +347,10 @@ def _trust(files: CredentialFiles | None) -> tuple[bytes | None, tuple[bytes, by
 
 
 def _was_not_sent(exc: grpc.RpcError) -> bool:
-    """Whether no connection came to be, so that the request has reached nobody."""
+    """Return whether no connection came to be, so that the request has reached no member."""
     return exc.code() is grpc.StatusCode.UNAVAILABLE and (exc.details() or "").startswith("failed to connect to all")
 
 
 def _end(prefix: bytes) -> bytes:
-    """The first key behind those that start with `prefix`, which is UTF-8 and not empty: 0xff is not in it."""
+    """Return the first key behind all that start with `prefix`, which is UTF-8 and not empty: 0xff is not in it."""
     return prefix[:-1] + bytes([prefix[-1] + 1])

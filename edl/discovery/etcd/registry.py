@@ -1,4 +1,4 @@
-"""The registry on etcd: two keys for each registration, a record and a sign of life.
+"""The registry on etcd: two keys for every registration, a record and a sign of life.
 
 The record (`edl/registry/SERVICE/records/CLAIM/ID`, JSON) outlives the sign (`edl/registry/SERVICE/alive/CLAIM`) by a
 minute: an instance that has a record and no sign of life has lapsed.
@@ -10,6 +10,8 @@ import math
 import secrets
 import time
 from collections.abc import Iterable
+
+from typing_extensions import override
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
@@ -44,6 +46,7 @@ class EtcdRegistry(Resource, Registry):
     def __repr__(self) -> str:
         return f"EtcdRegistry({self._target})"
 
+    @override
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
@@ -54,22 +57,25 @@ class EtcdRegistry(Resource, Registry):
             claim.client.close()
             raise
 
+    @override
     def snapshot(self, service: str) -> Snapshot:
         self._check()
         return _snapshot(check_service(service), self._client.entries(_folder(service))[1])
 
+    @override
     def services(self) -> tuple[str, ...]:
         self._check()
         parts = (key.decode(errors="replace").removeprefix(ROOT).split("/") for key in self._client.keys(ROOT.encode()))
         return tuple(sorted({names[0] for names in parts if names[1:2] == ["records"] and is_service(names[0])}))
 
+    @override
     def watch(self, service: str) -> Watch:
         self._check()
         return self._own(_ServiceWatch(self._target, check_service(service)))
 
 
 class _RecordClaim(InstanceClaim):
-    """A record and its sign of life, each under a lease of etcd's.
+    """A record and its sign of life, both under a lease of etcd's.
 
     The keys carry this claim's own name, so that closing it never removes a successor's.
     """
@@ -157,7 +163,7 @@ def _folder(service: str) -> bytes:
 
 
 def _snapshot(service: str, found: Iterable[wire.KeyValue]) -> Snapshot:
-    """Sort a service's keys into instances, those that registered last at the end."""
+    """Sort a service's keys into instances, the last registered at the end."""
     records: dict[str, tuple[str, wire.KeyValue]] = {}
     alive: dict[str, int] = {}
     for entry in found:

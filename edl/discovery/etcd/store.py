@@ -1,12 +1,14 @@
 """The store on etcd: keys that start with `edl/store/`, leases as etcd's own, versions as revisions.
 
-Every write is one transaction, which compares the version and the lease of the key and sets it.
+Every write is a transaction, which compares the version and the lease of the key and sets it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+
+from typing_extensions import override
 
 from edl.discovery.backend.blocking_watch import BlockingWatch
 from edl.discovery.backend.election import StoreElection
@@ -38,6 +40,7 @@ class EtcdStore(Resource, Store):
     def __repr__(self) -> str:
         return f"EtcdStore({self._target})"
 
+    @override
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._check()
         ttl_s = check_ttl(ttl_s)
@@ -49,15 +52,18 @@ class EtcdStore(Resource, Store):
             raise
         return self._own(RenewedLease(claim, ttl_s, granted))
 
+    @override
     def get(self, key: str) -> Entry | None:
         self._check()
         found = self._client.entry(_path(check_key(key)))
         return None if found is None else _entry(found)
 
+    @override
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         return [_entry(found) for found in self._client.entries(_path(check_prefix(prefix)))[1]]
 
+    @override
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         self._check()
         path, value = _path(check_key(key)), check_value(value)
@@ -66,6 +72,7 @@ class EtcdStore(Resource, Store):
             raise _held(key)
         return Entry(key, value, answer.header.revision)
 
+    @override
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
         path, value = _path(check_key(key)), check_value(value)
@@ -80,6 +87,7 @@ class EtcdStore(Resource, Store):
             raise _held(key)
         return Entry(key, value, answer.header.revision)
 
+    @override
     def delete(self, key: str, version: int | None = None) -> bool:
         self._check()
         path = _path(check_key(key))
@@ -89,10 +97,12 @@ class EtcdStore(Resource, Store):
         request = wire.TxnRequest(compare=[_has_version(path, version)], success=[delete])
         return version > 0 and self._write(request, None).succeeded
 
+    @override
     def watch(self, prefix: str) -> StoreWatch:
         self._check()
         return self._own(_PrefixWatch(self._target, _path(check_prefix(prefix))))
 
+    @override
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
         self._check()
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
@@ -185,7 +195,7 @@ def _has_version(path: bytes, version: int) -> wire.Compare:
 
 
 def _put_if_free(path: bytes, value: bytes, lease: int) -> wire.TxnRequest:
-    """Set a key unless another lease holds it. One that is not there has lease 0 in etcd's eyes."""
+    """Set a key unless another lease holds it. A missing key has lease 0 in etcd's eyes."""
     put = wire.RequestOp(request_put=wire.PutRequest(key=path, value=value, lease=lease))
 
     def if_held_by(holder: int) -> wire.TxnRequest:
@@ -199,7 +209,7 @@ def _put_if_free(path: bytes, value: bytes, lease: int) -> wire.TxnRequest:
 
 
 def _has_put(answer: wire.TxnResponse) -> bool:
-    """Whether one of the two branches of `_put_if_free` was taken."""
+    """Return whether either branch of `_put_if_free` was taken."""
     return answer.succeeded or any(inner.response_txn.succeeded for inner in answer.responses)
 
 

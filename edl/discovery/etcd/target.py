@@ -21,7 +21,7 @@ class EtcdSession:
     """A user's session, which etcd takes its time to begin.
 
     Attributes:
-        token: goes with each call. None before the login, empty where etcd has no users.
+        token: goes with every call. None before the login, empty where etcd has no users.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -29,7 +29,7 @@ class EtcdSession:
 
 @dataclass(frozen=True)
 class EtcdTarget:
-    """One cluster.
+    """A cluster.
 
     Attributes:
         endpoints: `host:port` of members; the first that answers is asked.
@@ -54,7 +54,7 @@ class EtcdTarget:
         """What a split URL and the environment say.
 
         Raises:
-            SettingsError: one of them is unusable. The message repeats no password.
+            SettingsError: something in it is unusable. The message repeats no password.
         """
         where = f"discovery URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         if "@" in parts.netloc:

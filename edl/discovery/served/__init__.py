@@ -1,4 +1,4 @@
-"""A Store that one process serves to others and to other hosts: gRPC over its SQLite file. URLs `edl://HOST:PORT`.
+"""A Store that a process serves to others and to other hosts: gRPC over its SQLite file. URLs `edl://HOST:PORT`.
 
 `server`, `servicer` and `listening` are the serving side, `host` decides which process of a host serves, `own_host`
 which host that is; `target` is where a client connects and how, `client` its calls, `store` the contract over them,

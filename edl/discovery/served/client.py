@@ -41,7 +41,7 @@ class StoreRefusalError(DiscoveryError):
 
 
 class StoreClient(Resource):
-    """Calls to one server. Closing it ends calls that are under way. Thread-safe.
+    """Calls to a server. Closing it ends calls that are under way. Thread-safe.
 
     All methods raise DiscoveryError when the server cannot be reached, or refuses.
     """
@@ -147,7 +147,7 @@ class StoreClient(Resource):
         return call_metadata(self.target.endpoint, self._files)
 
     def _current(self) -> grpc.Channel:
-        """The channel, made anew where certificates were replaced: one keeps those that it began with."""
+        """Return the channel, made anew where certificates were replaced: a channel keeps what it began with."""
         if self._version != self._material_version:
             with self._making:
                 version = self._material_version

@@ -1,4 +1,4 @@
-"""Which process of a host serves the store: the first, and when it ends another one of the same user."""
+"""Which process of a host serves the store: the first, and when it ends another of the same user."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HAND_OVER_S: Final = 10.0
 
 
 class StoreHost(Resource):
-    """Serves the store of a port of this host while no other process does; takes over where that one ended.
+    """Serves the store of a port of this host while no other process does; takes over where that process ended.
 
     The store's file lies in this host's memory, and so outlives the process that serves it, but not the host. A lock
     says who serves; the kernel lets go of it with the process. Clients find the next server at the same port, and their
@@ -76,19 +76,19 @@ class StoreHost(Resource):
 
     @property
     def server(self) -> str:
-        """The name of the server in this process, empty while another one serves."""
+        """The name of the server in this process, empty while another serves."""
         server = self._server
         return "" if server is None else server.name
 
     def leave(self, say: Callable[[str], None], patience_s: float) -> None:
         """Stop serving, as soon as no client is left or another process of this host goes on; at once if none is here.
 
-        Clients that are left would lose the store, and their job with it. A last one removes the file, unless keys that
-        begin with `KEPT` say that somebody will come for it: then it waits so long for them, and leaves the file.
+        Clients that are left would lose the store, and their job with it. The last removes the file, unless keys that
+        begin with `KEPT` say that clients will come for it: then it waits so long for them, and leaves the file.
 
         Args:
             say: called with a line where this takes long.
-            patience_s: how long to wait for whoever kept something.
+            patience_s: how long to wait for clients that kept something.
         """
         self._background.close()
         began = time.monotonic()
@@ -158,7 +158,7 @@ class StoreHost(Resource):
             self._serving.path.unlink(missing_ok=True)
 
     def _hand_over(self, server: StoreServer) -> bool:
-        """Let another process of this host go on. False if none does, and this one has to."""
+        """Let another process of this host go on. Return False if none does, and this process has to."""
         self._waiting.release()
         if self._waiting.take(fcntl.LOCK_EX):  # nobody else waits
             self._waiting.release()

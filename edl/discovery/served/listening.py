@@ -25,6 +25,7 @@ class ListenAddress:
 
     @property
     def endpoint(self) -> str:
+        """Host and port as gRPC takes them."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def check_free(self) -> None:

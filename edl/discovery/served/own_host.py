@@ -10,7 +10,7 @@ __all__ = ["is_loopback", "is_own_host"]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether other hosts cannot mean this one by `host`: localhost, or an address of the loopback."""
+    """Return whether other hosts cannot mean this host by `host`: localhost, or an address of the loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -94,7 +94,7 @@ class StoreServer(Resource):
 
     @property
     def needed(self) -> bool:
-        """Whether clients are there: each agent that lives has watches, and where one is expected back, its lease."""
+        """Whether clients are there: every live agent has watches, and where an agent is expected back, its lease."""
         if self._servicer is not None and self._servicer.watches:
             return True
         if time.monotonic() < self._expected_until:
@@ -107,7 +107,7 @@ class StoreServer(Resource):
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, though nobody closed it."""
+        """Whether it has ended, though it was not closed."""
         return self._failure is not None
 
     def holds(self, prefix: str) -> bool:

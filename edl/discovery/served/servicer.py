@@ -1,4 +1,4 @@
-"""Answers the calls of a served Store. All calls are for one event loop's thread; none waits inside a transaction."""
+"""Answers the calls of a served Store. All calls are for an event loop's thread; none waits inside a transaction."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class StoreLimits:
     """What a server takes before it refuses, so that a client that runs wild does not fill the host's memory.
 
     Attributes:
-        keys: a job has some ten, and two for each node.
+        keys: a job has some ten, and two for every node.
         nbytes: of all values together; the file lies in memory, of which containers often have 64 MB.
-        leases: a node has one.
+        leases: a node has a single lease.
         watches: a node has two.
     """
 
@@ -70,7 +70,7 @@ class StoreServicer:
     """Answers from a file that no other process writes meanwhile: what changes is pushed at once.
 
     Args:
-        file: leases in it begin anew, since their holders could not renew while nobody served it.
+        file: leases in it begin anew, since their holders could not renew while it was not served.
         limits: what is refused.
         name: tells this server from others.
     """
@@ -144,7 +144,7 @@ class StoreServicer:
         self._ticked_at = time.monotonic()
 
     def _expire(self) -> None:
-        """End leases that are over, and have watches look where a transaction ended some, or the file is a new one."""
+        """End leases that are over, and have watches look where a transaction ended some, or the file is new."""
         with self._file.read() as connection:
             due = first_expiry(connection) <= time.monotonic()
         if due:
@@ -167,7 +167,7 @@ class StoreServicer:
     async def _answer(
         self, answer: Callable[[Any], Any], reply: Callable[[], Any], request: Any, context: Context
     ) -> Any:
-        """Answer a call. It waits for nothing, so that calls do not come between one another."""
+        """Answer a call. It waits for nothing, so that calls do not come between each other."""
         with _refusing(context):
             self._catch_up()
             return answer(request)
@@ -252,7 +252,7 @@ class StoreServicer:
                 self._watches.discard(watch)
 
     def _differences(self, prefix: str, sent: dict[str, int], first: bool) -> list[messages.WatchReply]:
-        """What has changed since `sent`, which is brought up to date; at least one message the first time."""
+        """Yield what has changed since `sent`, which is brought up to date; at least a message the first time."""
         with self._file.read() as connection:
             entries, _ = live_entries(connection, prefix)
         reply, nbytes = messages.WatchReply(deleted=sent.keys() - {entry.key for entry in entries}), 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
+from typing_extensions import override
+
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.discovery.backend.election import StoreElection
@@ -37,6 +39,7 @@ class ServedStore(Resource, Store):
     def __repr__(self) -> str:
         return f"ServedStore({self._target.url!r})"
 
+    @override
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._check()
         ttl_s = check_ttl(ttl_s)
@@ -44,11 +47,13 @@ class ServedStore(Resource, Store):
         reply = self.client.call("Grant", messages.GrantRequest(ttl_s=ttl_s), messages.GrantReply)
         return self._own(RenewedLease(_GrantedClaim(self.client, reply.lease), ttl_s, granted))
 
+    @override
     def get(self, key: str) -> Entry | None:
         self._check()
         reply = self.client.call("Get", messages.GetRequest(key=check_key(key)), messages.GetReply)
         return _entry(reply.entry) if reply.HasField("entry") else None
 
+    @override
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         state = _PrefixState()
@@ -58,6 +63,7 @@ class ServedStore(Resource, Store):
             raise DiscoveryError(f"{self._target} broke off in the middle of an answer")
         return [state.entries[key] for key in sorted(state.entries)]
 
+    @override
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         self._check()
         entry = self._set(key, value, {}, lease)
@@ -65,6 +71,7 @@ class ServedStore(Resource, Store):
             raise DiscoveryError(f"{self._target} gave an answer that does not fit: a version was not asked for")
         return entry
 
+    @override
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
         if version is not None and version < 1:
@@ -73,15 +80,18 @@ class ServedStore(Resource, Store):
             return None  # no key has that version, and 0 means to the server that there is no key
         return self._set(key, value, {"version": version or 0}, lease)
 
+    @override
     def delete(self, key: str, version: int | None = None) -> bool:
         self._check()
         request = messages.DeleteRequest(key=check_key(key), version=version)
         return self.client.call("Delete", request, messages.DeleteReply).deleted
 
+    @override
     def watch(self, prefix: str) -> StoreWatch:
         self._check()
         return self._own(_PushedWatch(self.client, check_prefix(prefix)))
 
+    @override
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
         self._check()
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))

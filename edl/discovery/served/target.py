@@ -43,7 +43,7 @@ class ServedTarget:
 
     @property
     def endpoint(self) -> str:
-        """gRPC's name for it."""
+        """Host and port as gRPC takes them."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
@@ -56,7 +56,9 @@ class ServedTarget:
         """Take a URL apart.
 
         Args:
-            credentials: of this side; None for those that the environment names.
+            parts: of the URL.
+            timeout_s: for a call, in seconds.
+            credentials: of this side; None for what the environment names.
 
         Raises:
             SettingsError: the URL cannot be used. The message repeats no password and no query.

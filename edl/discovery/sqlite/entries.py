@@ -1,4 +1,4 @@
-"""Entries in the file. Each function works inside a transaction."""
+"""Entries in the file. Every function works inside a transaction."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refuse_foreign(connection: sqlite3.Connection, key: str, lease: int | None) 
 
 
 def write_entry(connection: sqlite3.Connection, key: str, value: bytes, lease: int | None) -> Entry:
-    """Set `key` whatever it was."""
+    """Set `key`, be it there or not."""
     version = next_revision(connection)
     connection.execute(
         "INSERT OR REPLACE INTO entry (key, value, version, lease) VALUES (?, ?, ?, ?)", (key, value, version, lease)

@@ -1,7 +1,7 @@
-"""The file: its format, its clock, and connections to it that survive whatever happens to the file.
+"""The file: its format, its clock, and connections to it that survive what happens to the file.
 
-Leases are measured with CLOCK_MONOTONIC, which all processes of one machine share and nobody can set. It starts again
-with every boot, so the file remembers the boot it was used in, and leases of an earlier one are over.
+Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and none can set. It starts again
+with every boot, so the file remembers the boot it was used in, and leases of an earlier boot are over.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Connection:
 
 
 class SqliteFile(Resource):
-    """A file, and connections to it: each transaction has one of its own, so that none waits for another one's lock.
+    """A file, and connections to it: every transaction has its own, so that none waits for another's lock.
 
     A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
     connection would never be let go there, and a thread that renews, and is to be joined, would wait for it as well.
@@ -80,7 +80,7 @@ class SqliteFile(Resource):
         lazy: connect at the first use, when everything that is wrong with the file is a DiscoveryError.
 
     Raises:
-        SettingsError: the file cannot be made or written, or is not one of EDL's.
+        SettingsError: the file cannot be made or written, or is not EDL's.
         DiscoveryError: it is busy, or damaged.
     """
 
@@ -100,7 +100,7 @@ class SqliteFile(Resource):
     def write(
         self, before: Callable[[sqlite3.Connection], None] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes; nobody else writes at the same time. Expired leases are gone when it begins.
+        """A transaction that writes; none else writes at the same time. Expired leases are gone when it begins.
 
         Args:
             before: called in the transaction while expired leases are still there.
@@ -112,7 +112,7 @@ class SqliteFile(Resource):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads one consistent state; expired leases may still be there.
+        """A transaction that reads a consistent state; expired leases may still be there.
 
         The state is that of the beginning. Ask for the time inside: by an earlier time, a lease that was renewed in
         between would end later than it can.
@@ -162,7 +162,7 @@ class SqliteFile(Resource):
             self._give(connection)
 
     def _take(self) -> _Connection:
-        """A connection that nobody uses; a new one if there is none, or somebody removed or replaced the file."""
+        """Return an idle connection; a new connection if there is none, or the file was removed or replaced."""
         with contextlib.suppress(IndexError):
             while True:
                 connection = self._idle.pop()
@@ -198,7 +198,7 @@ class SqliteFile(Resource):
                 self._end(self._idle.pop())
 
     def _discard(self, identity: FileIdentity, why: str) -> None:
-        """Remove a file that connections can no longer agree on; whoever uses it goes over to its successor."""
+        """Remove a file that connections can no longer agree on; its users go over to its successor."""
         try:
             removed = discard(identity, self.path)
         except OSError as exc:
@@ -240,7 +240,7 @@ class SqliteFile(Resource):
         return _Connection(connection, identity, next(self._numbers))
 
     def _leave_broken(self) -> None:
-        """Make no connection beside an older one of this process whose `-wal` or `-shm` is gone.
+        """Make no connection beside an older connection of this process whose `-wal` or `-shm` is gone.
 
         SQLite lets all connections of a process to a file share their memory: a new one would read a new journal by
         the index of the old.
@@ -288,7 +288,7 @@ class SqliteFile(Resource):
             raise
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
-        """Readers and the writer must not block one another. Two processes that do this at once may collide."""
+        """Readers and the writer must not block each other. Two processes that do this at once may collide."""
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -314,7 +314,7 @@ class SqliteFile(Resource):
         return False
 
     def _initialize(self, connection: sqlite3.Connection) -> None:
-        """Make the tables, or start a new boot, unless somebody else has just done it."""
+        """Make the tables, or start a new boot, unless another process has just done it."""
         if self._is_ready(connection):
             return
         if connection.execute("PRAGMA user_version").fetchone()[0] == 0:

@@ -1,7 +1,7 @@
 """Which files a connection works with: the database, its journal (`-wal`), and the memory they share (`-shm`).
 
 SQLite keeps the three open, and never looks whether they are still there. A process whose `-wal` was removed writes
-where nobody reads, and those that come later see an empty registry.
+where they are not read, and later processes see an empty registry.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIDES = ("-wal", "-shm")
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The files at a path at one time.
+    """The files at a path at a time.
 
     Attributes:
         place: where they lie: SQLite follows links before it adds `-wal` and `-shm`.
@@ -33,13 +33,16 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: str) -> FileIdentity:
-        """The files that are there now; ask after the connection has read, when SQLite has made all three."""
+        """Return the files that are there now; ask after the connection has read, when SQLite has made all three."""
         place = os.path.realpath(path)
         return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
 
     def change(self, path: str) -> str | None:
-        """Why a connection is of no more use: "" if another file took the place of its own, which goes on well without
-        it; words if the file that is there must not be used any more. None if nothing has changed.
+        """Return why a connection is of no more use.
+
+        Returns:
+            "" if another file took the place of its own, which goes on well without it; words if the file that is there
+            must not be used any more. None if nothing has changed.
         """
         main, size = _inode(path)
         if main != self.main or main is None:
@@ -53,9 +56,9 @@ class FileIdentity:
 
 
 def discard(identity: FileIdentity, path: str) -> bool:
-    """Remove the files, unless somebody else has: every process sees that the database is another one, and leaves it.
+    """Remove the files, unless another process has: every process sees that the database is another, and leaves it.
 
-    The database goes first: whoever makes the next one meets its journal and memory without an owner at worst.
+    The database goes first: who makes the next database meets its journal and memory without an owner at worst.
 
     Raises:
         OSError: they cannot be removed.
@@ -76,7 +79,7 @@ def discard(identity: FileIdentity, path: str) -> bool:
 
 
 def _inode(path: str) -> tuple[_Inode | None, int]:
-    """Device and inode of a file, and its size; None without one."""
+    """Return device and inode of a file, and its size; None without a file."""
     try:
         status = Path(path).stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Leases in the file, and the revision that tells watchers of a change. Each function works inside a transaction."""
+"""Leases in the file, and the revision that tells watchers of a change. Every function works inside a transaction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def next_revision(connection: sqlite3.Connection) -> int:
 
 
 def expire(connection: sqlite3.Connection) -> None:
-    """Delete leases that are over, with what hangs on them; those of instances `REMEMBERED_S` later."""
+    """Delete leases that are over, with what hangs on them; instances' leases `REMEMBERED_S` later."""
     now = time.monotonic()
     # A lease that ends later than its length allows was granted by a clock that has started again since.
     over = (
@@ -59,12 +59,12 @@ def first_expiry(connection: sqlite3.Connection) -> float:
 
 
 def prolong(connection: sqlite3.Connection, by_s: float) -> None:
-    """Let each lease end so much later, but not later than one that is granted now."""
+    """Let every lease end so much later, but not later than a lease that is granted now."""
     connection.execute("UPDATE lease SET expires = min(expires + ?, ttl_s + ?)", (by_s, time.monotonic()))
 
 
 def renew_all(connection: sqlite3.Connection) -> None:
-    """Renew every lease that is in the file, also one that is over."""
+    """Renew every lease that is in the file, also what is over."""
     connection.execute("UPDATE lease SET expires = ttl_s + ?", (time.monotonic(),))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 import time
 
+from typing_extensions import override
+
 from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.backend.resource import Resource
 from edl.discovery.backend.service_view import ServiceView, build_snapshot
@@ -31,17 +33,20 @@ class SqliteRegistry(Resource, Registry):
     def __repr__(self) -> str:
         return f"SqliteRegistry({self._file.path!r})"
 
+    @override
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         self._check()
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
         return self._own(RenewedRegistration(_RowClaim(self._file, ttl_s), instance, ttl_s))
 
+    @override
     def snapshot(self, service: str) -> Snapshot:
         self._check()
         service = check_service(service)
         with self._file.read() as connection:
             return _instances(connection, service)[0]
 
+    @override
     def services(self) -> tuple[str, ...]:
         self._check()
         with self._file.read() as connection:
@@ -49,6 +54,7 @@ class SqliteRegistry(Resource, Registry):
             rows = connection.execute(f"SELECT DISTINCT service FROM {_HELD} ORDER BY service", (now,))
             return tuple(service for (service,) in rows)
 
+    @override
     def watch(self, service: str) -> Watch:
         self._check()
         return self._own(_ServiceWatch(self._file.path, self._timeout_s, check_service(service)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 import time
 
+from typing_extensions import override
+
 from edl.discovery.backend.election import StoreElection
 from edl.discovery.backend.renewal import Claim, RenewedLease
 from edl.discovery.backend.resource import Resource
@@ -39,6 +41,7 @@ class SqliteStore(Resource, Store):
     def __repr__(self) -> str:
         return f"SqliteStore({self._file.path!r})"
 
+    @override
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._check()
         ttl_s = check_ttl(ttl_s)
@@ -47,18 +50,21 @@ class SqliteStore(Resource, Store):
             number = grant(connection, ttl_s)
         return self._own(RenewedLease(_RowClaim(self._file, number), ttl_s, granted))
 
+    @override
     def get(self, key: str) -> Entry | None:
         self._check()
         check_key(key)
         with self._file.read() as connection:
             return read_entry(connection, key)
 
+    @override
     def list(self, prefix: str) -> list[Entry]:
         self._check()
         check_prefix(prefix)
         with self._file.read() as connection:
             return live_entries(connection, prefix)[0]
 
+    @override
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
         self._check()
         check_key(key)
@@ -68,6 +74,7 @@ class SqliteStore(Resource, Store):
             refuse_foreign(connection, key, number)
             return write_entry(connection, key, value, number)
 
+    @override
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
         self._check()
         check_key(key)
@@ -79,16 +86,19 @@ class SqliteStore(Resource, Store):
             refuse_foreign(connection, key, number)
             return write_entry(connection, key, value, number)
 
+    @override
     def delete(self, key: str, version: int | None = None) -> bool:
         self._check()
         check_key(key)
         with self._file.write() as connection:
             return delete_entry(connection, key, version)
 
+    @override
     def watch(self, prefix: str) -> StoreWatch:
         self._check()
         return self._own(_PrefixWatch(self._file.path, self._timeout_s, check_prefix(prefix)))
 
+    @override
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
         self._check()
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))

@@ -132,9 +132,10 @@ def read_ca(ca: str) -> bytes:
 
 
 def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
-    """Read bearer tokens: one a line, without empty lines and comments (#).
+    """Read bearer tokens, a line for a token, without empty lines and comments (#).
 
     Args:
+        path: of the file.
         serving: they are taken from others, and so must not be easily guessed.
 
     Raises:
@@ -165,10 +166,12 @@ def read_tokens(path: str, *, serving: bool) -> tuple[str, ...]:
 def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> CertificateIdentity:
     """See that a certificate is valid at this moment.
 
-    The standard library reads certificates only in a handshake, so both sides of one are played in memory, where this
-    certificate itself is the only one that is trusted.
+    The standard library reads certificates only in a handshake, so both sides are played in memory, where this
+    certificate itself is all that is trusted.
 
     Args:
+        chain: the certificate and intermediate CAs, PEM.
+        key: its private key, PEM.
         what: the certificate, for messages.
         serving: it is a server's, and not a client's.
 
@@ -265,7 +268,7 @@ def _read(path: str, what: str, *, secret: bool = False) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe as well, though nobody writes into it, for it to be refused."""
+    """Open a file; a pipe as well, though no writer has it open, for it to be refused."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -281,7 +284,7 @@ def _load(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
 
 
 def _check_mark(data: bytes, what: str) -> None:
-    """Refuse what an editor puts before text, and shows to nobody."""
+    """Refuse what an editor puts before text, and does not show."""
     if data.startswith(_MARKS):
         raise SettingsError(f"{what} begins with a byte order mark (BOM): save it as ASCII, or as UTF-8 without one")
 

@@ -53,7 +53,7 @@ class Material:
 
     @property
     def authorities(self) -> frozenset[bytes]:
-        """The certificates in `ca`, each for itself."""
+        """The certificates in `ca`, one by one."""
         return frozenset(certificates.split(self.ca or b""))
 
 
@@ -61,7 +61,7 @@ class CredentialFiles:
     """Reads the files of `credentials`, and reads them again when they change. Thread-safe.
 
     Args:
-        serving: they are a server's: CAs are those of its clients.
+        serving: they are a server's: `ca` signs its clients' certificates.
 
     Raises:
         SettingsError: a file cannot be used, or a setting is missing; says which, and what to do.
@@ -171,7 +171,7 @@ class CredentialFiles:
         return Material(version, ca, pair, tokens, identity)
 
     def _look(self) -> _Fingerprint:
-        """What tells that a file is another one; a `rename` onto it, or the link that Kubernetes moves, counts."""
+        """Return what tells that a file is another; a `rename` onto it, or the link that Kubernetes moves, counts."""
         settings = self.settings
         paths = (settings.ca, settings.cert, settings.key, settings.token_file)
         return tuple(_stat(path) for path in paths if path)

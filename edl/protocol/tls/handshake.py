@@ -50,6 +50,8 @@ async def explain_handshake(endpoint: str, files: CredentialFiles | None, *, say
     """Connect once more, and say why the connection does not come to be.
 
     Args:
+        endpoint: of the server, `host:port`.
+        files: certificates of this side; None without.
         says_tls: the registry says that this server speaks TLS. It is not believed, but mentioned.
 
     Returns:

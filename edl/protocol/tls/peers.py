@@ -1,4 +1,4 @@
-"""Mutual TLS between equals over plain sockets: each side shows its certificate, and believes the same CAs.
+"""Mutual TLS between equals over plain sockets: both sides show a certificate, and believe the same CAs.
 
 What does not belong here: what is said over the sockets, and gRPC (`edl.protocol.channel`).
 """
@@ -22,7 +22,7 @@ _ALL_OR_NONE: Final = "set TLS on all nodes or on none"
 
 
 class PeerTLS:
-    """Wraps connections to and from others that have certificates of the same CA. Files are read for each connection.
+    """Wraps connections to and from others that have certificates of the same CA. Files are read for every connection.
 
     Raises:
         SettingsError: a part is missing, or a file cannot be used.
@@ -75,7 +75,7 @@ class PeerTLS:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn the other side's refusal of this one's certificate into words; TLS 1.3 tells it behind the handshake.
+        """Turn the other side's refusal of this side's certificate into words; TLS 1.3 tells it behind the handshake.
 
         Raises:
             ProtocolError: in place of that.

@@ -56,7 +56,7 @@ def _name(oid: bytes) -> str:
 
 
 def _parts(data: bytes) -> list[tuple[int, bytes]]:
-    """What stands one after the other in DER: tags and contents."""
+    """Yield what stands in a row in DER: tags and contents."""
     parts = []
     while data:
         header = 2

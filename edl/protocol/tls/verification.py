@@ -18,13 +18,14 @@ _SELF_SIGNED: Final = (18, 19)
 
 
 def explain(what: str, exc: ssl.SSLCertVerificationError, ca: str, expected: str, names: str | None = None) -> str:
-    """What is wrong with another's certificate, and what to do.
+    """Say what is wrong with another's certificate, and what to do.
 
     Args:
         what: the certificate.
+        exc: the standard library's error.
         ca: the file of the CAs that are trusted.
         expected: the name that it must hold.
-        names: those that it holds, in words; None if nobody knows.
+        names: in the certificate, in words; None if they are not known.
     """
     if exc.verify_code == EXPIRED:
         return f"{what} has expired: have a new one issued, and replace its files; that needs no restart"
@@ -58,5 +59,5 @@ def host_of(endpoint: str) -> str:
 
 
 def utc_now() -> str:
-    """The time here, for whoever looks for a clock that is wrong."""
+    """Return the time here, by which a reader of the message sees a clock that is wrong."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import (
     BoundaryCheckpointer,
@@ -222,7 +222,7 @@ class _Place:
         self._loader = loader
         generator = _generator_of(loader)
         own = generator.get_state() if generator is not None else None
-        self._draws = {"numbers": rng.take(), "generator": own, "workers": has_workers(loader)}
+        self._draws = {"numbers": capture_random_states(), "generator": own, "workers": has_workers(loader)}
 
     def go_on(self, loader: Any) -> None:
         """Have the loader begin the epoch as it did.
@@ -254,7 +254,7 @@ class _Place:
             make_workers_without_a_draw(loader)
         if hasattr(loader, "iteration"):
             loader.iteration = self.iteration
-        rng.restore(self._draws["numbers"])
+        restore_random_states(self._draws["numbers"])
         generator = _generator_of(loader)
         if generator is not None and self._draws["generator"] is not None:
             generator.set_state(self._draws["generator"])

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
 
@@ -68,13 +68,13 @@ class BoundaryCheckpointer:
         """
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
         restored = self._checkpointer.restore() >= 0
-        self._rng = rng.take() if restored else None
+        self._rng = capture_random_states() if restored else None
         return restored
 
     def begin_step(self, last: int) -> None:
         """Save the state after step `last`, if it was counted; and pause there if the agent asks for it."""
         if self._rng is not None:
-            rng.restore(self._rng)
+            restore_random_states(self._rng)
             self._rng = None
         if self._stepped and self._checkpointer is not None:
             self._stepped = False

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
-from edl.collective.checkpoint.storage.run_id import new_run, run_name
+from edl.collective.checkpoint.storage.run_id import new_run_id, run_name
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.collective.job_records import prefix
 from edl.discovery.store import Store
@@ -49,7 +49,7 @@ class JobRun:
         """
         entry = self._store.get(self._key)
         if entry is None:  # not yet; or the store has lost it, and then it is to be as it was
-            name = self._known or run_name(new_run())
+            name = self._known or run_name(new_run_id())
             self._store.compare_and_set(self._key, name.encode(), None)
             entry = self._store.get(self._key)
         if entry is None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from edl.collective.checkpoint.memory.slots import find
+from edl.collective.checkpoint.memory.slots import find_slots
 from edl.errors import EDLError
 
 __all__ = ["HostFolder"]
@@ -220,7 +220,7 @@ def _newest(folders: Iterable[Path]) -> Path:
 def _labels(path: Path) -> list[tuple[int, int]]:
     """Generation and step of each complete state in a folder's slots."""
     prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
-    return [(found.label.generation, found.label.step) for prefix in prefixes for found in find(prefix)]
+    return [(found.header.generation, found.header.step) for prefix in prefixes for found in find_slots(prefix)]
 
 
 def _make(job: Path) -> tuple[Path, int]:

@@ -15,7 +15,7 @@ from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.node_check.gate import check_before_joining
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
-from edl.collective.checkpoint.memory.slots import make_room
+from edl.collective.checkpoint.memory.slots import preallocate_slots
 from edl.collective.job_records import JobState, World, prefix
 from edl.errors import SettingsError
 
@@ -162,7 +162,7 @@ def _make_room(context: AgentContext) -> None:
     nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):
-            make_room(Path(context.host.slots(rank)), nbytes)
+            preallocate_slots(Path(context.host.slots(rank)), nbytes)
 
 
 def _inherit(context: AgentContext) -> None:

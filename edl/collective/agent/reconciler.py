@@ -21,7 +21,7 @@ from edl.collective.agent.membership.node_records import JobRecords
 from edl.collective.agent.membership.quorum_wait import QuorumWait
 from edl.collective.agent.membership.rendezvous import LocalObservation, failed, next_world
 from edl.collective.agent.worker_group import HANGING
-from edl.collective.checkpoint.memory.slots import nbytes_of
+from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput.node import AgentState
 from edl.collective.job_records import Exclusion, JobState, World
 from edl.errors import DiscoveryError
@@ -338,9 +338,9 @@ class NodeReconciler:
         busy = worker_group.generation if worker_group.running and worker_group.hangs.busy else -1
         if node.busy != busy:
             changes["busy"] = busy
-        slot_nbytes = nbytes_of(Path(self._context.host.slots(0)))
-        if slot_nbytes > node.slot_nbytes:
-            changes["slot_nbytes"] = slot_nbytes
+        nbytes = slot_nbytes(Path(self._context.host.slots(0)))
+        if nbytes > node.slot_nbytes:
+            changes["slot_nbytes"] = nbytes
         if changes:
             self._membership.update_node(**changes)
 

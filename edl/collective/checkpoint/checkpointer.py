@@ -10,16 +10,16 @@ from types import TracebackType
 from typing import Any, Final
 
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
-from edl.collective.checkpoint.memory import restore as checkpoint_memory
 from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
+from edl.collective.checkpoint.memory.restore import restore_from_memory
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
 from edl.collective.checkpoint.memory.staging import finish_queued_work
 from edl.collective.checkpoint.memory.writer import SlotWriter
 from edl.collective.checkpoint.pace import SaveSchedule
 from edl.collective.checkpoint.state.state import State, WorldChange
-from edl.collective.checkpoint.storage import reader as storage_read
-from edl.collective.checkpoint.storage.run_id import new_run
+from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
+from edl.collective.checkpoint.storage.run_id import new_run_id
 from edl.collective.checkpoint.storage.worker_persister import Background
 from edl.collective.ranks import rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
@@ -30,7 +30,7 @@ __all__ = ["Checkpointer"]
 
 _log = logging.getLogger(__name__)
 
-NOTHING: Final = -1
+NO_STEP: Final = -1
 """What `Checkpointer.restore` returns where there is nothing to restore."""
 OVERHEAD: Final = 0.01
 STORE_EVERY_S: Final = 300.0
@@ -106,7 +106,7 @@ class Checkpointer:
         self._holders: frozenset[int] = frozenset()
         self._usual_s = 0.0
         self._last: tuple[int, float] | None = None
-        self._ahead_of = self._step = self._saved = NOTHING
+        self._ahead_of = self._step = self._saved = NO_STEP
         self._place: tuple[int, int] | None = None
         self._saved_for_good = False
         self._training = False
@@ -123,7 +123,7 @@ class Checkpointer:
         self._agent_s = agent_s
         page = self._status_page
         self._writer = SlotWriter(overlap=overlap, waiting=lambda: page.in_phase(Phase.SAVE))
-        self._run = new_run()
+        self._run = new_run_id()
         self._slots.unmark()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
@@ -151,7 +151,7 @@ class Checkpointer:
         self.state.begin_restore()
         reached = self._status_page.read_status().step
         with self._status_page.in_phase(Phase.LOAD):
-            restored = checkpoint_memory.restore(
+            restored = restore_from_memory(
                 self.state,
                 self._slots,
                 self._group,
@@ -160,11 +160,11 @@ class Checkpointer:
                 since=read("EDL_SINCE_GENERATION", int) or 0,
             )
             if restored is None and self._storage is not None:
-                restored = storage_read.restore(self.state, self._storage, self._group)
+                restored = restore_from_storage(self.state, self._storage, self._group)
         self._pace.restart()
         self._last, self._keep_next = None, False
         self._ahead_of = reached
-        step = NOTHING if restored is None else restored.step
+        step = NO_STEP if restored is None else restored.step
         self._step = self._saved = step
         self._training = step >= reached
         self._status_page.enter_phase(Phase.TRAIN if self._training else Phase.ROLLBACK)
@@ -383,8 +383,8 @@ class Checkpointer:
     def _stored(self) -> tuple[int, int]:
         """Generation and step of the newest state of this run on storage. Collective."""
         if self._storage is None:
-            return NOTHING, NOTHING
-        return storage_read.newest(self._storage, self._group, run=read("EDL_RUN", str) or "")
+            return NO_STEP, NO_STEP
+        return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
         self, step: int, persist: bool, place: tuple[int, int], *, keeping: ReplicaSlots | None = None, wait: bool
@@ -396,7 +396,7 @@ class Checkpointer:
             keeping: where the state is to be kept for a replica, if it is.
         """
         begin = time.perf_counter()
-        label = SlotHeader(self.generation, step, *place, persist=persist)
+        header = SlotHeader(self.generation, step, *place, persist=persist)
 
         def complete(seconds: float) -> None:
             self._status_page.record_saved_step(step)
@@ -412,12 +412,12 @@ class Checkpointer:
             self._writer.settle()
             keeping.make_way()
         try:
-            self._holders = self._writer.write(self.state, self._slots, label, complete, at_once=wait or persist)
+            self._holders = self._writer.write(self.state, self._slots, header, complete, at_once=wait or persist)
         except SettingsError as exc:
             if self._keeping is None or not self._keeping.give_up():
                 raise
             _log.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
-            self._holders = self._writer.write(self.state, self._slots, label, complete, at_once=wait or persist)
+            self._holders = self._writer.write(self.state, self._slots, header, complete, at_once=wait or persist)
         self._saved, self._place = step, place
         self._saved_for_good = persist or self._storage is None
         return time.perf_counter() - begin

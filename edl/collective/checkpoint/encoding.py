@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["DEEPEST", "StoreTensor", "LoadTensor", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
+__all__ = ["MAX_DEPTH", "StoreTensor", "LoadTensor", "Path", "decode", "dotted", "encode", "from_json", "to_json"]
 
 Path = tuple[Any, ...]
 """Where in the whole a value is: names, keys and indices from the outside in."""
@@ -31,7 +31,7 @@ StoreTensor = Callable[[Any, Path], int]
 LoadTensor = Callable[[int], Any]
 """Gives what was taken aside under a number: a tensor, or for a numpy array its bytes as a tensor or array of uint8."""
 
-DEEPEST: Final = 64
+MAX_DEPTH: Final = 64
 """Containers within containers that a value may have."""
 _JSON_INT: Final = 1 << 62
 _ARRAY, _TENSOR, _LEAF, _PARAMETER = "array", "tensor", "leaf", "parameter"
@@ -92,8 +92,8 @@ def _encode(value: Any, aside: StoreTensor, path: Path) -> Any:
         return value if -_JSON_INT < value < _JSON_INT else {"int": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    if len(path) > DEEPEST:
-        raise SettingsError(f"{dotted(path[:3])}…: nested more than {DEEPEST} deep, or contains itself")
+    if len(path) > MAX_DEPTH:
+        raise SettingsError(f"{dotted(path[:3])}…: nested more than {MAX_DEPTH} deep, or contains itself")
     if kind is list:
         return _encode_all(value, aside, path)
     if kind is tuple:

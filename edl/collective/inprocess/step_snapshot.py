@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from edl.collective.checkpoint.state import rng as state_rng
-from edl.collective.checkpoint.state.fields import kind_of
+from edl.collective.checkpoint.state.fields import field_kind
+from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.unwrapping import unwrapped
 
@@ -57,7 +57,7 @@ class Boundary:
         else:
             copies = {name: tensor.clone() for name, tensor in live.items()}
         fields = {name: copy.deepcopy(_held(field)) for name, field in self._others()}
-        self._noted = _Noted(copies, fields, state_rng.take())
+        self._noted = _Noted(copies, fields, capture_random_states())
         self._updated = False
 
     def undo(self) -> bool:
@@ -76,7 +76,7 @@ class Boundary:
         for name, field in self._others():
             if name in self._noted.fields:
                 self._put_back(name, field, copy.deepcopy(self._noted.fields[name]))
-        state_rng.restore(self._noted.rng)
+        restore_random_states(self._noted.rng)
         return True
 
     def forget(self) -> None:
@@ -121,7 +121,7 @@ class Boundary:
         if isinstance(field, Optimizer):
             for group, noted in zip(field.param_groups, held, strict=True):
                 group.update(noted)
-        elif kind_of(field) == "object":
+        elif field_kind(field) == "object":
             field.load_state_dict(held)
         else:
             setattr(self._state, name, held)
@@ -131,4 +131,4 @@ def _held(field: Any) -> Any:
     """What a field that is no module holds; of an optimizer its settings only, such as learning rates."""
     if isinstance(field, Optimizer):
         return [{key: one for key, one in group.items() if key != "params"} for group in field.param_groups]
-    return field.state_dict() if kind_of(field) == "object" else field
+    return field.state_dict() if field_kind(field) == "object" else field

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from edl.collective.checkpoint.state import rng
+from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
 from edl.collective.loop_position import (
     check_order,
@@ -175,7 +175,7 @@ class LoopProgress:
 
     def note_draws(self) -> None:
         """Keep the random numbers that the order of the epoch that begins may be drawn from."""
-        self.draws.numbers = rng.take()
+        self.draws.numbers = capture_random_states()
         self.draws.own = [None if found is None else found.get_state() for found in self._generators()]
         self.draws.workers = [has_workers(loader) for loader in self.loaders]
 
@@ -184,7 +184,7 @@ class LoopProgress:
         fit_loop, loaders = self.trainer.fit_loop, self.loaders
         fit_loop._combined_loader.reset()  # the iterator of epoch 0, and its worker processes
         if self.draws.numbers:
-            rng.restore(self.draws.numbers)
+            restore_random_states(self.draws.numbers)
             for generator, numbers in zip(self._generators(), self.draws.own, strict=False):
                 if generator is not None and numbers is not None:
                     generator.set_state(numbers)

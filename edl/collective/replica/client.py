@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.checkpoint.memory.replica_slots import NOTHING, stamp_of
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, find
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, find_slots
 from edl.collective.replica.protocol import (
     CHUNK_NBYTES,
     GO_ON,
@@ -16,7 +16,7 @@ from edl.collective.replica.protocol import (
     PRESENT,
     AuthenticatedConnection,
     ReplicaAnnouncement,
-    translated,
+    translate_errors,
 )
 from edl.errors import PermanentError, TemporaryError
 
@@ -59,7 +59,7 @@ def send_states(
         Refused: it has no room.
     """
     where = f"the agent at {address[0]}:{address[1]}"
-    with translated(where), ExitStack() as stack:
+    with translate_errors(where), ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection(address, timeout=operation_s))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
@@ -78,14 +78,14 @@ def _send(
     meta = state.meta()
     if meta is None:
         raise TemporaryError(f"{state.path} was overwritten before it was sent")
-    label = state.label
-    others = [stamp_of(one.label) for one in find(state.path.with_suffix("")) if one != state]
+    header = state.header
+    others = [one.header.version for one in find_slots(state.path.with_suffix("")) if one != state]
     announcement = ReplicaAnnouncement(
         node,
         local_rank,
-        *(label.generation, label.step, label.world, label.rank),
+        *(header.generation, header.step, header.world, header.rank),
         *(state.data_nbytes, len(meta)),
-        before=others[0] if others else NOTHING,
+        before=others[0] if others else NO_VERSION,
     )
     link.send_frame(announcement.encode())
     if _answer(link) == PRESENT:
@@ -102,7 +102,7 @@ def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) ->
             if stopping():
                 raise TemporaryError("given up half-way")
             yield whole[begin : begin + CHUNK_NBYTES]
-    if state not in find(state.path.with_suffix("")):
+    if state not in find_slots(state.path.with_suffix("")):
         raise TemporaryError(f"{state.path} was overwritten while it was sent")
 
 

@@ -48,7 +48,7 @@ __all__ = [
     "PRESENT",
     "ReplicaAnnouncement",
     "AuthenticatedConnection",
-    "translated",
+    "translate_errors",
 ]
 
 CHUNK_NBYTES: Final = 1 << 20
@@ -280,7 +280,7 @@ class _Tree:
 
 
 @contextlib.contextmanager
-def translated(what: str) -> Iterator[None]:
+def translate_errors(what: str) -> Iterator[None]:
     """Turn the errors of a connection into EDL's.
 
     Raises:

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from edl.collective.checkpoint.memory.replica_slots import (
-    NOTHING,
+    NO_VERSION,
     ReplicaFolder,
-    StateVersion,
     kept_prefix,
-    newest_common,
-    stamp_of,
+    newest_common_state,
 )
-from edl.collective.checkpoint.memory.slots import CompleteSlot, find
+from edl.collective.checkpoint.memory.slots import CompleteSlot, StateVersion, find_slots
 from edl.collective.job_records import Member, World, prefix
 from edl.collective.replica.client import send_states
 from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
@@ -33,14 +31,14 @@ from edl.errors import DiscoveryError, EDLError
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["JobSecret", "Replicator", "peer_of"]
+__all__ = ["JobSecret", "Replicator", "replica_peer"]
 
 _LOOK_EVERY_S: Final = 0.2
 _CLOSE_S: Final = 1.0
 _SECRET_NBYTES: Final = 32
 
 
-def peer_of(world: World, node: str) -> Member | None:
+def replica_peer(world: World, node: str) -> Member | None:
     """Who keeps the replica of a node's state: the next member that takes any, None if there is no other."""
     place = world.position(node)
     if place is None:
@@ -110,7 +108,7 @@ class Replicator:
         self._world = 0
         self._handing = self._handed = self._silent = self._closing = False
         self._replicated_us = 0
-        self._noticed: tuple[StateVersion, int] = (NOTHING, 0)
+        self._noticed: tuple[StateVersion, int] = (NO_VERSION, 0)
         self._tls = tls
         self._server = ReplicaServer(self._folder, secret, say, tls=tls)
         self._thread = threading.Thread(target=self._run, name="edl-replication", daemon=True)
@@ -128,7 +126,7 @@ class Replicator:
 
     def world_changed(self, world: World) -> None:
         """Have the peer of another world from now on. Call it before that world's workers begin."""
-        peer = peer_of(world, self._node)
+        peer = replica_peer(world, self._node)
         with self._lock:
             same = peer is not None and self._peer is not None and peer.id == self._peer.id
             self._peer = peer
@@ -173,13 +171,13 @@ class Replicator:
 
     def _follow(self, peer: Member, world: int) -> None:
         """Do what is next."""
-        held = [find(kept_prefix(slots)) for slots in self._slots]
-        states = newest_common(held)
-        common = stamp_of(states[0].label) if states else NOTHING
+        held = [find_slots(kept_prefix(slots)) for slots in self._slots]
+        states = newest_common_state(held)
+        common = states[0].header.version if states else NO_VERSION
         if self._noticed[0] != common:
             self._noticed = (common, time.time_ns() // 1000)
         noticed_us = self._noticed[1]
-        newest = max((stamp_of(one.label) for found in held for one in found), default=NOTHING)
+        newest = max((one.header.version for found in held for one in found), default=NO_VERSION)
         with self._lock:
             if world != self._world:
                 return
@@ -199,10 +197,10 @@ class Replicator:
                     self._course.failed(time.monotonic())
 
     def _hand_over(self, peer: Member | None, world: int) -> None:
-        held = [[*find(slots), *find(kept_prefix(slots))] for slots in self._slots]
-        states = newest_common(held)
+        held = [[*find_slots(slots), *find_slots(kept_prefix(slots))] for slots in self._slots]
+        states = newest_common_state(held)
         try:
-            if peer is not None and states and states[0].label.sharded:
+            if peer is not None and states and states[0].header.sharded:
                 self._send(peer, world, states)
         finally:
             with self._lock:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from edl.collective.checkpoint.memory.replica_slots import NOTHING, StateVersion
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION
+from edl.collective.checkpoint.memory.slots import StateVersion
 from edl.errors import SettingsError
 from edl.settings import positive_float, read
 
@@ -60,14 +61,14 @@ class ReplicationSchedule:
 
     def __init__(self, pace: ReplicaPace) -> None:
         self._pace = pace
-        self._sent = NOTHING
+        self._sent = NO_VERSION
         self._due = self._retry = -math.inf
-        self._passed_over: tuple[StateVersion, float] = (NOTHING, -math.inf)
+        self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
 
     def begin(self, *, same_peer: bool) -> None:
         """A new world: its first state is kept at once, and a new peer gets what there is before that."""
         if not same_peer:
-            self._sent = NOTHING
+            self._sent = NO_VERSION
         self._due = self._retry = -math.inf
 
     def next(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, stamp_of
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find_slots
 from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, AuthenticatedConnection, ReplicaAnnouncement
 from edl.discovery.served.listening import open_listener
 from edl.errors import EDLError
@@ -124,13 +124,13 @@ class ReplicaServer:
                 pair.close()
 
     def _answer(self, told: ReplicaAnnouncement, pair: SlotPair) -> bytes:
-        if any(one.label == _label(told) for one in pair.find()):
+        if any(one.header == _label(told) for one in pair.find()):
             return PRESENT  # taken a second time, it would replace the one before it
         return self._no_room(told).encode()
 
     def _receive(self, link: AuthenticatedConnection, told: ReplicaAnnouncement, pair: SlotPair) -> None:
         for found in pair.find()[1:]:
-            if stamp_of(found.label) == told.before:
+            if found.header.version == told.before:
                 pair.keep_only(found)
         _, memory = pair.begin(told.data_nbytes, told.meta_nbytes)
         meta = bytearray(told.meta_nbytes)
@@ -138,9 +138,9 @@ class ReplicaServer:
             link.receive_bulk(data, memoryview(meta))
         pair.commit(_label(told), told.data_nbytes, bytes(meta))
         # Of whoever is heard of no more nothing is needed that is older than both states of whoever is.
-        both = find(pair.prefix)
+        both = find_slots(pair.prefix)
         if len(both) == 2:
-            self._folder.drop_before(stamp_of(both[1].label))
+            self._folder.drop_before(both[1].header.version)
 
     def _no_room(self, told: ReplicaAnnouncement) -> str:
         """Why the state is not taken, empty if it is."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from edl.collective.checkpoint.memory.slots import SlotHeader
+from edl.collective.checkpoint.memory.slots import SlotHeader, StateVersion
 
-__all__ = ["RestorePlan", "ShardHolders", "choose"]
+__all__ = ["RestorePlan", "ShardHolders", "choose_state"]
 
 ShardHolders = Mapping[SlotHeader, Collection[int]]
 """For a part of a sharded state, the ranks each of which held the same shards."""
@@ -42,9 +42,9 @@ class RestorePlan:
     parts: tuple[int, ...]
     from_replicas: bool = False
 
-    def matches(self, label: SlotHeader, part: int) -> bool:
+    def matches(self, header: SlotHeader, part: int) -> bool:
         """Whether a slot holds rank `part`'s share of this state."""
-        return (label.generation, label.step, label.world, label.rank) == (
+        return (header.generation, header.step, header.world, header.rank) == (
             self.generation,
             self.step,
             self.world,
@@ -52,7 +52,7 @@ class RestorePlan:
         )
 
 
-def choose(
+def choose_state(
     offers: Sequence[Sequence[SlotHeader]],
     replicas: Sequence[Sequence[SlotHeader]] = (),
     same: ShardHolders | None = None,
@@ -67,8 +67,8 @@ def choose(
             and better than a replica, which costs the same and has to be asked storage about.
     """
     held = _by_state(offers)
-    copied = _by_state([[one for one in labels if one.sharded] for labels in replicas])
-    sharded = {_state(label) for labels in (*offers, *replicas) for label in labels if label.sharded}
+    copied = _by_state([[one for one in headers if one.sharded] for headers in replicas])
+    sharded = {header.version for headers in (*offers, *replicas) for header in headers if header.sharded}
     for state in sorted(held.keys() | copied.keys(), reverse=True):
         parts = held.get(state, {})
         if state not in sharded:
@@ -83,8 +83,8 @@ def choose(
 
 
 def _entire(
-    newest: tuple[int, int, int], held: dict[tuple[int, int, int], dict[int, list[int]]], size: int
-) -> tuple[tuple[int, int, int], dict[int, list[int]]]:
+    newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
+) -> tuple[StateVersion, dict[int, list[int]]]:
     """Return the newest state of which every rank has its own part, if the same world can go on from one.
 
     A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
@@ -97,34 +97,30 @@ def _entire(
     return newest, held[newest]
 
 
-def _stand_ins(state: tuple[int, int, int], parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
+def _stand_ins(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
     """For each part that nobody offers, one that is offered and has the same shards; who stands in takes turns."""
     alike: dict[int, list[int]] = {}
-    for label, ranks in sorted(same.items()):
-        if _state(label) == state and label.rank in parts:
+    for header, ranks in sorted(same.items()):
+        if header.version == state and header.rank in parts:
             for rank in ranks:
                 if rank not in parts:
-                    alike.setdefault(rank, []).append(label.rank)
+                    alike.setdefault(rank, []).append(header.rank)
     return {part: found[part % len(found)] for part, found in alike.items()}
 
 
-def _state(label: SlotHeader) -> tuple[int, int, int]:
-    return label.generation, label.step, label.world
-
-
-def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
+def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
     """State -> rank that saved a part of it -> present ranks that offer that part."""
-    held: dict[tuple[int, int, int], dict[int, list[int]]] = {}
-    for rank, labels in enumerate(offers):
-        for label in labels:
-            held.setdefault(_state(label), {}).setdefault(label.rank, []).append(rank)
+    held: dict[StateVersion, dict[int, list[int]]] = {}
+    for rank, headers in enumerate(offers):
+        for header in headers:
+            held.setdefault(header.version, {}).setdefault(header.rank, []).append(rank)
     return held
 
 
-def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: int) -> RestorePlan:
+def _replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Everybody takes what it has, or else its rank's, or else anybody's, with those who give taking turns."""
-    own = {rank: part for part, ranks in parts.items() for rank in ranks}
-    givers = sorted(own)
+    lock_private_slots = {rank: part for part, ranks in parts.items() for rank in ranks}
+    givers = sorted(lock_private_slots)
     sources, taken, turn = [], [], 0
     for rank in range(size):
         exact = parts.get(rank, []) if state[2] == size else []
@@ -132,19 +128,17 @@ def _replicated(state: tuple[int, int, int], parts: dict[int, list[int]], size: 
             source, part = rank, rank
         elif exact:
             source, part = exact[0], rank
-        elif rank in own:
-            source, part = rank, own[rank]
+        elif rank in lock_private_slots:
+            source, part = rank, lock_private_slots[rank]
         else:
             source = givers[turn % len(givers)]
-            part, turn = own[source], turn + 1
+            part, turn = lock_private_slots[source], turn + 1
         sources.append(source)
         taken.append(part)
     return RestorePlan(*state, (-1,) * state[2], tuple(sources), tuple(taken))
 
 
-def _sharded(
-    state: tuple[int, int, int], parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int
-) -> RestorePlan:
+def _sharded(state: StateVersion, parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int) -> RestorePlan:
     """Each takes its rank's part or one with the same shards; in a world of another size all are shown to all."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))

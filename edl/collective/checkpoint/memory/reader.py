@@ -18,21 +18,21 @@ from edl.collective.checkpoint.memory.slot_header import (
     SEQUENCE_NBYTES,
     SlotHeader,
     SlotPage,
-    decode,
+    decode_page,
 )
 
 __all__ = [
     "SlotCopy",
     "CompleteSlot",
-    "files_of",
-    "find",
-    "find_marked",
+    "slot_files",
+    "find_slots",
+    "find_marked_slots",
     "kept_prefix",
-    "last_sequence",
-    "look",
+    "read_sequence",
+    "read_slot",
     "marked_path",
-    "nbytes_of",
-    "paths_of",
+    "slot_nbytes",
+    "slot_paths",
     "spare_path",
     "storing_path",
 ]
@@ -74,7 +74,7 @@ class CompleteSlot(SlotPage):
                 got = _read_into(file, data)
         except OSError:
             return None
-        return SlotCopy(self.label, meta, data) if got == self.data_nbytes and look(self.path) == self else None
+        return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
     def pin(self, name: Path) -> SlotCopy | None:
         """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
@@ -91,24 +91,24 @@ class CompleteSlot(SlotPage):
         except FileNotFoundError:
             return None
         new.replace(name)
-        now, meta = look(name), self.meta()
+        now, meta = read_slot(name), self.meta()
         if now is None or vars(now) | {"path": self.path} != vars(self) or meta is None:
             name.unlink(missing_ok=True)
             return None
         memory = memoryview(replace(self, path=name).map())
-        return SlotCopy(self.label, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
+        return SlotCopy(self.header, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
 
 
 @dataclass(frozen=True)
 class SlotCopy:
     """A slot's contents in memory that nobody else writes to."""
 
-    label: SlotHeader
+    header: SlotHeader
     meta: bytes
     data: bytearray | memoryview
 
 
-def paths_of(prefix: Path) -> tuple[Path, Path]:
+def slot_paths(prefix: Path) -> tuple[Path, Path]:
     """The files of one worker's slots."""
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
 
@@ -133,33 +133,33 @@ def spare_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".spare")
 
 
-def files_of(prefix: Path) -> tuple[Path, ...]:
+def slot_files(prefix: Path) -> tuple[Path, ...]:
     """All names that the files of one worker's slots may have."""
-    return (*paths_of(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
+    return (*slot_paths(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
 
 
-def find_marked(prefix: Path) -> list[CompleteSlot]:
+def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
     """The state that one worker wants on storage, if there is one; it stays as it is until it is stored."""
-    found = look(marked_path(prefix))
+    found = read_slot(marked_path(prefix))
     return [found] if found is not None else []
 
 
-def find(prefix: Path) -> list[CompleteSlot]:
+def find_slots(prefix: Path) -> list[CompleteSlot]:
     """The complete slots of one worker, newest first. Torn ones and missing ones are left out.
 
     Args:
         prefix: what `EDL_SLOTS` says; the files end in `.0` and `.1`.
     """
-    found = [one for one in map(look, paths_of(prefix)) if one is not None]
-    return sorted(found, key=lambda one: (one.label, one.sequence), reverse=True)
+    found = [one for one in map(read_slot, slot_paths(prefix)) if one is not None]
+    return sorted(found, key=lambda one: (one.header, one.sequence), reverse=True)
 
 
-def nbytes_of(prefix: Path) -> int:
+def slot_nbytes(prefix: Path) -> int:
     """How large the larger of one worker's slots is, 0 where there is none."""
-    return max((path.stat().st_size for path in paths_of(prefix) if path.exists()), default=0)
+    return max((path.stat().st_size for path in slot_paths(prefix) if path.exists()), default=0)
 
 
-def look(path: Path) -> CompleteSlot | None:
+def read_slot(path: Path) -> CompleteSlot | None:
     """The slot in `path` if it is complete."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -167,11 +167,11 @@ def look(path: Path) -> CompleteSlot | None:
             size = os.fstat(file.fileno()).st_size
     except OSError:
         return None
-    header = decode(page)
-    return CompleteSlot(**vars(header), path=path) if header is not None and size >= header.end else None
+    content = decode_page(page)
+    return CompleteSlot(**vars(content), path=path) if content is not None and size >= content.end else None
 
 
-def last_sequence(path: Path) -> int:
+def read_sequence(path: Path) -> int:
     """The sequence number that stands in `path`, whatever it means; 0 where there is none."""
     try:
         with path.open("rb", buffering=0) as file:

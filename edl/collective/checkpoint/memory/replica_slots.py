@@ -30,36 +30,28 @@ from pathlib import Path
 
 from edl.collective.checkpoint.memory.slots import (
     CompleteSlot,
-    SlotHeader,
     SlotPair,
-    find,
+    StateVersion,
+    find_slots,
     kept_prefix,
-    paths_of,
+    slot_paths,
     spare_path,
 )
 from edl.settings import read
 
-__all__ = ["NOTHING", "ReplicaSlots", "ReplicaFolder", "StateVersion", "kept_prefix", "newest_common", "stamp_of"]
+__all__ = ["NO_VERSION", "ReplicaSlots", "ReplicaFolder", "kept_prefix", "newest_common_state"]
 
-StateVersion = tuple[int, int, int]
-"""Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
-
-NOTHING: StateVersion = (-1, -1, -1)
+NO_VERSION: StateVersion = (-1, -1, -1)
 """Older than any state."""
 
 
-def stamp_of(label: SlotHeader) -> StateVersion:
-    """Which state a slot has a part of."""
-    return label.generation, label.step, label.world
-
-
-def newest_common(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
+def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
     """The newest state of which every one of several workers holds its part: those parts, or none.
 
     Args:
         held: what each worker's slots hold.
     """
-    parts = [{stamp_of(one.label): one for one in found} for found in held]
+    parts = [{one.header.version: one for one in found} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
     return [each[max(common)] for each in parts] if common else []
 
@@ -80,7 +72,7 @@ class ReplicaFolder:
 
     def found(self) -> list[CompleteSlot]:
         """All complete states of other nodes' workers."""
-        return [one for prefix in self.prefixes() for one in find(prefix)]
+        return [one for prefix in self.prefixes() for one in find_slots(prefix)]
 
     def want(self, newer_than: StateVersion | None) -> None:
         """Have the workers keep a state that is newer than this one; None: none at all."""
@@ -101,7 +93,7 @@ class ReplicaFolder:
     def drop_before(self, stamp: StateVersion) -> None:
         """Remove the states of workers of whom there is none as new as `stamp`."""
         for prefix in self.prefixes():
-            if all(stamp_of(one.label) < stamp for one in find(prefix)):
+            if all(one.header.version < stamp for one in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
                     path.unlink(missing_ok=True)
 
@@ -120,7 +112,7 @@ class ReplicaSlots:
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
         """Keep states beside the usual `slots` when the agent says so in `folder`."""
         self.slots = SlotPair(kept_prefix(slots))
-        self._names = paths_of(self.slots.prefix)
+        self._names = slot_paths(self.slots.prefix)
         self._spare = spare_path(slots)
         self._folder = folder
         self._given_up = False
@@ -134,14 +126,14 @@ class ReplicaSlots:
     def wanted(self) -> bool:
         """Whether the agent wants another state, having sent all that are here."""
         word = self._folder.wanted() if not self._given_up else None
-        return word is not None and all(stamp_of(one.label) <= word for one in self.slots.find())
+        return word is not None and all(one.header.version <= word for one in self.slots.find())
 
     def make_way(self) -> None:
         """All ranks will keep the next save: of two kept states the older one is not needed any more."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
-            stamps = {found.path: stamp_of(found.label) for found in self.slots.find()}
-            oldest = min(there, key=lambda path: stamps.get(path, NOTHING))
+            stamps = {found.path: found.header.version for found in self.slots.find()}
+            oldest = min(there, key=lambda path: stamps.get(path, NO_VERSION))
             if oldest.stat().st_nlink == 1 and not self._spare.exists():
                 oldest.rename(self._spare)
             else:
@@ -167,7 +159,7 @@ class ReplicaSlots:
     def went_on_from(self, stamp: StateVersion) -> None:
         """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
         found = self.slots.find()
-        older = [one for one in found if stamp_of(one.label) <= stamp]
+        older = [one for one in found if one.header.version <= stamp]
         if older and len(older) < len(found):
             self.slots.keep_only(older[0])
 

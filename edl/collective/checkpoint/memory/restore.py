@@ -17,7 +17,7 @@ import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.choice import RestorePlan, choose
+from edl.collective.checkpoint.memory.choice import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotCopy, SlotHeader, SlotPair
 from edl.collective.checkpoint.state.snapshot import parse_meta
@@ -25,7 +25,7 @@ from edl.collective.checkpoint.state.state import State
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError
 
-__all__ = ["RestoredState", "restore"]
+__all__ = ["RestoredState", "restore_from_memory"]
 
 T = TypeVar("T")
 
@@ -49,10 +49,10 @@ class _Held:
 
     def find(self, choice: RestorePlan, part: int) -> CompleteSlot | None:
         """The slot with that part, preferably one of this rank's own."""
-        return next((one for one in (*self.own, *self.replicas) if choice.matches(one.label, part)), None)
+        return next((one for one in (*self.own, *self.replicas) if choice.matches(one.header, part)), None)
 
 
-def restore(
+def restore_from_memory(
     state: State,
     slots: SlotPair,
     group: transfer.Group = None,
@@ -75,7 +75,7 @@ def restore(
     """
     held = _look(slots, keeping)
     own, replicas, same, first = _offers(held, since, group)
-    choice = choose(own, replicas, same)
+    choice = choose_state(own, replicas, same)
     if choice is None:
         return None
     inherited = first > choice.generation
@@ -89,12 +89,12 @@ def restore(
     if choice.sources:
         _hand_over(choice, held, slots, group)
         found = _adopt(choice, choice.parts[rank_of(group)], slots, keeping)
-        _load(state, found, local=choice.world == world_of(group) and found.label.rank == rank_of(group))
+        _load(state, found, local=choice.world == world_of(group) and found.header.rank == rank_of(group))
     else:
         _put_together(state, choice, held, group)
         for pair in _pairs(slots, keeping):
             for found in pair.find():
-                if any(choice.matches(found.label, part) for part in range(choice.world)):
+                if any(choice.matches(found.header, part) for part in range(choice.world)):
                     pair.keep_only(found)
     if keeping is not None:
         keeping.went_on_from((choice.generation, choice.step, choice.world))
@@ -118,42 +118,42 @@ def _offers(
     offered, and since when any agent has taken part.
     """
     mine: list[Any] = [
-        *([_row(found.label) for found in kind] for kind in (held.own, held.replicas)),
+        *([_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
         [_holders(found, group) for found in held.own],
         since,
     ]
     said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
     own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
     same = {
-        label: ranks
-        for labels, offer in zip(own, said, strict=True)
-        for label, ranks in zip(labels, offer[2], strict=True)
+        header: ranks
+        for headers, offer in zip(own, said, strict=True)
+        for header, ranks in zip(headers, offer[2], strict=True)
     }
     return own, replicas, same, min(offer[3] for offer in said)
 
 
 def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
     """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
-    meta = found.meta() if found.label.sharded and group is None else None
+    meta = found.meta() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
 
-def _row(label: SlotHeader) -> list[int | bool]:
-    return [label.generation, label.step, label.world, label.rank, False, label.sharded]
+def _row(header: SlotHeader) -> list[int | bool]:
+    return [header.generation, header.step, header.world, header.rank, False, header.sharded]
 
 
 def _adopt(choice: RestorePlan, part: int, slots: SlotPair, keeping: ReplicaSlots | None) -> CompleteSlot:
     """The slot of this rank's own that has its part; a replica on this host is copied into one."""
     for pair in _pairs(slots, keeping):
         for found in pair.find():
-            if choice.matches(found.label, part):
+            if choice.matches(found.header, part):
                 pair.keep_only(found)
                 return found
     replica = _found(_look(slots, keeping), choice, part)
     copy = _unchanged(replica.copy(), replica)
     _, memory = slots.begin(len(copy.data), len(copy.meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
-    slots.commit(copy.label, len(copy.data), copy.meta)
+    slots.commit(copy.header, len(copy.data), copy.meta)
     return _adopt(choice, part, slots, keeping)
 
 
@@ -187,7 +187,7 @@ def _hand_over(choice: RestorePlan, held: _Held, slots: SlotPair, group: transfe
             found = giving[dst]
             meta = _unchanged(found.meta(), found) if found not in kept else kept[found].meta
             data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
-            transfer.send_slot(found.label, meta, data, transfer.global_rank(dst, group), group)
+            transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
             _log.info("taking the state after step %d from rank %d", choice.step, src)
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)

@@ -1,6 +1,6 @@
 """The page that a slot begins with, as bytes: which state the slot holds, how much of it, and whether it is complete.
 
-Nothing here opens a file. The order in which `complete` stores its parts is what makes a slot complete or not.
+Nothing here opens a file. The order in which `write_page` stores its parts is what makes a slot complete or not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ __all__ = [
     "SEQUENCE_AT",
     "SEQUENCE_NBYTES",
     "SlotPage",
+    "StateVersion",
     "SlotHeader",
-    "decode",
+    "decode_page",
     "meta_offset",
-    "sequence_of",
+    "get_sequence",
     "set_sequence",
-    "complete",
+    "write_page",
 ]
 
 HEADER_NBYTES: Final = 4096
@@ -35,6 +36,9 @@ _FIELDS_AT: Final = SEQUENCE_AT + SEQUENCE_NBYTES
 _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _END: Final = _CRC_AT + 4
 _ALIGN: Final = 64
+
+StateVersion = tuple[int, int, int]
+"""Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,12 +61,17 @@ class SlotHeader:
     persist: bool = False
     sharded: bool = False
 
+    @property
+    def version(self) -> StateVersion:
+        """Generation, step and world of the state."""
+        return self.generation, self.step, self.world
+
 
 @dataclass(frozen=True)
 class SlotPage:
     """What the header of a complete slot says."""
 
-    label: SlotHeader
+    header: SlotHeader
     sequence: int
     data_nbytes: int
     meta_nbytes: int
@@ -84,7 +93,7 @@ def meta_offset(data_nbytes: int) -> int:
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
 
 
-def decode(page: bytes) -> SlotPage | None:
+def decode_page(page: bytes) -> SlotPage | None:
     """What a file that begins with `page` says, None where the slot is not complete."""
     if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC:
         return None
@@ -93,24 +102,24 @@ def decode(page: bytes) -> SlotPage | None:
     if sequence % 2 or page[_CRC_AT:_END] != _crc(sequence, fields):
         return None
     generation, step, world, rank, persist, sharded, data_nbytes, meta_nbytes, meta_crc = _FIELDS.unpack(fields)
-    label = SlotHeader(generation, step, world, rank, bool(persist), bool(sharded))
-    return SlotPage(label, sequence, data_nbytes, meta_nbytes, meta_crc)
+    header = SlotHeader(generation, step, world, rank, bool(persist), bool(sharded))
+    return SlotPage(header, sequence, data_nbytes, meta_nbytes, meta_crc)
 
 
-def complete(memory: mmap.mmap, header: SlotPage) -> None:
+def write_page(memory: mmap.mmap, page: SlotPage) -> None:
     """Make a slot complete whose tensors and metadata are in place: the sequence number is stored last."""
-    label = header.label
+    header = page.header
     fields = _FIELDS.pack(
-        *(label.generation, label.step, label.world, label.rank, label.persist, label.sharded),
-        *(header.data_nbytes, header.meta_nbytes, header.meta_crc),
+        *(header.generation, header.step, header.world, header.rank, header.persist, header.sharded),
+        *(page.data_nbytes, page.meta_nbytes, page.meta_crc),
     )
     memory[_FIELDS_AT:_CRC_AT] = fields
-    memory[_CRC_AT:_END] = _crc(header.sequence, fields)
+    memory[_CRC_AT:_END] = _crc(page.sequence, fields)
     memory[:SEQUENCE_AT] = _MAGIC
-    set_sequence(memory, header.sequence)
+    set_sequence(memory, page.sequence)
 
 
-def sequence_of(memory: mmap.mmap) -> int:
+def get_sequence(memory: mmap.mmap) -> int:
     """The sequence number: odd while the slot is written, even when it is complete."""
     return int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little")
 

@@ -16,7 +16,7 @@ bytes need no checksum here, which at a gigabyte a second would cost far more th
 metadata have one each. Tensors get theirs when they leave memory (`edl.collective.checkpoint.storage.writer`).
 
 This module writes slots, and is the one to import; `reader` finds and copies them, `slot_header` is their format,
-`slots_private` is about those that no agent keeps. None of them knows of torch.
+`private_slots` is about those that no agent keeps. None of them knows of torch.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ import zlib
 from pathlib import Path
 from typing import Final
 
-from edl.collective.checkpoint.memory import private_slots as slots_private
+from edl.collective.checkpoint.memory.private_slots import lock_private_slots, new_private_prefix
 from edl.collective.checkpoint.memory.reader import (
     CompleteSlot,
     SlotCopy,
-    files_of,
-    find,
-    find_marked,
+    find_marked_slots,
+    find_slots,
     kept_prefix,
-    last_sequence,
-    look,
     marked_path,
-    nbytes_of,
-    paths_of,
+    read_sequence,
+    read_slot,
+    slot_files,
+    slot_nbytes,
+    slot_paths,
     spare_path,
     storing_path,
 )
@@ -52,10 +52,11 @@ from edl.collective.checkpoint.memory.slot_header import (
     SEQUENCE_NBYTES,
     SlotHeader,
     SlotPage,
-    complete,
+    StateVersion,
+    get_sequence,
     meta_offset,
-    sequence_of,
     set_sequence,
+    write_page,
 )
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
@@ -66,13 +67,14 @@ __all__ = [
     "CompleteSlot",
     "SlotHeader",
     "SlotPair",
-    "find",
-    "find_marked",
+    "StateVersion",
+    "find_slots",
+    "find_marked_slots",
     "kept_prefix",
-    "make_room",
+    "preallocate_slots",
     "marked_path",
-    "nbytes_of",
-    "paths_of",
+    "slot_nbytes",
+    "slot_paths",
     "spare_path",
     "storing_path",
 ]
@@ -81,12 +83,12 @@ _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python h
 _SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from step to step
 
 
-def make_room(prefix: Path, nbytes: int) -> None:
+def preallocate_slots(prefix: Path, nbytes: int) -> None:
     """Give both slots of a worker that is still to come their memory, so that nobody has to wait for it then.
 
     Where there is not enough, the worker will say so.
     """
-    for path in paths_of(prefix):
+    for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
@@ -106,22 +108,22 @@ class SlotPair:
                 then. Processes that are forked meanwhile hold it as well, for as long as they live.
         """
         self.prefix = prefix
-        self._paths = paths_of(prefix)
+        self._paths = slot_paths(prefix)
         self._maps: list[mmap.mmap | None] = [None, None]
         self._by_inode: dict[int, mmap.mmap] = {}
         self._writing: int | None = None
         self._closed = False
-        self._remove = slots_private.own(self, prefix) if private else None
+        self._remove = lock_private_slots(self, prefix) if private else None
 
     @classmethod
     def from_env(cls) -> SlotPair:
         """The slots named by `EDL_SLOTS`, or private ones where there is no agent."""
         prefix = read("EDL_SLOTS", Path)
-        return cls(prefix) if prefix is not None else cls(slots_private.new_prefix(), private=True)
+        return cls(prefix) if prefix is not None else cls(new_private_prefix(), private=True)
 
     def find(self) -> list[CompleteSlot]:
         """The complete ones, newest first."""
-        return find(self.prefix)
+        return find_slots(self.prefix)
 
     def begin(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state.
@@ -152,12 +154,12 @@ class SlotPair:
         else:
             self._room(1 - number, room)
         # Above every number that was ever here, complete or not: a reader knows by it that a slot is still the same.
-        highest = max(map(last_sequence, self._paths))
+        highest = max(map(read_sequence, self._paths))
         set_sequence(memory, highest + highest % 2 + 1)
         self._writing = number
         return number, memory
 
-    def commit(self, label: SlotHeader, data_nbytes: int, meta: bytes) -> None:
+    def commit(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
         """The tensors are in place: add the metadata, and make the slot the newest complete one."""
         if self._writing is None:
             raise ClosedError("commit() without begin()")
@@ -166,8 +168,8 @@ class SlotPair:
         self._writing = None
         begin = meta_offset(data_nbytes)
         memory[begin : begin + len(meta)] = meta
-        complete(memory, SlotPage(label, sequence_of(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
-        if label.persist:
+        write_page(memory, SlotPage(header, get_sequence(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
+        if header.persist:
             self._mark(path)
 
     @property
@@ -188,7 +190,7 @@ class SlotPair:
     def keep_only(self, kept: CompleteSlot) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]
-        found = look(other)
+        found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
             _spoil(found)
 
@@ -225,14 +227,14 @@ class SlotPair:
     def _forget_gone(self) -> None:
         """Let go of mappings of files that have no name here any more: they would hold the memory."""
         left = set()
-        for path in (*files_of(self.prefix), *paths_of(kept_prefix(self.prefix))):
+        for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
             with contextlib.suppress(FileNotFoundError):
                 left.add(path.stat().st_ino)
         self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
 
     def newest(self) -> CompleteSlot | None:
         """The complete slot that was written last."""
-        return max((one for one in map(look, self._paths) if one), key=lambda one: one.sequence, default=None)
+        return max((one for one in map(read_slot, self._paths) if one), key=lambda one: one.sequence, default=None)
 
     def _room(self, number: int, nbytes: int) -> mmap.mmap:
         """The mapping of a slot with at least `nbytes`, its pages in place."""

@@ -118,13 +118,13 @@ def global_rank(rank: int, group: Group = None) -> int:
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
-def send_slot(label: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
+def send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
     """Send a slot's contents to the global rank `dst`, which calls `receive_slot`.
 
     Args:
         data: uint8 [nbytes], on the CPU.
     """
-    head = to_json([label.generation, label.step, label.world, label.rank, label.sharded, data.numel()])
+    head = to_json([header.generation, header.step, header.world, header.rank, header.sharded, data.numel()])
     for part in (_tensor_of(head), _tensor_of(meta)):
         dist.send(torch.tensor([part.numel()], device=_device(group)), dst, group)
         _send(part, dst, group)

@@ -105,7 +105,7 @@ class SlotWriter:
         self,
         state: State,
         slots: SlotPair,
-        label: SlotHeader,
+        header: SlotHeader,
         then: Callable[[float], object],
         *,
         at_once: bool = False,
@@ -139,7 +139,7 @@ class SlotWriter:
 
             def commit() -> None:
                 if watched.still() and watched.same_as(copies):
-                    slots.commit(replace(label, sharded=bool(captured.holders)), nbytes, captured.meta)
+                    slots.commit(replace(header, sharded=bool(captured.holders)), nbytes, captured.meta)
                     self._complete = True
                     then(time.perf_counter() - begin)
 

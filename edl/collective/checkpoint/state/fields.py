@@ -13,19 +13,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.state.sharding import box_of, tensors_in
-from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, place_of, resume
+from edl.collective.checkpoint.state.sharding import local_box, walk_tensors
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, loader_position, resume_loader
 from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
-__all__ = ["FieldKind", "aliased", "check_loadable", "kind_of", "load", "names_of", "take", "templates"]
+__all__ = [
+    "FieldKind",
+    "in_place_tensors",
+    "check_loadable",
+    "field_kind",
+    "load_field",
+    "parameter_names",
+    "field_form",
+    "optimizer_parameters",
+]
 
 FieldKind = Literal["module", "optimizer", "object", "value"]
 Names = Mapping[int, str]
 """id() of a parameter -> its name."""
 
 
-def kind_of(value: Any) -> FieldKind:
+def field_kind(value: Any) -> FieldKind:
     """Which kind of field this is."""
     if isinstance(value, nn.Module):
         return "module"
@@ -36,7 +45,7 @@ def kind_of(value: Any) -> FieldKind:
     return "value"
 
 
-def names_of(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
+def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
     """The names of all parameters of the modules among `fields`; with the field's own where two have the same."""
     names: dict[int, str] = {}
     taken: set[str] = set()
@@ -49,18 +58,18 @@ def names_of(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
     return names
 
 
-def take(value: Any, names: Names) -> Any:
+def field_form(value: Any, names: Names) -> Any:
     """The field as plain values and tensors."""
     if isinstance(value, nn.Module):
         return dict(unwrapped(value).state_dict())
     if isinstance(value, torch.optim.Optimizer):
         return _by_name(value, names)
     if is_stateful_loader(value):
-        return place_of(value)
-    return value.state_dict() if kind_of(value) == "object" else value
+        return loader_position(value)
+    return value.state_dict() if field_kind(value) == "object" else value
 
 
-def aliased(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
+def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
     """Which tensors of a field may be overwritten where they are, by their keys in the state.
 
     A module's parameters and buffers, if what its `state_dict` gives is their memory and not a copy; an optimizer's
@@ -83,23 +92,23 @@ def aliased(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
             for key, tensor in one.items()
             if isinstance(tensor, torch.Tensor)
         }
-    if kind_of(value) == "object":
+    if field_kind(value) == "object":
         return {}
-    return {key: tensor for key, tensor in tensors_in(value, (field,)) if key == field or _is_trained(tensor)}
+    return {key: tensor for key, tensor in walk_tensors(value, (field,)) if key == field or _is_trained(tensor)}
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
-def templates(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
+def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
     """For an optimizer: the parameters that its state is sharded like, by the state's keys without their last part."""
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
 
 
-def load(field: str, value: Any, form: Any, names: Names) -> Any:
+def load_field(field: str, value: Any, form: Any, names: Names) -> Any:
     """Put a restored form into a field. Returns what the field is from now on.
 
     Raises:
@@ -110,8 +119,8 @@ def load(field: str, value: Any, form: Any, names: Names) -> Any:
     elif isinstance(value, torch.optim.Optimizer):
         _load_optimizer(field, value, form, names)
     elif is_stateful_loader(value):
-        resume(value, form)
-    elif kind_of(value) == "object":
+        resume_loader(value, form)
+    elif field_kind(value) == "object":
         _load_object(field, value, form)
     else:
         return form
@@ -120,7 +129,7 @@ def load(field: str, value: Any, form: Any, names: Names) -> Any:
 
 def _load_module(field: str, module: nn.Module, form: Any) -> None:
     current = module.state_dict()
-    inplace = aliased(field, module, current)
+    inplace = in_place_tensors(field, module, current)
     if current.keys() == form.keys() and all(
         isinstance(one, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(one, current[key])
         for key, one in form.items()
@@ -138,7 +147,7 @@ def check_loadable(field: str, value: Any) -> None:
     Raises:
         SettingsError: that takes no argument, or wants more than one.
     """
-    if kind_of(value) != "object":
+    if field_kind(value) != "object":
         return
     try:
         inspect.signature(value.load_state_dict).bind({})
@@ -161,7 +170,7 @@ def _load_object(field: str, value: Any, form: Any) -> None:
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other:
         return True
-    mine, theirs = box_of(one)[0], box_of(other)[0]
+    mine, theirs = local_box(one)[0], local_box(other)[0]
     return (
         mine.shape == theirs.shape
         and mine.stride() == theirs.stride()

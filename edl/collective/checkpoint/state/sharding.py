@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from edl.collective.checkpoint.encoding import DEEPEST, Path, dotted
+from edl.collective.checkpoint.encoding import MAX_DEPTH, Path, dotted
 from edl.collective.checkpoint.state.snapshot import ShardLayout
 from edl.errors import SettingsError
 
-__all__ = ["LiveMeshes", "box_of", "holders_of", "is_sharded", "layout_of", "tensors_in"]
+__all__ = ["LiveMeshes", "local_box", "shard_holders", "is_sharded", "shard_layout", "walk_tensors"]
 
 Shape = tuple[int, ...]
 
@@ -31,7 +31,7 @@ def is_sharded(tensor: object) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
-def box_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
+def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
     """The part of a tensor that this rank holds, and where it begins in the whole.
 
     Raises:
@@ -51,7 +51,7 @@ def box_of(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
     return local, tuple(int(start) for start in starts)
 
 
-def layout_of(tensor: Any) -> ShardLayout:
+def shard_layout(tensor: Any) -> ShardLayout:
     """How a `DTensor` lies over the ranks, in words that make another one like it."""
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
@@ -70,7 +70,7 @@ def _words_of(placement: Any) -> tuple[int, ...]:
     raise SettingsError(f"a DTensor with the placement {placement!r} cannot be saved: redistribute it to Shard first")
 
 
-def holders_of(tensor: Any) -> frozenset[int]:
+def shard_holders(tensor: Any) -> frozenset[int]:
     """The global ranks that hold the same part of a `DTensor` as this rank: more than one in HSDP."""
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
@@ -82,18 +82,18 @@ def holders_of(tensor: Any) -> frozenset[int]:
     return frozenset(int(rank) for rank in mesh.mesh[index].flatten().tolist())
 
 
-def tensors_in(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def walk_tensors(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in nested containers with their `TensorCollector` keys, as deep as can be saved."""
     if isinstance(form, torch.Tensor):
         yield dotted(path), form
-    elif len(path) > DEEPEST:
+    elif len(path) > MAX_DEPTH:
         return
     elif isinstance(form, dict):
         for key, value in form.items():
-            yield from tensors_in(value, (*path, key))
+            yield from walk_tensors(value, (*path, key))
     elif isinstance(form, list | tuple | collections.deque):
         for index, value in enumerate(form):
-            yield from tensors_in(value, (*path, index))
+            yield from walk_tensors(value, (*path, index))
 
 
 class LiveMeshes:
@@ -106,7 +106,7 @@ class LiveMeshes:
             if is_sharded(tensor):
                 mesh = tensor.device_mesh  # type: ignore[attr-defined]
                 if mesh not in self._meshes:
-                    self._meshes[mesh] = layout_of(tensor)
+                    self._meshes[mesh] = shard_layout(tensor)
 
     def match(self, layout: ShardLayout) -> Any:
         """The mesh with the same ranks, or else the same shape, or else as many dimensions; None if there is none.

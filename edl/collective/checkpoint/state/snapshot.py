@@ -19,8 +19,8 @@ __all__ = [
     "TensorEntry",
     "ShardLayout",
     "StateMetadata",
-    "lay_out",
-    "overlap",
+    "tensor_offsets",
+    "box_overlap",
     "pack_meta",
     "pack_table",
     "parse_meta",
@@ -120,7 +120,7 @@ class StateMetadata:
         return bool(self.per_rank) or any(entry.scope == "shard" for entry in self.entries)
 
 
-def lay_out(sizes: Sequence[int]) -> list[int]:
+def tensor_offsets(sizes: Sequence[int]) -> list[int]:
     """Offsets of tensors of `sizes` bytes, one behind the other."""
     offsets, end = [], 0
     for size in sizes:
@@ -210,7 +210,7 @@ def _holds_together(entry: TensorEntry) -> bool:
     )
 
 
-def overlap(
+def box_overlap(
     starts: Sequence[int], shape: Sequence[int], other_starts: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What two boxes of one tensor have in common.

@@ -11,12 +11,26 @@ from typing import Any, Final
 import torch
 
 from edl.collective.checkpoint.encoding import decode, encode
-from edl.collective.checkpoint.state import fields as state_fields
-from edl.collective.checkpoint.state import rng as state_rng
-from edl.collective.checkpoint.state.sharding import LiveMeshes, tensors_in
+from edl.collective.checkpoint.state.fields import (
+    check_loadable,
+    field_form,
+    field_kind,
+    in_place_tensors,
+    load_field,
+    optimizer_parameters,
+    parameter_names,
+)
+from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
+from edl.collective.checkpoint.state.sharding import LiveMeshes, walk_tensors
 from edl.collective.checkpoint.state.snapshot import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
-from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare
-from edl.collective.checkpoint.state.tensors import LiveTensors, RestoreTarget, TensorCollector, refusal, view_of
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare_loader
+from edl.collective.checkpoint.state.tensors import (
+    LiveTensors,
+    RestoreTarget,
+    TensorCollector,
+    unrestorable_error,
+    view_of,
+)
 from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
 
@@ -143,12 +157,12 @@ class State:
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
         """Put the random number generators that this state saves back after the block."""
-        drawn = state_rng.take() if self._rng else None
+        drawn = capture_random_states() if self._rng else None
         try:
             yield
         finally:
             if drawn is not None:
-                state_rng.restore(drawn)
+                restore_random_states(drawn)
 
     def per_rank(self) -> frozenset[str]:
         """Return the names of the fields that belong to each rank alone and must not be lost."""
@@ -166,7 +180,7 @@ class State:
             SettingsError: a field holds something that cannot be saved.
         """
         gathered = TensorCollector()
-        names = state_fields.names_of(self._fields.items())
+        names = parameter_names(self._fields.items())
         kinds: dict[str, str] = {}
         tree: dict[str, bytes] = {}
         local: dict[str, bytes] = {}
@@ -174,13 +188,13 @@ class State:
         for name, value in self._fields.items():
             own = name in self._local or name in per_rank
             gathered.scope = "local" if own else "replicated"
-            kinds[name] = kind = state_fields.kind_of(value)
+            kinds[name] = kind = field_kind(value)
             gathered.made_anew = kind in ("object", "value")
-            form = encode(state_fields.take(value, names), gathered, (name,))
+            form = encode(field_form(value, names), gathered, (name,))
             (local if own else tree)[name] = form
         if self._rng:
             gathered.scope = "local"
-            local[_RNG] = encode(state_rng.take(), gathered, (_RNG,))
+            local[_RNG] = encode(capture_random_states(), gathered, (_RNG,))
         entries = gathered.entries()
         holders = frozenset([rank_of(None)]) if per_rank else gathered.holders
         laid_out = (entries, gathered.layouts, holders)
@@ -198,27 +212,27 @@ class State:
         """
         vars(self)["_meshes"] = self._live(self._fields).meshes
         for loader in filter(is_stateful_loader, self._fields.values()):
-            prepare(loader)
+            prepare_loader(loader)
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
         for name, value in self._fields.items():
-            state_fields.check_loadable(name, value)
+            check_loadable(name, value)
         for entry in entries:
             if entry.layout >= 0 and self._meshes is not None and self._meshes.match(layouts[entry.layout]) is None:
-                raise refusal(entry, layouts[entry.layout])
+                raise unrestorable_error(entry, layouts[entry.layout])
 
     def _live(self, wanted: Collection[str]) -> LiveTensors:
         """The tensors of the fields `wanted`, and all meshes."""
         in_place: dict[str, torch.Tensor] = {}
         alike: dict[str, torch.Tensor] = {}
         parameters: dict[str, torch.Tensor] = {}
-        names = state_fields.names_of(self._fields.items())
+        names = parameter_names(self._fields.items())
         for name, value in self._fields.items():
             if name in wanted:
-                taken = state_fields.take(value, names)
-                in_place.update(state_fields.aliased(name, value, taken))
-                alike.update(tensors_in(taken, (name,)))
-                parameters.update(state_fields.templates(name, value, names))
+                taken = field_form(value, names)
+                in_place.update(in_place_tensors(name, value, taken))
+                alike.update(walk_tensors(taken, (name,)))
+                parameters.update(optimizer_parameters(name, value, names))
         return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
 
     def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
@@ -248,7 +262,7 @@ class StateRestore:
         self._state = state
         self._meta = meta
         self._forms = {**meta.tree, **(meta.local if local else {})}
-        self._names = state_fields.names_of(state._fields.items())
+        self._names = parameter_names(state._fields.items())
         live = state._live(self._forms)
         self._targets: dict[str, RestoreTarget] = {}
         for entry in meta.entries:
@@ -289,17 +303,17 @@ class StateRestore:
             if name != _RNG:
                 self._load_field(name, decode(form, self._back))
         if _RNG in self._forms and self._state._rng:
-            state_rng.restore(decode(self._forms[_RNG], self._back))
+            restore_random_states(decode(self._forms[_RNG], self._back))
         for name in set(self._state) - self._meta.kinds.keys():
             _log.warning("the saved state has no field %s: it stays as it is", name)
 
     def _load_field(self, name: str, form: Any) -> None:
         if name in self._state._fields:
             current = self._state._fields[name]
-            saved, kind = self._meta.kinds.get(name), state_fields.kind_of(current)
+            saved, kind = self._meta.kinds.get(name), field_kind(current)
             if saved != kind:
                 raise SettingsError(f"field {name} was saved as {saved}, and is {kind} now")
-            self._state._fields[name] = state_fields.load(name, current, form, self._names)
+            self._state._fields[name] = load_field(name, current, form, self._names)
         elif self._meta.kinds.get(name) == "value":
             self._state._fields[name] = form
         else:

@@ -22,7 +22,7 @@ from torch.utils.data._utils import fetch
 
 from edl.errors import SettingsError
 
-__all__ = ["is_stateful_loader", "place_of", "prepare", "resume"]
+__all__ = ["is_stateful_loader", "loader_position", "prepare_loader", "resume_loader"]
 
 
 def is_stateful_loader(value: Any) -> bool:
@@ -32,14 +32,14 @@ def is_stateful_loader(value: Any) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def prepare(loader: Any) -> None:
+def prepare_loader(loader: Any) -> None:
     """Have the worker processes of a `StatefulDataLoader` say when their streams have ended, before they are made."""
     is_stream = isinstance(loader.dataset, IterableDataset)
     if loader.num_workers and is_stream and not isinstance(loader.worker_init_fn, _WorkerInit):
         loader.worker_init_fn = _WorkerInit(loader.worker_init_fn)
 
 
-def place_of(loader: Any) -> dict[str, Any]:
+def loader_position(loader: Any) -> dict[str, Any]:
     """Return where a `StatefulDataLoader` is, as plain values and tensors; {} for one that was not iterated over.
 
     Raises:
@@ -59,7 +59,7 @@ def place_of(loader: Any) -> dict[str, Any]:
     return {"state": state, "generator": None if generator is None else generator.get_state()}
 
 
-def resume(loader: Any, place: dict[str, Any]) -> None:
+def resume_loader(loader: Any, place: dict[str, Any]) -> None:
     """Have the next iteration of a `StatefulDataLoader` go on from a place.
 
     The iterator is made when the loop asks for it, after `set_epoch` of a sampler.
@@ -81,7 +81,7 @@ class _Resumption:
         loader = self._loader
         del loader._get_iterator
         drawn = torch.get_rng_state()
-        prepare(loader)
+        prepare_loader(loader)
         begin_worker = loader.worker_init_fn
         if isinstance(begin_worker, _WorkerInit):
             begin_worker.ended = _ended_workers(self.place["state"])

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
 from edl.collective.checkpoint.encoding import Path, dotted
-from edl.collective.checkpoint.state.sharding import LiveMeshes, box_of, holders_of, is_sharded, layout_of
-from edl.collective.checkpoint.state.snapshot import Scope, ShardLayout, TensorEntry, lay_out, overlap
+from edl.collective.checkpoint.state.sharding import LiveMeshes, is_sharded, local_box, shard_holders, shard_layout
+from edl.collective.checkpoint.state.snapshot import Scope, ShardLayout, TensorEntry, box_overlap, tensor_offsets
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["TensorCollector", "LiveTensors", "RestoreTarget", "refusal", "view_of"]
+__all__ = ["TensorCollector", "LiveTensors", "RestoreTarget", "unrestorable_error", "view_of"]
 
 Shape = tuple[int, ...]
 _Row = tuple[str, str, Shape, Shape, Shape, Scope, int, str, int]
@@ -55,7 +55,7 @@ class TensorCollector:
         self._keys.add(key)
         tensor = value if isinstance(value, torch.Tensor) else _bytes_of(value)
         _check_plain(key, tensor, self.made_anew)
-        local, starts = box_of(tensor)
+        local, starts = local_box(tensor)
         if is_sharded(tensor):
             _check_plain(key, local, made_anew=True)
         scope: Scope = "shard" if is_sharded(tensor) and self.scope == "replicated" else self.scope
@@ -70,7 +70,7 @@ class TensorCollector:
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """The table of what was taken."""
-        offsets = lay_out([row[6] for row in self._rows])
+        offsets = tensor_offsets([row[6] for row in self._rows])
         return tuple(TensorEntry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
 
     def _layout_of(self, tensor: Any) -> tuple[int, frozenset[int]]:
@@ -79,8 +79,8 @@ class TensorCollector:
             return -1, frozenset()
         known = (tensor.device_mesh, tensor.placements)
         if known not in self._known:
-            self._known[known] = len(self.layouts), holders_of(tensor)
-            self.layouts.append(layout_of(tensor))
+            self._known[known] = len(self.layouts), shard_holders(tensor)
+            self.layouts.append(shard_layout(tensor))
         return self._known[known]
 
 
@@ -150,7 +150,7 @@ class RestoreTarget:
     @classmethod
     def of(cls, key: str, value: torch.Tensor) -> RestoreTarget:
         """Fill `value`, or this rank's part of it."""
-        local, starts = box_of(value)
+        local, starts = local_box(value)
         return cls(key, value, local, starts, local.numel())
 
     @torch.no_grad()
@@ -160,7 +160,7 @@ class RestoreTarget:
             self.local.copy_(part)
             self.missing = 0
             return
-        common = overlap(self.starts, self.local.shape, starts, part.shape)
+        common = box_overlap(self.starts, self.local.shape, starts, part.shape)
         if common is not None:
             mine = self.local[common[0]]
             mine.copy_(part[common[1]])
@@ -230,7 +230,7 @@ _NO_MESH = (
 )
 
 
-def refusal(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
+def unrestorable_error(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
     """The error of a save that no restart could make use of."""
     return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
 

@@ -36,7 +36,7 @@ from edl.collective.checkpoint.storage.filesystem import ChecksumWriter
 from edl.collective.checkpoint.storage.manifest import FileDigest, RankManifest
 from edl.errors import ProtocolError
 
-__all__ = ["RankFileItems", "metadata", "tensor_in", "write_rank"]
+__all__ = ["RankFileItems", "pack_dcp_metadata", "read_tensor", "write_rank_file"]
 
 _VERSION = "1.0.0"
 _LOCAL_HEADER = struct.Struct("<26xHH")
@@ -53,15 +53,15 @@ class RankFileItems:
 
     def piece(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
         """The piece that describes the file."""
-        label = copy.label
+        header = copy.header
         form = from_json(copy.meta)
-        return RankManifest(label.rank, label.world, file, summed, self.tensors, self.values, self.paths, form)
+        return RankManifest(header.rank, header.world, file, summed, self.tensors, self.values, self.paths, form)
 
 
-def write_rank(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
+def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
     """Write what one rank stores: its shards and its own, and with rank 0 what all ranks share."""
     meta = parse_meta(copy.meta)
-    first = copy.label.rank == 0
+    first = copy.header.rank == 0
     if first:
         flat, items.paths = _flat(meta, copy)
         for key, value in flat.items():
@@ -101,7 +101,7 @@ def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str
     return flat, paths
 
 
-def metadata(pieces: Iterable[RankManifest]) -> bytes:
+def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
     """DCP's `.metadata` of a checkpoint."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
@@ -167,7 +167,7 @@ class _ViewFile(io.RawIOBase):
         return len(part)
 
 
-def tensor_in(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
+def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
     """The tensor in an item of a file; it shares the item's memory.
 
     Args:

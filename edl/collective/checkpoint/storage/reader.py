@@ -19,14 +19,14 @@ import torch
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.restore import RestoredState
-from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, overlap, read_meta
+from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, box_overlap, read_meta
 from edl.collective.checkpoint.state.state import State, StateRestore
 from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
 from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, Manifest, RankManifest
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError, TemporaryError
 
-__all__ = ["newest", "restore"]
+__all__ = ["newest_stored", "restore_from_storage"]
 
 _log = logging.getLogger(__name__)
 
@@ -72,13 +72,13 @@ class _Span:
 
     def tensor(self, item: _Item, *, check: bool = False) -> torch.Tensor:
         """One of the items, sharing the memory of what was read."""
-        from edl.collective.checkpoint.storage.dcp import tensor_in  # torch's part for that, which only this needs
+        from edl.collective.checkpoint.storage.dcp import read_tensor  # torch's part for that, which only this needs
 
         view = memoryview(self.data)[item.begin - self.begin : item.end - self.begin]
-        return tensor_in(view, item.entry, check=check)
+        return read_tensor(view, item.entry, check=check)
 
 
-def restore(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
+def restore_from_storage(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
     """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
 
     Returns:
@@ -98,7 +98,7 @@ def restore(state: State, url: str, group: transfer.Group = None) -> RestoredSta
     return None
 
 
-def newest(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
+def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
     """Generation and step of the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
 
     Args:
@@ -303,4 +303,4 @@ def _touches(loading: StateRestore, entry: TensorEntry) -> bool:
     target = loading.targets.get(entry.key)
     if target is None or not entry.nbytes:
         return False
-    return overlap(target.starts, target.local.shape, entry.starts, entry.shape) is not None
+    return box_overlap(target.starts, target.local.shape, entry.starts, entry.shape) is not None

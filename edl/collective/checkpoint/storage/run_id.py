@@ -12,12 +12,12 @@ from __future__ import annotations
 import secrets
 import time
 
-__all__ = ["new_run", "run_name"]
+__all__ = ["new_run_id", "run_name"]
 
 _RANDOM_BITS = 31
 
 
-def new_run() -> int:
+def new_run_id() -> int:
     """A number that nobody else has, above that of every run that began a second ago or earlier; 63 bits, above 0."""
     return int(time.time()) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS) or 1
 

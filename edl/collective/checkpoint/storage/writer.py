@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotCopy, find, find_marked, marked_path, storing_path
+from edl.collective.checkpoint.memory.slots import (
+    CompleteSlot,
+    SlotCopy,
+    StateVersion,
+    find_marked_slots,
+    find_slots,
+    marked_path,
+    storing_path,
+)
 from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
 from edl.collective.checkpoint.storage.manifest import (
     MANIFEST,
@@ -35,7 +43,6 @@ __all__ = ["WriteOutcome", "CheckpointWriter"]
 
 _log = logging.getLogger(__name__)
 
-State = tuple[int, int, int]
 _WRITERS = 4
 """Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
 one, where each more makes the first to be complete later."""
@@ -77,7 +84,7 @@ class CheckpointWriter:
         self._run = run
         self._keep = max(1, keep)
         self._fence = fence or (lambda: True)
-        self._done: State | None = None
+        self._done: StateVersion | None = None
 
     @property
     def taken(self) -> int:
@@ -136,12 +143,12 @@ class CheckpointWriter:
 
     def _choose(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
-    ) -> tuple[State, list[CompleteSlot]] | None:
+    ) -> tuple[StateVersion, list[CompleteSlot]] | None:
         """The newest state in all slots, and where it is."""
-        held: list[dict[State, CompleteSlot]] = []
+        held: list[dict[StateVersion, CompleteSlot]] = []
         for prefix in slots:
-            here = find_marked(prefix) if marked else find(prefix)
-            held.append({_state_of(found): found for found in reversed(here)})
+            here = find_marked_slots(prefix) if marked else find_slots(prefix)
+            held.append({found.header.version: found for found in reversed(here)})
         common = set.intersection(*map(set, held)) if held else set()
         wanted = [
             state
@@ -150,7 +157,7 @@ class CheckpointWriter:
             and (generation is None or state[0] == generation)
             and (self._done is None or state > self._done)
         ]
-        return (max(wanted), [labels[max(wanted)] for labels in held]) if wanted else None
+        return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
 
     def _store(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> bool:
         """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
@@ -165,7 +172,7 @@ class CheckpointWriter:
             wanted = {
                 prefix: slot
                 for prefix, slot in found.items()
-                if RankManifest.name(slot.label.rank) not in there or not self._has(name, slot)
+                if RankManifest.name(slot.header.rank) not in there or not self._has(name, slot)
             }
             pinned: list[SlotCopy] = []
             for prefix, slot in wanted.items():
@@ -214,19 +221,19 @@ class CheckpointWriter:
     def _has(self, name: CheckpointName, found: CompleteSlot) -> bool:
         """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
         try:
-            piece = RankManifest.parse(self._folder.read(name, RankManifest.name(found.label.rank)))
+            piece = RankManifest.parse(self._folder.read(name, RankManifest.name(found.header.rank)))
         except ProtocolError:
             return False
-        return (piece.run, piece.world) == (name.run, found.label.world)
+        return (piece.run, piece.world) == (name.run, found.header.world)
 
     def _write(self, name: CheckpointName, copy: SlotCopy) -> None:
-        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank  # torch, which only this needs
+        from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # torch, which only this needs
 
-        rank, items = copy.label.rank, RankFileItems()
+        rank, items = copy.header.rank, RankFileItems()
         file = f"__{rank}_0.distcp"
 
         def write(stream: ChecksumWriter) -> None:
-            write_rank(copy, stream, items)
+            write_rank_file(copy, stream, items)
 
         summed = self._folder.write(name, file, write)
         piece = replace(items.piece(copy, file, summed), run=name.run)
@@ -259,7 +266,7 @@ class CheckpointWriter:
         return True  # or another node was faster
 
     def _manifest(self, name: CheckpointName, world: int) -> Manifest:
-        from edl.collective.checkpoint.storage.dcp import metadata
+        from edl.collective.checkpoint.storage.dcp import pack_dcp_metadata
 
         files: dict[str, FileDigest] = {}
         pieces = []
@@ -273,7 +280,7 @@ class CheckpointWriter:
             pieces.append(piece)
             files[RankManifest.name(rank)] = FileDigest.of(data)
             files[piece.file] = piece.summed
-        packed = metadata(pieces)
+        packed = pack_dcp_metadata(pieces)
         files[METADATA] = self._folder.put(name, METADATA, packed)
         return Manifest(name.step, name.generation, world, files, name.run)
 
@@ -297,13 +304,9 @@ class CheckpointWriter:
             return False
 
 
-def _state_of(found: CompleteSlot) -> State:
-    return found.label.generation, found.label.step, found.label.world
-
-
-def _unmark(slots: Sequence[Path], stored: State) -> None:
+def _unmark(slots: Sequence[Path], stored: StateVersion) -> None:
     """Let go of marked states up to the one that is stored."""
     for prefix in slots:
-        for found in find_marked(prefix):
-            if _state_of(found) <= stored:
+        for found in find_marked_slots(prefix):
+            if found.header.version <= stored:
                 marked_path(prefix).unlink(missing_ok=True)

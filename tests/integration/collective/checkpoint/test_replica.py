@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, kept_prefix, stamp_of
-from edl.collective.checkpoint.memory.slots import find
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder, kept_prefix
+from edl.collective.checkpoint.memory.slots import find_slots
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.replica.replicator import Replicator
 from edl.collective.replica.schedule import ReplicaPace
@@ -72,7 +72,7 @@ class Nodes:
 
 
 def has_step(prefix: Path, step: int) -> bool:
-    return any(one.label.step == step for one in find(prefix))
+    return any(one.header.step == step for one in find_slots(prefix))
 
 
 @pytest.fixture
@@ -112,8 +112,8 @@ def test_restored_replica_is_replicated(tmp_path: Path, nodes: Nodes) -> None:
     nodes.form(1)
     saved = run(2, "resume", tmp_path, kind="fsdp", generation=1, steps=4, **REST)
     assert [one["first"] for one in saved] == [3, 3], "what was trained after the third step is lost"
-    kept = find(kept_prefix(tmp_path / SLOTS[0]))
-    assert [stamp_of(one.label) for one in kept] == [(1, 5, 2), (0, 2, 3)]
+    kept = find_slots(kept_prefix(tmp_path / SLOTS[0]))
+    assert [one.header.version for one in kept] == [(1, 5, 2), (0, 2, 3)]
     nodes.replicated(5, [0, 2])
     nodes.lose(2)
     (alone,) = run(1, "restore", tmp_path, kind="fsdp", generation=2, slots=SLOTS[:1], replicas=REPLICAS[:1])

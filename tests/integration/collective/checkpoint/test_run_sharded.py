@@ -29,7 +29,7 @@ def wait_for_replicas(job: Job, generation: int, nodes: list[Node]) -> None:
 
     def there() -> bool:
         folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
-        return all(any(one.label.generation == generation for one in folder.found()) for folder in folders)
+        return all(any(one.header.generation == generation for one in folder.found()) for folder in folders)
 
     wait_until(there, f"replicas of generation {generation}", 30.0)
 

@@ -15,7 +15,7 @@ import pytest
 
 from edl.collective.agent import host_folder as host
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find, make_room
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots, preallocate_slots
 from edl.errors import EDLError
 
 
@@ -47,7 +47,7 @@ def test_left_state_is_taken_over(job: str) -> None:
     first.close(keep=True)
     second = HostFolder(job, "b")
     assert (second.previous_owner, second.path) == ("a", first.path)
-    assert [found.label.step for found in find(Path(second.slots(0)))] == [7]
+    assert [found.header.step for found in find_slots(Path(second.slots(0)))] == [7]
     second.close(keep=False)
 
 
@@ -173,7 +173,7 @@ def test_incomplete_folder_is_not_kept(job: str) -> None:
     """A folder without a complete state is not kept."""
     first = HostFolder(job, "a")
     first.status_page(0).write_bytes(b"x")
-    make_room(Path(first.slots(0)), 1 << 20)
+    preallocate_slots(Path(first.slots(0)), 1 << 20)
     first.close(keep=True)
     assert not first.path.exists()
 

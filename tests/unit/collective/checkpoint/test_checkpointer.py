@@ -12,7 +12,7 @@ import pytest
 
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import SlotPair, find
+from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
@@ -32,7 +32,7 @@ def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
 
 
 def steps(tmp_path: Path) -> list[int]:
-    return [found.label.step for found in find(tmp_path / "slots")]
+    return [found.header.step for found in find_slots(tmp_path / "slots")]
 
 
 def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: WorkerStatusPage) -> None:
@@ -98,7 +98,7 @@ def test_another_world_saves_at_once(tmp_path: Path, agent: WorkerStatusPage) ->
         assert [step for step in range(3) if checkpointer.save(step)] == [0]
         checkpointer.renew(7)
         assert checkpointer.save(3)
-    assert find(tmp_path / "slots")[0].label.generation == 7
+    assert find_slots(tmp_path / "slots")[0].header.generation == 7
 
 
 def test_default_interval_keeps_saving_cheap(tmp_path: Path, agent: WorkerStatusPage) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.memory.choice import choose
+from edl.collective.checkpoint.memory.choice import choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader
 from edl.collective.checkpoint.pace import SaveSchedule
 from edl.errors import SettingsError
@@ -52,24 +52,24 @@ def test_useless_settings_are_refused(given: dict[str, float]) -> None:
 def test_newest_generation_is_chosen() -> None:
     """The newest state of the newest generation is chosen."""
     offers = [[SlotHeader(1, 20, 2, 0)], [SlotHeader(2, 15, 2, 1), SlotHeader(2, 14, 2, 1)], []]
-    choice = choose(offers)
+    choice = choose_state(offers)
     assert choice is not None
     assert (choice.generation, choice.step) == (2, 15)
     assert choice.sources == (1, 1, 1)
-    assert choose([[], []]) is None
+    assert choose_state([[], []]) is None
 
 
 def test_each_rank_gets_its_own_where_it_can() -> None:
     both = [SlotHeader(3, 8, 2, rank) for rank in range(2)]
-    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
     assert choice is not None
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
         "rank 1 would begin its random numbers anew"
     )
-    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], []])
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], []])
     assert choice is not None
     assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
-    choice = choose([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
     assert choice is not None
     assert choice.step == 9, "in a world of another size nobody's random numbers come back"
 
@@ -77,7 +77,7 @@ def test_each_rank_gets_its_own_where_it_can() -> None:
 def test_a_sharded_state_needs_all_its_parts() -> None:
     newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
     older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]
-    choice = choose([[*newer, older[0]], [older[1]]])
+    choice = choose_state([[*newer, older[0]], [older[1]]])
     assert choice is not None
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
 
@@ -85,54 +85,54 @@ def test_a_sharded_state_needs_all_its_parts() -> None:
 def test_moved_ranks_get_their_own_parts() -> None:
     """Ranks that changed places get their own parts."""
     offers = [[SlotHeader(1, 8, 2, 1, sharded=True)], [SlotHeader(1, 8, 2, 0, sharded=True)]]
-    choice = choose(offers)
+    choice = choose_state(offers)
     assert choice is not None
     assert (choice.sources, choice.parts) == ((1, 0), (0, 1))
 
 
 def test_sharded_state_in_another_world() -> None:
     """A sharded state in a world of another size is put together."""
-    choice = choose([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
+    choice = choose_state([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
     assert choice is not None
     assert (choice.holders, choice.sources) == ((0, 1), ())
 
 
 # Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
 _HSDP = [SlotHeader(1, 8, 4, rank, sharded=True) for rank in range(4)]
-_SAME = {label: (label.rank % 2, label.rank % 2 + 2) for label in _HSDP}
+_SAME = {header: (header.rank % 2, header.rank % 2 + 2) for header in _HSDP}
 
 
 def test_ranks_with_the_same_shards_stand_in() -> None:
-    again = choose([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
+    again = choose_state([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
     assert again is not None
     assert (again.sources, again.parts, again.holders) == ((2, 3, 2, 3), (2, 3, 2, 3), (-1, -1, 2, 3))
-    smaller = choose([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
+    smaller = choose_state([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
     assert smaller is not None
     assert (smaller.sources, smaller.holders) == ((), (0, -1, -1, 1))
-    assert choose([[_HSDP[1]], [_HSDP[3]]], same=_SAME) is None, "half of the shards is no state"
-    assert choose([[_HSDP[2]], [_HSDP[3]]]) is None, "nothing is known of who holds the same"
+    assert choose_state([[_HSDP[1]], [_HSDP[3]]], same=_SAME) is None, "half of the shards is no state"
+    assert choose_state([[_HSDP[2]], [_HSDP[3]]]) is None, "nothing is known of who holds the same"
 
 
 def test_a_stand_in_comes_before_a_replica() -> None:
-    choice = choose([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
+    choice = choose_state([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
     assert choice is not None
     assert not choice.from_replicas
-    choice = choose([[_HSDP[0]], []], [[], [_HSDP[3]]], _SAME)
+    choice = choose_state([[_HSDP[0]], []], [[], [_HSDP[3]]], _SAME)
     assert choice is None, "a replica does not say who else held its shards"
 
 
 @given(st.lists(st.lists(st.builds(SlotHeader, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
                          max_size=2), min_size=1, max_size=5))  # fmt: skip
 def test_whoever_gives_a_state_has_it(offers: list[list[SlotHeader]]) -> None:
-    choice = choose(offers)
+    choice = choose_state(offers)
     assert (choice is None) == (not any(offers))
     if choice is not None:
-        labels = {one for row in offers for one in row}
-        newest = max((one.generation, one.step) for one in labels)
-        parts = Counter((one.generation, one.step) for one in labels)
+        headers = {one for row in offers for one in row}
+        newest = max((one.generation, one.step) for one in headers)
+        parts = Counter((one.generation, one.step) for one in headers)
         entire = [state for state in parts if parts[state] == 3 == len(offers)]
         assert (choice.generation, choice.step) == max(entire, default=newest)
         for rank, (source, part) in enumerate(zip(choice.sources, choice.parts, strict=True)):
-            assert any(choice.matches(label, part) for label in offers[source])
-            has = [label.rank for label in offers[rank] if choice.matches(label, label.rank)]
+            assert any(choice.matches(header, part) for header in offers[source])
+            has = [header.rank for header in offers[rank] if choice.matches(header, header.rank)]
             assert source == rank or not has or (len(offers) == 3 and rank not in has)

@@ -15,7 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find, make_room, nbytes_of
+from edl.collective.checkpoint.memory.slots import (
+    HEADER_NBYTES,
+    SlotHeader,
+    SlotPair,
+    find_slots,
+    preallocate_slots,
+    slot_nbytes,
+)
 from edl.errors import ClosedError, SettingsError
 
 
@@ -34,11 +41,11 @@ def prefix(tmp_path: Path) -> Path:
 def test_last_two_states_newest_first(prefix: Path) -> None:
     """The last two states are there newest first."""
     slots = SlotPair(prefix)
-    assert find(prefix) == []
+    assert find_slots(prefix) == []
     for step in range(5):
         write(slots, step)
-    assert [one.label.step for one in find(prefix)] == [4, 3]
-    copy = find(prefix)[0].copy()
+    assert [one.header.step for one in find_slots(prefix)] == [4, 3]
+    copy = find_slots(prefix)[0].copy()
     assert copy is not None
     assert (copy.meta, copy.data) == (b"m4", b"\x04" * 100)
 
@@ -57,8 +64,8 @@ def test_cut_save_keeps_the_one_before(tmp_path_factory: pytest.TempPathFactory,
             _, memory = slots.begin(nbytes, 2)
             memory[HEADER_NBYTES : HEADER_NBYTES + nbytes // 2] = b"\xff" * (nbytes // 2)
             slots = SlotPair(prefix)
-        found = find(prefix)
-        assert [one.label.step for one in found[:1]] == ([] if newest is None else [newest[0]])
+        found = find_slots(prefix)
+        assert [one.header.step for one in found[:1]] == ([] if newest is None else [newest[0]])
         if newest is not None:
             copy = found[0].copy()
             assert copy is not None
@@ -72,23 +79,23 @@ def test_damaged_header_is_not_used(tmp_path_factory: pytest.TempPathFactory, at
     prefix = tmp_path_factory.getbasetemp() / "damaged"
     slots = SlotPair(prefix)
     write(slots, 1)
-    newest = find(prefix)[0]
+    newest = find_slots(prefix)[0]
     path = newest.path
     content = bytearray(path.read_bytes())
     content[at] ^= 1 << bit
     path.write_bytes(content)
-    for found in find(prefix):
+    for found in find_slots(prefix):
         copy = found.copy()
         if found.path == path and copy is not None:
-            assert (copy.label, copy.meta) == (newest.label, b"m1")
+            assert (copy.header, copy.meta) == (newest.header, b"m1")
 
 
 def test_a_truncated_slot_is_not_used(prefix: Path) -> None:
     slots = SlotPair(prefix)
     write(slots, 1)
     write(slots, 2)
-    os.truncate(find(prefix)[0].path, HEADER_NBYTES + 50)
-    assert [one.label.step for one in find(prefix)] == [1]
+    os.truncate(find_slots(prefix)[0].path, HEADER_NBYTES + 50)
+    assert [one.header.step for one in find_slots(prefix)] == [1]
 
 
 def test_generation_counts_before_step(prefix: Path) -> None:
@@ -96,9 +103,9 @@ def test_generation_counts_before_step(prefix: Path) -> None:
     slots = SlotPair(prefix)
     write(slots, 20, generation=1)
     write(slots, 15, generation=2)
-    assert [one.label.step for one in find(prefix)] == [15, 20]
+    assert [one.header.step for one in find_slots(prefix)] == [15, 20]
     write(slots, 16, generation=2)
-    assert [one.label.step for one in find(prefix)] == [16, 15]
+    assert [one.header.step for one in find_slots(prefix)] == [16, 15]
 
 
 def test_the_memory_is_used_again(prefix: Path) -> None:
@@ -116,7 +123,7 @@ def test_growing_state_gets_more_room(prefix: Path) -> None:
     slots = SlotPair(prefix)
     for step in range(6):
         write(slots, step, nbytes=10 ** (step + 1))
-        copies = [one.copy() for one in find(prefix)]
+        copies = [one.copy() for one in find_slots(prefix)]
         assert [copy.data[:1] for copy in copies if copy] == [bytes([s]) for s in (step, step - 1) if s >= 0]
 
 
@@ -154,7 +161,7 @@ def test_other_containers_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         slots = SlotPair.from_env()
         write(slots, 1)
         SlotPair.from_env().close()
-        assert [one.label.step for one in slots.find()] == [1]
+        assert [one.header.step for one in slots.find()] == [1]
         slots.close()
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
@@ -180,7 +187,7 @@ def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.M
     slots = SlotPair.from_env()
     write(slots, 3)
     slots.close()
-    assert [one.label.step for one in find(prefix)] == [3]
+    assert [one.header.step for one in find_slots(prefix)] == [3]
 
 
 def test_too_little_shared_memory(prefix: Path) -> None:
@@ -189,7 +196,7 @@ def test_too_little_shared_memory(prefix: Path) -> None:
     write(slots, 1)
     with pytest.raises(SettingsError, match="enlarge"):
         slots.begin(1 << 60, 10)
-    assert [one.label.step for one in find(prefix)] == [1]
+    assert [one.header.step for one in find_slots(prefix)] == [1]
 
 
 def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
@@ -204,12 +211,12 @@ def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
         copies, deadline = 0, time.monotonic() + 60
         while copies < 300:
             assert time.monotonic() < deadline
-            for found in find(prefix):
+            for found in find_slots(prefix):
                 copy = found.copy()
                 if copy is not None:
                     copies += 1
-                    assert copy.data == bytes([found.label.step]) * nbytes
-                    assert copy.meta == b"m%d" % found.label.step
+                    assert copy.data == bytes([found.header.step]) * nbytes
+                    assert copy.meta == b"m%d" % found.header.step
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -236,11 +243,11 @@ def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         finished = struct.unpack("<q", told)[0]
-        newest = find(prefix)[0]
-        assert newest.label.step in (finished, finished + 1)
+        newest = find_slots(prefix)[0]
+        assert newest.header.step in (finished, finished + 1)
         copy = newest.copy()
         assert copy is not None
-        assert copy.data == struct.pack("<q", newest.label.step)[:1] * nbytes
+        assert copy.data == struct.pack("<q", newest.header.step)[:1] * nbytes
 
 
 def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:
@@ -265,7 +272,7 @@ def test_retracted_number_is_not_reused(prefix: Path) -> None:
     for _ in range(5):
         pair.begin(1000, 1)
         pair.commit(SlotHeader(0, 7, 1, 0), 1000, b"x")
-        seen.add((find(prefix)[0].path, find(prefix)[0].sequence))
+        seen.add((find_slots(prefix)[0].path, find_slots(prefix)[0].sequence))
         pair.retract()
     assert len({sequence for _, sequence in seen}) == 5
     pair.close()
@@ -273,13 +280,13 @@ def test_retracted_number_is_not_reused(prefix: Path) -> None:
 
 def test_room_made_before_holds_nothing(prefix: Path) -> None:
     """Room that was made before is used and holds nothing."""
-    assert nbytes_of(prefix) == 0
-    make_room(prefix, 5_000_000)
-    assert nbytes_of(prefix) == 5_000_000
-    assert find(prefix) == []
+    assert slot_nbytes(prefix) == 0
+    preallocate_slots(prefix, 5_000_000)
+    assert slot_nbytes(prefix) == 5_000_000
+    assert find_slots(prefix) == []
     pair = SlotPair(prefix)
     _, memory = pair.begin(3_000_000, 10)
     assert len(memory) == 5_000_000
     pair.commit(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
-    assert find(prefix)[0].label.step == 1
+    assert find_slots(prefix)[0].header.step == 1
     pair.close()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from edl.collective.checkpoint.state.sharding import LiveMeshes
-from edl.collective.checkpoint.state.snapshot import TensorEntry, overlap, parse_meta
+from edl.collective.checkpoint.state.snapshot import TensorEntry, box_overlap, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
 from edl.collective.checkpoint.state.tensors import LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError
@@ -397,5 +397,5 @@ def test_adjust_functions_keep_order() -> None:
 
 
 def test_boxes_overlap_where_they_should() -> None:
-    assert overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
-    assert overlap((0,), (2,), (2,), (2,)) is None
+    assert box_overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
+    assert box_overlap((0,), (2,), (2,), (2,)) is None

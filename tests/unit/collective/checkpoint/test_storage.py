@@ -24,12 +24,12 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_marked
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_marked_slots
 from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage import reader as storage_read
 from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, newest_first
+from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
 from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
 from edl.errors import SettingsError, TemporaryError
 from tests.unit.collective.checkpoint.counted import reads
@@ -90,7 +90,7 @@ def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
     assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
     wanted = bits(source)
     target = job(4)
-    restored = storage_read.restore(target, url)
+    restored = restore_from_storage(target, url)
     assert restored is not None
     assert (restored.step, restored.world) == (7, 1)
     assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
@@ -114,7 +114,7 @@ def test_dcp_loads_it(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_nothing_restored(url: str) -> None:
-    assert storage_read.restore(job(1), url) is None
+    assert restore_from_storage(job(1), url) is None
 
 
 def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
@@ -135,11 +135,11 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     first = storing(url).persist([tmp_path / "s0", tmp_path / "s1"])
     assert first is not None
     assert not first.committed
-    assert storage_read.restore(job(1), url) is None
+    assert restore_from_storage(job(1), url) is None
     second = storing(url).persist([tmp_path / "s2"])
     assert second is not None
     assert second.committed
-    restored = storage_read.restore(target := job(1), url)
+    restored = restore_from_storage(target := job(1), url)
     assert restored is not None
     assert restored.world == 3
     assert target.epoch == 2
@@ -165,7 +165,7 @@ def test_nodes_finishing_together(tmp_path: Path) -> None:
         for thread in threads:
             thread.join(30)
         assert any(outcomes.pop().committed for _ in range(2))
-        restored = storage_read.restore(job(1), url)
+        restored = restore_from_storage(job(1), url)
         assert restored is not None
         assert restored.step == attempt
 
@@ -190,7 +190,7 @@ def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest
         manifest.write_bytes(manifest.read_bytes()[:-20])
     else:
         manifest.unlink()
-    restored = storage_read.restore(target := job(9), str(url))
+    restored = restore_from_storage(target := job(9), str(url))
     assert restored is not None
     assert (restored.step, target.epoch) == (1, 1)
     lines = [record.getMessage() for record in caplog.records]
@@ -205,7 +205,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
     storing(tmp_path / "c").persist([tmp_path / "s"])
     size = next((tmp_path / "c").glob("*/__0_0.distcp")).stat().st_size
     target = State(many=[], large=torch.zeros(10 << 20))
-    assert storage_read.restore(target, f"counted://{tmp_path}/c") is not None
+    assert restore_from_storage(target, f"counted://{tmp_path}/c") is not None
     assert bits(target) == bits(source)
     counted = reads(tmp_path)
     assert sum(counted) <= size
@@ -224,7 +224,7 @@ def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
     content[content.index(wanted[-40:]) + 3] ^= 1
     stored.write_bytes(content)
     target = State(rng=False, large=torch.zeros(20 << 20), many=[torch.zeros(10)])
-    assert storage_read.restore(target, str(tmp_path / "c")) is None
+    assert restore_from_storage(target, str(tmp_path / "c")) is None
     assert not target.large.any()
     assert not target.many[0].any()
 
@@ -233,7 +233,7 @@ def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
     """A world that was given up completes nothing."""
     put(tmp_path / "s", job(1), 1)
     assert storing(url, fence=lambda: False).persist([tmp_path / "s"]) is None
-    assert storage_read.restore(job(2), url) is None
+    assert restore_from_storage(job(2), url) is None
     assert storing(url).persist([tmp_path / "s"]) is not None
 
 
@@ -253,7 +253,7 @@ def test_remade_step_replaces_no_half(tmp_path: Path, url: str) -> None:
     for generation in (1, 2):
         put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
         storing(url).persist([tmp_path / f"s{generation}"])
-    storage_read.restore(target := job(9), url)
+    restore_from_storage(target := job(9), url)
     assert target.epoch == 2
 
 
@@ -266,11 +266,11 @@ def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
     half = storing(url, SECOND).persist([tmp_path / "s1"])
     assert half is not None
     assert not half.committed
-    assert storage_read.restore(job(9), url) is None
+    assert restore_from_storage(job(9), url) is None
     whole = storing(url, SECOND).persist([tmp_path / "s0"])
     assert whole is not None
     assert whole.committed
-    restored = storage_read.restore(target := job(9), url)
+    restored = restore_from_storage(target := job(9), url)
     assert restored is not None
     assert (restored.step, target.epoch) == (5, 2)
 
@@ -281,7 +281,7 @@ def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
     storing(url).persist([tmp_path / "s"])
     put(tmp_path / "half", job(1), 9, world=2)
     storing(url).persist([tmp_path / "half"])
-    assert storage_read.newest(url) == (1, 5)
+    assert newest_stored(url) == (1, 5)
 
 
 def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
     for seed, run in ((2, SECOND), (1, FIRST)):
         put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
         storing(url, run).persist([tmp_path / f"s{seed}"])
-    storage_read.restore(target := job(9), url)
+    restore_from_storage(target := job(9), url)
     assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
 
 
@@ -325,7 +325,7 @@ def test_old_layout_is_restored(tmp_path: Path) -> None:
     (old / "piece-0.json").write_text(json.dumps(piece))
     manifest["files"]["piece-0.json"] = asdict(FileDigest.of(json.dumps(piece).encode()))
     (old / "manifest.json").write_text(json.dumps(manifest))
-    restored = storage_read.restore(target := job(9), str(tmp_path / "c"))
+    restored = restore_from_storage(target := job(9), str(tmp_path / "c"))
     assert restored is not None
     assert (restored.step, target.epoch) == (4, 3)
 
@@ -392,7 +392,7 @@ def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, _KILLED)
-        restored = storage_read.restore(target := job(9), str(url))
+        restored = restore_from_storage(target := job(9), str(url))
         assert restored is not None
         ends.append(target.epoch)
         if code == 0:
@@ -436,7 +436,7 @@ def test_forced_save_ignores_the_interval(tmp_path: Path) -> None:
         checkpointer.save(0)
         checkpointer.save(1, force=True)
         deadline = time.monotonic() + 20.0
-        while storage_read.newest(place, None)[1] != 1:
+        while newest_stored(place, None)[1] != 1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -494,7 +494,7 @@ def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
     assert "step-6.g-2" in left
     assert "step-5.g-2" in left
     assert len(left) == 3
-    restored = storage_read.restore(job(9), str(url))
+    restored = restore_from_storage(job(9), str(url))
     assert restored is not None
     assert restored.step == 6, "what was given up does not come back"
 
@@ -562,7 +562,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     )
     for step in (0, 4):
         name = next((tmp_path / "c").glob(f"step-{step}.*"))
-        restored = storage_read.restore(target := job(99), str(name.parent)) if step == 4 else None
+        restored = restore_from_storage(target := job(99), str(name.parent)) if step == 4 else None
         assert restored is None or (restored.step, target.epoch) == (4, job(4).epoch)
     left = {path.name for path in tmp_path.glob("s0*")}
     assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
@@ -572,10 +572,10 @@ def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
     slots = SlotPair(tmp_path / "s")
     for step in range(5):
         save(slots, job(step), step, 0, persist=step == 1)
-    assert [found.label.step for found in slots.find()] == [4, 3]
-    assert [found.label.step for found in find_marked(tmp_path / "s")] == [1]
+    assert [found.header.step for found in slots.find()] == [4, 3]
+    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [1]
     save(slots, job(5), 5, 0, persist=True)
-    assert [found.label.step for found in find_marked(tmp_path / "s")] == [5], "the newest counts"
+    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
 
 
 def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
@@ -607,18 +607,18 @@ def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
             time.sleep(0.002)
             checkpointer.save(step)
         prefix = checkpointer._slots.prefix
-        first = [found.label.step for found in find_marked(prefix)]
+        first = [found.header.step for found in find_marked_slots(prefix)]
         assert first == [1], "nothing else was marked meanwhile"
         SlowFolder.go_on.set()
         wait_for_mark(prefix)
         checkpointer.save(6)
         time.sleep(0.002)
         checkpointer.save(7)
-    assert storage_read.newest(str(tmp_path / "c"))[1] == 7
+    assert newest_stored(str(tmp_path / "c"))[1] == 7
 
 
 def wait_for_mark(prefix: Path) -> None:
     deadline = time.monotonic() + 30
-    while find_marked(prefix):
+    while find_marked_slots(prefix):
         assert time.monotonic() < deadline, "it is never stored"
         time.sleep(0.01)

@@ -13,7 +13,7 @@ import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory import copying
-from edl.collective.checkpoint.memory.slots import SlotPair, find
+from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.snapshot import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Phase, WorkerStatusPage
@@ -72,8 +72,8 @@ def tensors(state: State) -> dict[str, torch.Tensor]:
 
 def saved(prefix: Path, step: int) -> dict[str, torch.Tensor]:
     """The newest state in the slots, which has to be that after `step`."""
-    found = find(prefix)[0]
-    assert found.label.step == step
+    found = find_slots(prefix)[0]
+    assert found.header.step == step
     copy = found.copy()
     assert copy is not None
     loaded: dict[str, torch.Tensor] = {}
@@ -97,7 +97,7 @@ def test_saved_state_is_that_before_the_step(tmp_path: Path, state: State, helpe
             before = tensors(state)
             assert checkpointer.save(step)
             if step > 1:
-                assert find(tmp_path / "slots")[0].label.step == step - 1  # so it is under way
+                assert find_slots(tmp_path / "slots")[0].header.step == step - 1  # so it is under way
             state.note += 1
             state.model(torch.randn(4, WIDTH))  # changes what batch normalization remembers
             assert not same(before, tensors(state))
@@ -133,12 +133,12 @@ def test_change_after_the_copy_spoils_it(tmp_path: Path, state: State) -> None:
             train(state)
             checkpointer.save(step)
         deadline = time.monotonic() + 20
-        while find(tmp_path / "slots")[0].label.step != 2:
+        while find_slots(tmp_path / "slots")[0].header.step != 2:
             assert time.monotonic() < deadline
         with torch.no_grad():
             state.model[0].weight.add_(1)
         train(state)
-        assert find(tmp_path / "slots")[0].label.step == 1
+        assert find_slots(tmp_path / "slots")[0].header.step == 1
 
 
 def test_without_overlap_save_is_complete(tmp_path: Path, state: State, helper: Held) -> None:
@@ -171,7 +171,7 @@ def test_unowned_tensors_are_copied_at_once(tmp_path: Path, helper: Held) -> Non
     ) as checkpointer:
         for step in range(4):
             checkpointer.save(step)
-            assert find(tmp_path / "slots")[0].label.step == step
+            assert find_slots(tmp_path / "slots")[0].header.step == step
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
@@ -232,7 +232,7 @@ def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: H
                 helper.go.clear()
             checkpointer.save(step)
             if wanted:
-                assert find(tmp_path / "slots")[0].label.step == step
+                assert find_slots(tmp_path / "slots")[0].header.step == step
                 at_once += 1
             helper.go.set()
     assert at_once >= 3
@@ -272,4 +272,4 @@ def test_fork_does_not_finish_the_save(tmp_path: Path, state: State, helper: Hel
         if child == 0:
             os._exit(3 if checkpointer.wait_until_finished() else 4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-        assert find(tmp_path / "slots")[0].label.step == 1
+        assert find_slots(tmp_path / "slots")[0].header.step == 1

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find
+from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find_slots
 
 SECRET = b"s" * 32
 WAIT_S = 20.0
@@ -30,17 +30,17 @@ def save(
     _, memory = slots.begin(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = bytes([step]) * nbytes
     slots.commit(SlotHeader(generation, step, world, rank, sharded=True), nbytes, meta)
-    return find(slots.prefix)[0]
+    return find_slots(slots.prefix)[0]
 
 
 def is_whole(found: CompleteSlot) -> bool:
     copy = found.copy()
-    return copy is not None and set(copy.data) <= {found.label.step} and copy.meta == b"m%d" % found.label.step
+    return copy is not None and set(copy.data) <= {found.header.step} and copy.meta == b"m%d" % found.header.step
 
 
 def steps(prefix: Path) -> list[int]:
-    assert all(is_whole(one) for one in find(prefix))
-    return [one.label.step for one in find(prefix)]
+    assert all(is_whole(one) for one in find_slots(prefix))
+    return [one.header.step for one in find_slots(prefix)]
 
 
 def until(condition: Callable[[], object], what: str) -> None:

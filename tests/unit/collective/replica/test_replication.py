@@ -15,20 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.choice import choose
+from edl.collective.checkpoint.memory.choice import choose_state
 from edl.collective.checkpoint.memory.replica_slots import (
-    NOTHING,
+    NO_VERSION,
     ReplicaFolder,
     ReplicaSlots,
-    StateVersion,
     kept_prefix,
-    newest_common,
-    stamp_of,
+    newest_common_state,
 )
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, StateVersion, find_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World
-from edl.collective.replica.replicator import JobSecret, Replicator, peer_of
+from edl.collective.replica.replicator import JobSecret, Replicator, replica_peer
 from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.discovery import open_store
 from edl.errors import SettingsError
@@ -36,36 +34,36 @@ from tests.unit.collective.replica.replicas import SECRET, is_whole, keep, save,
 
 # --- Which state is chosen. ---
 
-labels = st.builds(
+headers = st.builds(
     SlotHeader, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
-).filter(lambda label: label.rank < label.world)
+).filter(lambda header: header.rank < header.world)
 
 
-@given(st.lists(st.tuples(st.lists(labels, max_size=4), st.lists(labels, max_size=4)), min_size=1, max_size=4))
+@given(st.lists(st.tuples(st.lists(headers, max_size=4), st.lists(headers, max_size=4)), min_size=1, max_size=4))
 def test_owners_states_come_first(
     offers: list[tuple[list[SlotHeader], list[SlotHeader]]],
 ) -> None:
     """The newest state that is whole is chosen and owners come first."""
     own, replicas = [one for one, _ in offers], [one for _, one in offers]
-    choice = choose(own, replicas)
-    everything = [label for row in (*own, *replicas) for label in row]
+    choice = choose_state(own, replicas)
+    everything = [header for row in (*own, *replicas) for header in row]
     whole = {
         state
-        for state in map(stamp_of, everything)
-        if {label.rank for label in everything if stamp_of(label) == state} == set(range(state[2]))
+        for state in (header.version for header in everything)
+        if {header.rank for header in everything if header.version == state} == set(range(state[2]))
     }
     assert (choice is None) == (not whole)
     if choice is None:
         return
     assert (choice.generation, choice.step, choice.world) == max(whole)
-    owned = {label.rank for row in own for label in row if stamp_of(label) == max(whole)}
+    owned = {header.rank for row in own for header in row if header.version == max(whole)}
     assert choice.from_replicas == (owned != set(range(choice.world)))
     for part, holder in enumerate(choice.holders):
         givers = own if part in owned else replicas
-        assert any(choice.matches(label, part) for label in givers[holder])
+        assert any(choice.matches(header, part) for header in givers[holder])
     for source, part in zip(choice.sources, choice.parts, strict=bool(choice.sources)):
         givers = own if part in owned else replicas
-        assert any(choice.matches(label, part) for label in givers[source])
+        assert any(choice.matches(header, part) for header in givers[source])
 
 
 # --- What is kept. ---
@@ -77,7 +75,7 @@ def test_workers_keep_wanted_states(tmp_path: Path) -> None:
     folder.path.mkdir()
     keeping = ReplicaSlots(tmp_path / "slots-0", folder)
     assert not keeping.wanted()
-    folder.want(NOTHING)
+    folder.want(NO_VERSION)
     assert keeping.wanted()
     keep(keeping.slots.prefix, 3)
     assert not keeping.wanted()
@@ -104,12 +102,12 @@ def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> 
     most, inodes = 0, set()
     for step in range(40):
         kept = step % (between + 1) == 0
-        before = [one.label.step for one in keeping.slots.find()]
+        before = [one.header.step for one in keeping.slots.find()]
         if kept:
             keeping.make_way()
         saved = save(slots, step, 300_000)
         if step >= 2 * (between + 1):
-            assert set(before[:1]) <= {one.label.step for one in keeping.slots.find()}, "the newer one stays"
+            assert set(before[:1]) <= {one.header.step for one in keeping.slots.find()}, "the newer one stays"
         if kept:
             keeping.keep(saved)
         most = max(most, memory_of(tmp_path))
@@ -125,7 +123,7 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Training goes on without replicas, and with the last two saves."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    folder.want(NOTHING)
+    folder.want(NO_VERSION)
     monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
     slots = SlotPair(tmp_path / "slots-0")
     with Checkpointer(State(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
@@ -146,19 +144,19 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         checkpointer.save(4)
         assert not keeping.wanted()
         assert keeping.slots.find() == []
-        assert [one.label.step for one in slots.find()] == [4, 3]
+        assert [one.header.step for one in slots.find()] == [4, 3]
 
 
 def test_newest_common_state_is_found(tmp_path: Path) -> None:
     """The newest state that all workers of a node kept is found."""
     one, other = tmp_path / "a", tmp_path / "b"
-    assert newest_common([]) == []
+    assert newest_common_state([]) == []
     keep(one, 3)
-    assert newest_common([find(one), find(other)]) == []
+    assert newest_common_state([find_slots(one), find_slots(other)]) == []
     keep(other, 3, rank=1)
     keep(one, 5)
-    assert [found.label.rank for found in newest_common([find(one), find(other)])] == [0, 1]
-    assert newest_common([find(one), find(other)])[0].label.step == 3
+    assert [found.header.rank for found in newest_common_state([find_slots(one), find_slots(other)])] == [0, 1]
+    assert newest_common_state([find_slots(one), find_slots(other)])[0].header.step == 3
 
 
 # --- When what is sent. ---
@@ -170,7 +168,7 @@ def test_state_is_sent_once_an_interval() -> None:
     """A state is sent once and the next one wanted after the interval."""
     course = ReplicationSchedule(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
     course.begin(same_peer=False)
-    assert course.next(0, NOTHING, NOTHING) is ReplicaAction.WANT
+    assert course.next(0, NO_VERSION, NO_VERSION) is ReplicaAction.WANT
     assert course.next(1, ONE, ONE) is ReplicaAction.SEND
     course.failed(2)
     assert [course.next(now, ONE, ONE) for now in (3, 7)] == [ReplicaAction.WAIT, ReplicaAction.SEND]
@@ -202,7 +200,7 @@ def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> No
         course, saved, now = ReplicationSchedule(ReplicaPace.from_env()), -1.0, 0.0
         course.begin(same_peer=False)
         for step in range(3):
-            sent = (0, step, 2) if step else NOTHING
+            sent = (0, step, 2) if step else NO_VERSION
             while course.next(now, sent, sent) is not ReplicaAction.WANT:
                 now += 1.0
                 assert now < 10_000.0
@@ -225,7 +223,7 @@ def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -
     """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
     course = ReplicationSchedule(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
     course.begin(same_peer=False)
-    now, kept, sent = 0.0, NOTHING, []
+    now, kept, sent = 0.0, NO_VERSION, []
     for wait_s, took_s, works in turns:
         now += wait_s
         act = course.next(now, kept, kept)
@@ -252,8 +250,8 @@ def test_peer_is_the_next_taker() -> None:
     """The peer is the next member that takes replicas."""
     members = [Member(name, "h", 1, 1, rank, port) for rank, (name, port) in enumerate([("a", 5), ("b", 0), ("c", 7)])]
     world = World(0, JobState.RUNNING, tuple(members))
-    assert [getattr(peer_of(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
-    assert peer_of(World(0, JobState.RUNNING, tuple(members[:2])), "a") is None
+    assert [getattr(replica_peer(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
+    assert replica_peer(World(0, JobState.RUNNING, tuple(members[:2])), "a") is None
 
 
 # --- Agents. ---
@@ -283,7 +281,7 @@ def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replicator]]:
 
 
 def replica(tmp_path: Path, of: str, at: str) -> list[StateVersion]:
-    return [stamp_of(one.label) for one in find(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
+    return [one.header.version for one in find_slots(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
 
 
 def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:

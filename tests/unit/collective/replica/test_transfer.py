@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.memory.replica_slots import NOTHING, ReplicaFolder, stamp_of
-from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotPair, find
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder
+from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotPair, find_slots
 from edl.collective.replica.client import ReplicaRefusedError, send_states
 from edl.collective.replica.protocol import ReplicaAnnouncement
 from edl.collective.replica.server import ReplicaServer
@@ -51,9 +51,9 @@ def test_last_two_states_of_each_worker(tmp_path: Path, server: ReplicaServer) -
     for rank in range(2):
         prefix = folder.pair("other.host-1", rank)
         assert steps(prefix) == [3, 2]
-        assert find(prefix)[0].label == find(tmp_path / f"kept-{rank}")[0].label
+        assert find_slots(prefix)[0].header == find_slots(tmp_path / f"kept-{rank}")[0].header
     assert folder.prefixes() == [folder.pair("other.host-1", rank) for rank in range(2)]
-    send(server, find(tmp_path / "kept-0")[0])
+    send(server, find_slots(tmp_path / "kept-0")[0])
     assert steps(folder.pair("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
 
 
@@ -65,8 +65,8 @@ def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> No
     pair = SlotPair(kept)
     pair.keep_only(pair.find()[1])
     send(server, keep(kept, 2, generation=1))
-    found = find(ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0))
-    assert [stamp_of(one.label) for one in found] == [(1, 2, 2), (0, 1, 2)]
+    found = find_slots(ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0))
+    assert [one.header.version for one in found] == [(1, 2, 2), (0, 1, 2)]
 
 
 def test_gone_nodes_states_stay_while_needed(tmp_path: Path, server: ReplicaServer) -> None:
@@ -285,7 +285,7 @@ def test_what_is_no_announcement_is_refused(data: bytes) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
-    right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NOTHING)
+    right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NO_VERSION)
     assert ReplicaAnnouncement.decode(right.encode()) == right
     with pytest.raises(ProtocolError):
         ReplicaAnnouncement.decode(replace(right, **wrong).encode())  # type: ignore[arg-type]

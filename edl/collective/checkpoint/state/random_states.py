@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["restore", "take"]
+__all__ = ["capture_random_states", "restore_random_states"]
 
 
-def take() -> dict[str, Any]:
+def capture_random_states() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators, and of CUDA's current device if CUDA is in use."""
     version, words, gauss = random.getstate()
     states = {
@@ -24,8 +24,8 @@ def take() -> dict[str, Any]:
     return states
 
 
-def restore(states: dict[str, Any]) -> None:
-    """Put them back as `take` found them."""
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Put them back as `capture_random_states` found them."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])

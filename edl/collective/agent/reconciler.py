@@ -19,7 +19,7 @@ from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, h
 from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
 from edl.collective.agent.membership.node_records import JobRecords
 from edl.collective.agent.membership.quorum_wait import QuorumWait
-from edl.collective.agent.membership.rendezvous import LocalObservation, failed, next_world
+from edl.collective.agent.membership.rendezvous import LocalObservation, failed_world, next_world
 from edl.collective.agent.worker_group import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput.node import AgentState
@@ -239,7 +239,7 @@ class NodeReconciler:
             if self._excluded is not None:
                 return self.reconcile(records)
         if verdict is not None and verdict.fatal:
-            proposal: World | None = failed(world, verdict.fatal)
+            proposal: World | None = failed_world(world, verdict.fatal)
         else:
             observation = self._observe(verdict or RecoveryDecision(restart=self._stopped_before(world)))
             proposal = next_world(world, records.nodes, observation, self._spec.rules)

@@ -1,7 +1,7 @@
 """Hosts that a job leaves out since a GPU of theirs failed: recorded in the Store, refused when they come again.
 
-A host is known by its kernel's boot and by the GPUs that it shows this process: containers have other names each time,
-and a reboot, which resets the GPUs, makes another host of it. Keys: `jobs/JOB/left-out/HOST`, without a lease.
+A host is known by its kernel's boot and by the GPUs that it shows this process: containers have other names at every
+start, and a reboot, which resets the GPUs, makes another host of it. Keys: `jobs/JOB/left-out/HOST`, without a lease.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "HIP_VISIBL
 
 
 def host_key() -> str:
-    """The name of this boot of this host with the GPUs that are visible here: 16 hexadecimal digits."""
+    """Return the name of this boot of this host with the GPUs that are visible here: 16 hexadecimal digits."""
     visible = [os.environ.get(name, "") for name in _VISIBLE]
     return hashlib.sha256("\0".join([_BOOT_ID.read_text().strip(), *visible]).encode()).hexdigest()[:16]
 
 
 class Exclusions:
-    """Those of one job, seen from one host.
+    """The hosts that a job leaves out, seen from one of its hosts.
 
     Args:
         store: shared by all nodes; stays the caller's to close.
         job: its name.
-        host: this host's key.
+        host: the key of this host, by `host_key`.
     """
 
     def __init__(self, store: Store, job: str, host: str) -> None:
@@ -42,7 +42,7 @@ class Exclusions:
         self._key = self._folder + host
 
     def own_exclusion(self) -> Exclusion | None:
-        """Why the job leaves this host out; None if it does not.
+        """Return why the job leaves this host out; None if it does not.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -54,7 +54,13 @@ class Exclusions:
     def find_same_elsewhere(self, exclusion: Exclusion) -> Exclusion | None:
         """Find another host that was left out for an unclear fault which the job has not come further than since.
 
-        Then the fault has moved from one host to the next, as an error in a kernel of the script does.
+        Then the fault has moved from host to host, as an error in a kernel of the script does.
+
+        Args:
+            exclusion: of this host, not yet recorded.
+
+        Returns:
+            The other host's record, None if there is none.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -67,7 +73,7 @@ class Exclusions:
         return None
 
     def remove_unclear(self) -> None:
-        """Leave no host out any more for a fault that was the script's, it turned out.
+        """Readmit all hosts that were left out for an unclear fault: it turned out to be the script's.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -79,13 +85,16 @@ class Exclusions:
     def add(self, exclusion: Exclusion) -> None:
         """Leave this host out from now on.
 
+        Args:
+            exclusion: why.
+
         Raises:
             DiscoveryError: the store does not answer.
         """
         self._store.put(self._key, exclusion.encode())
 
     def remove(self) -> None:
-        """Leave this host out no more.
+        """Readmit this host.
 
         Raises:
             DiscoveryError: the store does not answer.

@@ -1,4 +1,4 @@
-"""Since when an agent has seen the job's records as they are: what `world.next_world` wants to know besides them."""
+"""For how long an agent has seen the job's records as they are: what `rendezvous.next_world` needs besides them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ __all__ = ["MembershipTimer", "is_join_deferred"]
 
 
 class MembershipTimer:
-    """Remembers the nodes that were seen last, and the wish to pause. Without a clock: `now_s` is the caller's."""
+    """Measures for how long the nodes, and the job's wish to pause, have been the same. Reads no clock.
+
+    Args:
+        now_s: the time now, in seconds of the clock that all calls use.
+    """
 
     def __init__(self, now_s: float) -> None:
         self._nodes: frozenset[str] = frozenset()
@@ -19,20 +23,25 @@ class MembershipTimer:
         self._pause_at = now_s
 
     def record_membership(self, world: World, nodes: Iterable[str], now_s: float, *, deferred: bool = False) -> None:
-        """The records were read.
+        """Record what was read from the Store.
 
         Args:
+            world: the job's record.
+            nodes: ids of the live nodes.
+            now_s: the time of reading, in seconds.
             deferred: a member does something long between two steps, so that the wait for a pause does not count.
         """
         nodes = frozenset(nodes)
         if nodes != self._nodes:
-            self._nodes, self._nodes_at = nodes, now_s
+            self._nodes = nodes
+            self._nodes_at = now_s
         pause = (world.generation, world.pause_at)
         if pause != self._pause or deferred:
-            self._pause, self._pause_at = pause, now_s
+            self._pause = pause
+            self._pause_at = now_s
 
     def quiet_s(self, now_s: float) -> float:
-        """For how long no node has come or gone."""
+        """Return for how many seconds no node has come or gone."""
         return now_s - self._nodes_at
 
     @property
@@ -41,14 +50,18 @@ class MembershipTimer:
         return self._pause[1] is not None
 
     def pausing_s(self, now_s: float) -> float:
-        """For how long they have been asked to, 0 if they are not."""
+        """Return for how many seconds the workers have been asked to pause, 0 if they are not."""
         return now_s - self._pause_at if self.pausing else 0.0
 
 
 def is_join_deferred(world: World, nodes: Mapping[str, Node]) -> bool:
-    """Return whether who wants to join waits for a member that is busy, with an evaluation, say.
+    """Return whether nodes that want to join wait for a member that is busy, with an evaluation, say.
 
-    Who leaves cannot wait: a host is preempted within seconds.
+    A node that leaves cannot wait: a host is preempted within seconds.
+
+    Args:
+        world: the job's record.
+        nodes: records of the live nodes, by id.
     """
-    members = [nodes[one.id] for one in world.nodes if one.id in nodes]
+    members = [nodes[member.id] for member in world.nodes if member.id in nodes]
     return any(node.busy == world.generation for node in members) and not any(node.leaving for node in members)

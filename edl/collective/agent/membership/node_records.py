@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
+from edl.background import BackgroundLoop
 from edl.collective.job_records import Node, World, prefix
 from edl.discovery.store import Entry, Lease, Store, StoreWatch
 from edl.errors import ConflictError, DiscoveryError, LeaseLostError
 
 __all__ = ["Membership", "JobRecords"]
 
-_RETRY_S = 2.0
-_GONE_S = 8.0
-"""How long a question may take that was asked while the store was away."""
+_RENEWAL_RETRY_S: Final = 2.0
+"""How much later than its lease's end a member may be back once the store answers again: the longest pause between two
+tries of a client. With less, members that are on their way are left out; with more, all wait longer for the dead."""
+_RECORD_LOST_S: Final = 8.0
+"""So long may a request take that was made while the store was away, and a store that has just started may seem empty:
+only after that is a missing record of a job believed. With less, a job would begin anew beside its own record."""
 
 
 @dataclass(frozen=True)
 class JobRecords:
-    """The job's record, and all live nodes', read after it."""
+    """What an agent knows of a job at a moment.
+
+    Attributes:
+        world: the job's record.
+        version: of that record in the Store, None if there is none.
+        nodes: the records of all live nodes by id, read after `world`.
+    """
 
     world: World
     version: int | None
@@ -30,13 +40,15 @@ class JobRecords:
 
 
 class Membership:
-    """This node in a job.
+    """This node in a job: its record under a lease, and the records of the job and of the other nodes.
+
+    Used by the agent's thread, but for `read_world`.
 
     Args:
-        store: shared by all nodes.
+        store: shared by all nodes; stays the caller's to close.
         job: its name.
-        node: what this one says of itself.
-        ttl_s: after this long without a sign of life the others go on without it.
+        node: this node's record.
+        ttl_s: of this node's lease, in seconds: after that long without a renewal the others go on without the node.
         wake: called from threads of this object whenever a record may have changed.
     """
 
@@ -50,29 +62,35 @@ class Membership:
         self._joined = False
         self._written: Node | None = None
         self._known: dict[str, Node] = {}
-        self._doubt_until = -math.inf
+        self._absent_until = -math.inf  # until when a member that is missing is only taken to be late
         self._last: World | None = None
-        self._gone_since: float | None = None
+        self._lost_since: float | None = None
         self.node = node
-        self._seen_alive = time.monotonic()
-        self._watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
-        self._threads = [threading.Thread(target=self._follow, args=(watch,), daemon=True) for watch in self._watches]
-        for thread in self._threads:
-            thread.start()
+        """This node's record as it is to be."""
+        self._leased_at = time.monotonic()
+        watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
+        self._loops = [BackgroundLoop("edl-records", partial(self._follow, watch), watch.close) for watch in watches]
 
     @property
     def without_lease_s(self) -> float:
-        """For how long the others may have taken this node for dead: seconds without a lease, 0 with one."""
-        self._look()
-        return time.monotonic() - self._seen_alive if self._joined else 0.0
+        """For how many seconds the others may have taken this node for dead: 0 while it has a lease."""
+        self._record_lease()
+        return time.monotonic() - self._leased_at if self._joined else 0.0
 
     def join(self) -> None:
-        """Be seen by the others from now on."""
+        """Publish this node's record: the others see the node from now on.
+
+        Raises:
+            DiscoveryError: the store does not answer.
+        """
         self._joined = True
         self._write()
 
     def update_node(self, **changes: Any) -> None:
         """Change this node's record. If the store does not take it now, the next `read_records` writes it.
+
+        Args:
+            **changes: new values, by attribute of `Node`.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -82,49 +100,56 @@ class Membership:
             self._write()
 
     def read_records(self) -> JobRecords:
-        """The records as they are now. A node that lost its lease gets another one here, under its old name.
+        """Read all records. A node that lost its lease gets another here, under its old name.
 
-        When the store was away, nodes' leases have ended, one after another, and one node is the first to be back. For
-        a while it gives the members that it knew the time to come back too, before it believes that they are gone. A
-        store that still answers questions, such as a locked file, lets nobody renew either: then this node's own
-        renewal is late.
+        While the store is away, the leases of all nodes end, and afterwards some node is the first to be back. For a
+        while it takes the members that it knew to be late, before it takes them to be gone. A store that answers but
+        takes no renewals, such as a locked file, is like that too: then this node's own renewal is late.
+
+        Returns:
+            The records, with members that may only be late as they were known last.
 
         Raises:
-            DiscoveryError: the store does not answer.
+            DiscoveryError: the store does not answer, or has lost the job's record a moment ago.
+            ProtocolError: a record makes no sense.
         """
         entry = self._store.get(self._world_key)
         if self._joined and (self._lease is None or self._lease.lost or self._written != self.node):
             self._write()
-        found = [Node.decode(each.value) for each in self._store.list(self._nodes_prefix)]
+        found = [Node.decode(node_entry.value) for node_entry in self._store.list(self._nodes_prefix)]
         nodes = {node.id: node for node in found}
-        if self._joined and self.node.id not in nodes:  # somebody took this node for dead
+        if self._joined and self.node.id not in nodes:  # another agent took this node for dead
             self._write()
             nodes[self.node.id] = self.node
-        world = self._believed(entry)
+        world = self._checked_world(entry)
         if self._lease is not None:
-            self._doubt_until = max(self._doubt_until, self._lease.late_at + self._ttl_s + _RETRY_S)
-        if time.monotonic() < self._doubt_until:
+            self._absent_until = max(self._absent_until, self._lease.late_at + self._ttl_s + _RENEWAL_RETRY_S)
+        if time.monotonic() < self._absent_until:
             members = {member.id for member in world.nodes}
             nodes = {name: node for name, node in self._known.items() if name in members} | nodes
         self._known = nodes
-        self._look()
+        self._record_lease()
         return JobRecords(world, entry.version if entry is not None else None, nodes)
 
-    def _believed(self, entry: Entry | None) -> World:
-        """The job's record. That it is gone is not believed for a while: a store that was started again may say so."""
+    def _checked_world(self, entry: Entry | None) -> World:
+        """Return the job's record. That it is lost counts after a while: a store that starts again may seem empty."""
         if entry is not None:
-            self._last, self._gone_since = World.decode(entry.value), None
+            self._last = World.decode(entry.value)
+            self._lost_since = None
             return self._last
         if self._last is None:
             return World()
-        if self._gone_since is None:
-            self._gone_since = time.monotonic()
-        if time.monotonic() - self._gone_since < _GONE_S:
+        if self._lost_since is None:
+            self._lost_since = time.monotonic()
+        if time.monotonic() - self._lost_since < _RECORD_LOST_S:
             raise DiscoveryError("it does not know the job any more")
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
     def read_world(self) -> World:
-        """The job's record alone. Unlike the other methods, for any thread.
+        """Read the job's record alone. Unlike the other methods, for any thread.
+
+        Returns:
+            The record, `World()` if there is none.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -133,7 +158,14 @@ class Membership:
         return World() if entry is None else World.decode(entry.value)
 
     def propose_world(self, world: World, version: int | None) -> bool:
-        """Make `world` the job's record, if it is still the one of `version`. False if somebody was first.
+        """Replace the job's record, unless another agent was first.
+
+        Args:
+            world: the new record.
+            version: of the record that it follows from, `JobRecords.version`.
+
+        Returns:
+            Whether it was written.
 
         Raises:
             DiscoveryError: the store does not answer, and may have written it or not.
@@ -141,7 +173,10 @@ class Membership:
         return self._store.compare_and_set(self._world_key, world.encode(), version) is not None
 
     def delete_node(self, node: str) -> None:
-        """Take away the record of another node, whose agent's process is gone for certain.
+        """Delete the record of another node, whose agent's process is gone for certain.
+
+        Args:
+            node: its id.
 
         Raises:
             DiscoveryError: the store does not answer. The record's lease ends all the same.
@@ -150,26 +185,24 @@ class Membership:
         self._known.pop(node, None)
 
     def close(self) -> None:
-        """Take this node's record away."""
-        for watch in self._watches:
-            watch.close()
-        for thread in self._threads:
-            thread.join()
+        """Delete this node's record, and follow the records no more."""
+        for loop in self._loops:
+            loop.close()
         if self._lease is not None:
             self._lease.close()
 
-    def _look(self) -> None:
+    def _record_lease(self) -> None:
         if self._lease is not None and not self._lease.lost:
-            self._seen_alive = time.monotonic()
+            self._leased_at = time.monotonic()
 
     def _write(self) -> None:
         if self._lease is None or self._lease.lost:
             if self._lease is not None:
-                self._doubt_until = math.inf
+                self._absent_until = math.inf  # the store may have been away, and nobody else is back yet
                 self._lease.close()
             self._lease = self._store.lease(self._ttl_s)
-            if self._doubt_until == math.inf:
-                self._doubt_until = time.monotonic() + self._ttl_s + _RETRY_S
+            if self._absent_until == math.inf:
+                self._absent_until = time.monotonic() + self._ttl_s + _RENEWAL_RETRY_S
         node = self.node
         try:
             self._store.put(self._nodes_prefix + node.id, node.encode(), self._lease)
@@ -178,5 +211,6 @@ class Membership:
             raise DiscoveryError(f"the lease of {self.node.id} ended while its record was written") from exc
 
     def _follow(self, watch: StoreWatch) -> None:
+        """Wake the agent at every change, until the watch is closed."""
         for _ in watch:
             self._wake()

@@ -1,4 +1,4 @@
-"""What is said while too few nodes are there for a job to run: how many are missing, and until when it waits."""
+"""The wait for enough nodes: how many are missing, for how long yet, and when a person is told."""
 
 from __future__ import annotations
 
@@ -6,47 +6,57 @@ from typing import Final
 
 __all__ = ["QuorumWait"]
 
-_AGAIN_S: Final = 60.0
+_REPEAT_S: Final = 60.0
+"""Between two messages that say the same: oftener they would fill the log, and a person looks about once a minute."""
 
 
 class QuorumWait:
-    """One wait after another, each until enough nodes are there. Without a clock: `now_s` is the caller's.
+    """Measures waits for enough nodes, one after another. Reads no clock.
 
     Args:
-        wanted: nodes.
-        limit_s: for how long they are waited for.
+        min_nodes: how many nodes end a wait.
+        timeout_s: for how long they are waited for, in seconds, as messages say it.
     """
 
-    def __init__(self, wanted: int, limit_s: float) -> None:
-        self._wanted = wanted
-        self._limit_s = limit_s
-        self._since: float | None = None
-        self._said: tuple[int, float] | None = None
+    def __init__(self, min_nodes: int, timeout_s: float) -> None:
+        self._min_nodes = min_nodes
+        self._timeout_s = timeout_s
+        self._began_at: float | None = None
+        self._reported: tuple[int, float] | None = None  # nodes, and when
 
     def waited_s(self, now_s: float) -> float:
-        """For how long this wait has lasted."""
-        return now_s - self._since if self._since is not None else 0.0
+        """Return for how many seconds this wait has lasted, 0 without a wait."""
+        return now_s - self._began_at if self._began_at is not None else 0.0
 
     def end_wait(self) -> None:
-        """Enough nodes are there, or the job runs: the next wait is another one."""
-        self._since = self._said = None
+        """End this wait: enough nodes are present, or the job runs. The next shortage begins another wait."""
+        self._began_at = None
+        self._reported = None
 
-    def record_nodes(self, here: int, now_s: float) -> str:
-        """The job waits for nodes, of which `here` are there. Returns what to say now, empty for nothing."""
-        if here >= self._wanted:
+    def record_nodes(self, present: int, now_s: float) -> str:
+        """Record how many nodes are present while the job waits.
+
+        Args:
+            present: how many.
+            now_s: the time now, in seconds of the clock that all calls use.
+
+        Returns:
+            A message for a person, empty where there is nothing new.
+        """
+        if present >= self._min_nodes:
             self.end_wait()
             return ""
-        if self._since is None:
-            self._since = now_s
-        before, at = self._said or (-1, now_s)
-        if here == before and now_s - at < _AGAIN_S:
+        if self._began_at is None:
+            self._began_at = now_s
+        reported, at_s = self._reported or (-1, now_s)
+        if present == reported and now_s - at_s < _REPEAT_S:
             return ""
-        self._said = here, now_s
-        left_s = max(0.0, self._limit_s - self.waited_s(now_s))
-        if here == before:
-            return f"still {here} of at least {self._wanted} nodes: waiting {left_s:.0f} s more"
-        are = "node is" if self._wanted == 1 else "nodes are"
+        self._reported = present, now_s
+        left_s = max(0.0, self._timeout_s - self.waited_s(now_s))
+        if present == reported:
+            return f"still {present} of at least {self._min_nodes} nodes: waiting {left_s:.0f} s more"
+        are = "node is" if self._min_nodes == 1 else "nodes are"
         return (
-            f"{here} of at least {self._wanted} {are} here: waiting up to {left_s:.0f} s for more "
+            f"{present} of at least {self._min_nodes} {are} here: waiting up to {left_s:.0f} s for more "
             "(--rdzv-conf join_timeout=SECONDS)"
         )

@@ -8,34 +8,36 @@ world that was not written is not there.
        ^                       │  │
        └──too few are left─────┘  └──the user's code failed──> failed
 
-A new generation begins with each change of members and each restart. Whoever wants members to come or go without losing
-a step first has everybody pause after one and the same step (`World.pause_at`). Nothing here waits, reads a clock
-or talks to anybody.
+A new generation begins with each change of members and each restart. So that no step is lost when members come or go,
+all of them first pause after the same step (`World.pause_at`). Nothing here waits, reads a clock or does I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Final
 
 from edl.collective.job_records import JobState, Member, Node, World
 
-__all__ = ["LocalObservation", "RendezvousSettings", "assign_ranks", "failed", "next_world"]
+__all__ = ["LocalObservation", "RendezvousSettings", "assign_ranks", "failed_world", "next_world"]
 
-_MESSAGE = 16_000
+_MESSAGE_CHARS: Final = 16_000
+"""Of a failed job's message in its record: room for a long traceback, and far below the 512 KiB that Consul takes."""
 
 
 @dataclass(frozen=True)
 class RendezvousSettings:
-    """What the user said.
+    """How many nodes train together, and how long a rendezvous waits.
 
     Attributes:
-        min_nodes, max_nodes: of a world.
-        last_call_s: how long to wait for more nodes once there are enough and no new one came.
-        pause_timeout_s: how long to wait for all workers to pause before they are stopped as they are.
-        takeover_s: how long to wait before nodes that were not members go on with a job whose members are all gone.
-            Within that time an agent that cannot reach the Store has stopped its workers, so that there are never two
-            worlds.
+        min_nodes: fewer do not begin a world, and do not go on with it.
+        max_nodes: more wait until a place is free.
+        last_call_s: how long to wait for more nodes once there are enough and no new node came, in seconds.
+        pause_timeout_s: how long to wait for all workers to pause before they are stopped as they are, in seconds.
+        takeover_s: how long to wait before nodes that were not members go on with a job whose members are all gone, in
+            seconds. Within that time an agent that cannot reach the Store has stopped its workers, so that there are
+            never two worlds.
     """
 
     min_nodes: int
@@ -47,18 +49,18 @@ class RendezvousSettings:
 
 @dataclass(frozen=True)
 class LocalObservation:
-    """What the agent that asks knows besides the records.
+    """What an agent knows besides the records.
 
     Attributes:
-        node: its id, may be empty for a member. Whether workers can pause is for members to know, so who waits to join
-            leaves that to them.
-        quiet_s: for how long it has seen no node come or go.
-        pausing_s: for how long it has seen the present `pause_at`.
-        pause_needs_s: how long the steps until a pause may take, if that is longer than the rules' limit.
+        node: the agent's node, may be empty for a member. Whether workers can pause is known to members only, so a node
+            that waits to join leaves that to them.
+        quiet_s: for how many seconds it has seen no node come or go.
+        pausing_s: for how many seconds it has seen the present `pause_at`.
+        pause_needs_s: how many seconds the steps until a pause may take, if more than `pause_timeout_s`.
         pause_step: a step that all workers can still pause after; None if they report no steps.
         restart: why its workers need a new generation; empty if they do not.
-        forgives: that is an error of the script's own, of which only so many are forgiven.
-        dead: nodes of which it knows for certain that they and their workers are no more.
+        forgives: whether that is an error of the script's own, of which a job forgives a limited number.
+        dead: nodes that are gone for certain, with their workers.
     """
 
     node: str = ""
@@ -72,101 +74,107 @@ class LocalObservation:
 
 
 def next_world(
-    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+    world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
-    """What the record of the job should become, None if it is right as it is.
+    """Return what the record of the job should become, None if it is right as it is.
 
     Args:
-        world: the record; `World()` if there is none.
-        nodes: those whose lease lives, read after `world`.
-        moment: what the caller knows besides.
-        rules: what the user said.
+        world: the job's record; `World()` if there is none.
+        nodes: the records of all nodes whose lease lives, by id, read after `world`.
+        observation: what the caller knows besides.
+        settings: how many nodes, and how long to wait.
     """
     if world.ended:
         return None
     if world.state is JobState.FORMING:
-        return _formed(world, nodes, moment, rules)
+        return _formed(world, nodes, observation, settings)
     members = [member.id for member in world.nodes]
     if all(name in nodes and nodes[name].finished == world.generation for name in members):
         return replace(world, state=JobState.DONE, message="the script ended on every node", pause_at=None)
     lost = [name for name in members if name not in nodes]
-    if len(lost) == len(members) and not moment.dead.issuperset(lost) and moment.quiet_s < rules.takeover_s:
+    all_dead = observation.dead.issuperset(lost)
+    if len(lost) == len(members) and not all_dead and observation.quiet_s < settings.takeover_s:
         return None
     if lost:
-        return _next_generation(world, nodes, rules, f"lost {_names(lost)}")
-    if moment.restart:
-        forgiven = replace(world, forgiven=world.forgiven + moment.forgives)
-        return _next_generation(forgiven, nodes, rules, moment.restart)
-    return _changed(world, nodes, moment, rules)
+        return _next_generation(world, nodes, settings, f"lost {_names(lost)}")
+    if observation.restart:
+        forgiven = replace(world, forgiven=world.forgiven + observation.forgives)
+        return _next_generation(forgiven, nodes, settings, observation.restart)
+    return _changed(world, nodes, observation, settings)
 
 
-def failed(world: World, message: str) -> World:
-    """The job ends for everybody, because of the user's code. Of a long message the end is kept, where the error is."""
-    kept = (
-        message if len(message) <= _MESSAGE else f"{message[: _MESSAGE // 4]}\n[...]\n{message[-_MESSAGE * 3 // 4 :]}"
-    )
+def failed_world(world: World, message: str) -> World:
+    """Return the record of a job that ends on all nodes, because of the user's code.
+
+    Args:
+        world: the record before.
+        message: the error. Where it is long its middle is left out: the error itself is at the end.
+    """
+    kept = message
+    if len(message) > _MESSAGE_CHARS:
+        kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"
     return replace(world, state=JobState.FAILED, message=kept, pause_at=None)
 
 
 def _formed(
-    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+    world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
     ready = [node for node in nodes.values() if not node.leaving]
-    enough = len(ready) >= rules.min_nodes and moment.quiet_s >= rules.last_call_s
-    if enough or len(ready) >= rules.max_nodes:
+    enough = len(ready) >= settings.min_nodes and observation.quiet_s >= settings.last_call_s
+    if enough or len(ready) >= settings.max_nodes:
         return _next_generation(
-            world, nodes, rules, "one node is there" if len(ready) == 1 else f"{len(ready)} nodes are there"
+            world, nodes, settings, "one node is there" if len(ready) == 1 else f"{len(ready)} nodes are there"
         )
     return None
 
 
 def _changed(
-    world: World, nodes: Mapping[str, Node], moment: LocalObservation, rules: RendezvousSettings
+    world: World, nodes: Mapping[str, Node], observation: LocalObservation, settings: RendezvousSettings
 ) -> World | None:
-    """Members that want to leave, or nodes that want to join: pause first, then the next world."""
+    """Let members leave and nodes join: first all workers pause, then the next world begins."""
     members = {member.id for member in world.nodes}
-    if moment.node and moment.node not in members:
+    if observation.node and observation.node not in members:
         return None
     leaving = [name for name in members if nodes[name].leaving]
     ending = any(nodes[name].finished == world.generation for name in members)
-    if ending and leaving:
-        return _next_generation(world, nodes, rules, f"{_names(leaving)} left")  # nobody makes steps to pause after
-    room = rules.max_nodes - len(members) + len(leaving)
+    if ending and leaving:  # there are no more steps to pause after
+        return _next_generation(world, nodes, settings, f"{_names(leaving)} left")
+    room = settings.max_nodes - len(members) + len(leaving)
     joining = [name for name, node in nodes.items() if name not in members and not node.leaving][:room]
     if ending:
-        joining = []  # whoever comes now would find nothing to do
+        joining = []  # a node that comes now would find nothing to do
     if not leaving and not joining:
         return _unpaused(world)
     why = "; ".join(
         part for part in (leaving and f"{_names(leaving)} left", joining and f"{_names(joining)} joined") if part
     )
-    if moment.pause_step is None and world.pause_at is None:
-        return _next_generation(world, nodes, rules, why)  # the script saves nothing that could be gone on from
+    if observation.pause_step is None and world.pause_at is None:
+        return _next_generation(world, nodes, settings, why)  # the script saves nothing that could be gone on from
     if world.pause_at is None:
-        return replace(world, pause_at=moment.pause_step)
+        return replace(world, pause_at=observation.pause_step)
     paused = all(nodes[name].paused == world.generation for name in members)
-    if paused or moment.pausing_s >= max(rules.pause_timeout_s, moment.pause_needs_s):
-        return _next_generation(world, nodes, rules, why)
+    if paused or observation.pausing_s >= max(settings.pause_timeout_s, observation.pause_needs_s):
+        return _next_generation(world, nodes, settings, why)
     return None
 
 
 def _unpaused(world: World) -> World | None:
-    """Nobody wants to come or go any more: workers that paused already go on when they see it."""
+    """Take a pause back, since no node wants to come or go any more: workers that paused go on when they see it."""
     return replace(world, pause_at=None) if world.pause_at is not None else None
 
 
-def _next_generation(world: World, nodes: Mapping[str, Node], rules: RendezvousSettings, why: str) -> World | None:
-    """The next generation, of the members that stay and of nodes that wait.
+def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
+    """Return the next generation, of the members that stay and of nodes that wait.
 
-    None while its first node has not yet replaced the port that this generation uses: its store holds this
-    generation's addresses, and whoever read those would wait for a process that is gone.
+    None while its first node has not yet replaced the port that this generation uses: the store there holds this
+    generation's addresses, and a worker that read them would wait for a process that is gone.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)
-    present = [*stay, *wait][: rules.max_nodes]
+    present = [*stay, *wait][: settings.max_nodes]
     generation = world.generation + 1
-    if len(present) < rules.min_nodes:
-        why = f"{why}; {len(present)} of at least {rules.min_nodes} nodes are there"
+    if len(present) < settings.min_nodes:
+        why = f"{why}; {len(present)} of at least {settings.min_nodes} nodes are there"
         return World(generation, JobState.FORMING, (), why, forgiven=world.forgiven)
     order = assign_ranks([member.id for member in world.nodes], present)
     if world.nodes and world.nodes[0].port == nodes[order[0]].port and world.nodes[0].id == order[0]:
@@ -176,9 +184,16 @@ def _next_generation(world: World, nodes: Mapping[str, Node], rules: RendezvousS
 
 
 def assign_ranks(before: list[str], present: Iterable[str]) -> list[str]:
-    """Put the nodes that are `present` in order, so that as many as can keep the place that they had `before`.
+    """Order nodes, so that as many as can keep their rank.
 
-    Whoever cannot, because fewer nodes are left, and whoever is new fill the gaps, in their order.
+    Nodes that cannot, because fewer are left, and new nodes fill the gaps, in their order.
+
+    Args:
+        before: the nodes of the last world, by rank.
+        present: the nodes of the next.
+
+    Returns:
+        The nodes of the next world, by rank.
     """
     present = list(present)
     places: list[str | None] = [None] * len(present)

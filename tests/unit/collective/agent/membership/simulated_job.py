@@ -12,7 +12,7 @@ from edl.collective.agent.membership.rendezvous import (
     LocalObservation,
     RendezvousSettings,
     assign_ranks,
-    failed,
+    failed_world,
     next_world,
 )
 from edl.collective.job_records import JobState, Node, World
@@ -246,7 +246,7 @@ class Job:
     def fail(self, agent: SimAgent) -> None:
         """The user's code raised on a node."""
         if agent.running and self.world.generation == agent.generation and self.world.state is JobState.RUNNING:
-            self.world, self.version = failed(self.world, "ValueError"), self.version + 1
+            self.world, self.version = failed_world(self.world, "ValueError"), self.version + 1
 
     # --- Until nothing more changes. ---
 

@@ -13,7 +13,7 @@ from edl.collective.agent.membership.rendezvous import (
     LocalObservation,
     RendezvousSettings,
     assign_ranks,
-    failed,
+    failed_world,
     next_world,
 )
 from edl.collective.job_records import JobState, Member, Node, World
@@ -208,7 +208,7 @@ def test_nobody_joins_a_job_that_is_ending() -> None:
 
 
 def test_a_failed_job_stays_failed() -> None:
-    world = failed(replace(running("a"), pause_at=3), "ValueError: x")
+    world = failed_world(replace(running("a"), pause_at=3), "ValueError: x")
     assert (world.state, world.message, world.pause_at) == (JobState.FAILED, "ValueError: x", None)
     assert next_world(world, nodes(node("a"), node("b")), LocalObservation(quiet_s=1e9), RULES) is None
 

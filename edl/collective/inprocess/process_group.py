@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,6 +23,8 @@ LEFT: Final = "EDL: left the process group"
 _TESTED: Final = ((2, 13), (3, 0))
 """Versions of torch, from the first until before the second, whose broken groups were seen to let go."""
 _POLL_S: Final = 0.005
+_ATTEMPT_S: Final = 1.0
+"""For the store to answer: less than an agent gives a worker to come to the next generation, which is 2 s."""
 
 
 class BreakableGroup:
@@ -42,17 +45,35 @@ class BreakableGroup:
         self._connection: frozenset[int] = frozenset()
         self._sockets: GroupSockets | None = None
 
-    def connect(self) -> None:
-        """Reach the store that the first node's agent holds for this generation alone.
+    def connect(self, interrupt: Callable[[], object]) -> None:
+        """Connect to the store that the first node's agent serves for this generation alone.
+
+        A store whose generation is over is gone. torch's client would wait for it, asleep for seconds at a time, and
+        nothing could wake it: so it is made only once something listens there, and given up soon.
+
+        Args:
+            interrupt: called before each attempt; may raise to leave.
 
         Raises:
-            SettingsError: there is no word of it in the environment.
+            SettingsError: the environment does not name the store.
+            EDLError: the store did not answer within the timeout of collectives.
         """
         address, port = read("MASTER_ADDR", str), read("MASTER_PORT", int)
         if address is None or port is None:
             raise SettingsError("MASTER_ADDR and MASTER_PORT are not set: start this program with `edl run`")
+        deadline = time.monotonic() + self._timeout.total_seconds()
         before = frozenset(connections())
-        self._store = TCPStore(address, port, is_master=False, timeout=self._timeout)
+        while self._store is None:
+            interrupt()
+            try:
+                socket.create_connection((address, port), _ATTEMPT_S).close()
+                self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_ATTEMPT_S))
+            except (OSError, dist.DistNetworkError, dist.DistStoreError) as exc:
+                if time.monotonic() > deadline:
+                    limit_s = self._timeout.total_seconds()
+                    raise EDLError(f"{LEFT}: no store answers at {address}:{port} within {limit_s:g} s") from exc
+                time.sleep(_POLL_S)
+        self._store.set_timeout(self._timeout)
         self._connection = frozenset(connections()) - before
 
     def meet(self, where: str, timeout_s: float, interrupt: Callable[[], object]) -> None:

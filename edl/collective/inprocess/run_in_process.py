@@ -203,7 +203,7 @@ class _Stay:
         began = time.monotonic()
         generation = read("EDL_GENERATION", int) or 0
         if self._control.path is not None:
-            group.connect()
+            group.connect(self._interrupt)
             # New workers still start; that must not count against those who have come.
             self._status_page.join_generation(generation)
             group.meet("came", self._settings.meeting_s, self._interrupt)

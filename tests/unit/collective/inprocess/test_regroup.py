@@ -176,7 +176,7 @@ def test_failed_group_keeps_the_next_name(
     names = []
     for size in (1, 2, 1):
         group = BreakableGroup(0, size, "gloo", timeout_s=0.3 if size == 2 else 20.0)
-        group.connect()
+        group.connect(lambda: None)
         group.prepare()
         with pytest.raises(RuntimeError) if size == 2 else nullcontext():  # nobody else comes
             group.make()

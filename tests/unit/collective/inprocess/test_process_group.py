@@ -1,0 +1,68 @@
+"""Connecting to a generation's store, which may be over before a worker comes to it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from edl.collective.inprocess.process_group import BreakableGroup
+from edl.errors import EDLError
+
+
+class Interrupted(Exception):
+    """The next generation is known."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> BreakableGroup:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return BreakableGroup(0, 1, "gloo", timeout_s)
+
+
+def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is gone is not waited for once the next generation is known."""
+    asked = []
+
+    def interrupt() -> None:
+        asked.append(None)
+        if len(asked) == 20:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        group_at(monkeypatch, free_port(), 3600.0).connect(interrupt)
+
+
+def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    asked = threading.Event()
+    stores: list[TCPStore] = []
+
+    def serve() -> None:
+        asked.wait(60)
+        stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    group = group_at(monkeypatch, port, 60.0)
+    group.connect(asked.set)
+    server.join()
+    group.meet("came", 60.0, lambda: None)
+    assert stores[0].check(["came/0"])
+    assert group._store is not None
+    assert group._store.timeout == timedelta(seconds=60.0), "collectives have the time that the user gave"
+
+
+def test_absent_store_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    with pytest.raises(EDLError, match=rf"no store answers at 127.0.0.1:{port} within 0.2 s"):
+        group_at(monkeypatch, port, 0.2).connect(lambda: None)

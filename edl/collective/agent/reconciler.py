@@ -158,8 +158,6 @@ class NodeReconciler:
         if world.message.startswith(HANGING) and self._worker_group.running:
             self._say(f"what the workers of this node did:\n{self._worker_group.dump_stacks()}")
             self._context.status.record_event("hang", world.message, world.generation - 1)
-        if position == 0:
-            self._meeting, self._spare = self._spare, open_master_endpoint(self._spec)
         if self._worker_group.running:
             # What follows is no training of the old workers.
             self._context.status.observe(
@@ -168,6 +166,10 @@ class NodeReconciler:
         self._context.replicas.world_changed(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)
+        if position == 0:
+            # Not sooner: a worker on its way to the last generation's store would find nothing there and wait, and the
+            # next store may take seconds, where DNS does not answer torch.
+            self._meeting, self._spare = self._spare, open_master_endpoint(self._spec)
 
     def _wait(self, records: JobRecords) -> int | None:
         """This node is not a member now. Returns the exit code if it is not to wait for that."""

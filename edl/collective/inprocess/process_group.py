@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,8 +24,9 @@ LEFT: Final = "EDL: left the process group"
 _TESTED: Final = ((2, 13), (3, 0))
 """Versions of torch, from the first until before the second, whose broken groups were seen to let go."""
 _POLL_S: Final = 0.005
-_ATTEMPT_S: Final = 1.0
-"""For the store to answer: less than an agent gives a worker to come to the next generation, which is 2 s."""
+_ATTEMPT_S: Final = 3.0
+"""For the store to answer, before it is asked whether the generation is over. torch asks DNS for the name of each peer
+that connects, so on a host whose resolver does not answer it takes seconds; asked anew sooner, it has more to do."""
 
 
 class BreakableGroup:
@@ -66,7 +68,7 @@ class BreakableGroup:
         while self._store is None:
             interrupt()
             try:
-                socket.create_connection((address, port), _ATTEMPT_S).close()
+                _probe(address, port)
                 self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_ATTEMPT_S))
             except (OSError, dist.DistNetworkError, dist.DistStoreError) as exc:
                 if time.monotonic() > deadline:
@@ -131,6 +133,15 @@ class BreakableGroup:
         # One that could not be made was counted all the same, and torch names groups, and their keys in the store, by
         # the count: who failed once would never meet a new worker again.
         distributed_c10d._world.group_count = 0
+
+
+def _probe(address: str, port: int) -> None:
+    """Raise OSError unless something listens there.
+
+    The connection is reset, not closed: a server that finds it reset asks DNS for no name.
+    """
+    with socket.create_connection((address, port), _ATTEMPT_S) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def doubt(backend: str) -> str:

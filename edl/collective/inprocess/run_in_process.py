@@ -203,9 +203,10 @@ class _Stay:
         began = time.monotonic()
         generation = read("EDL_GENERATION", int) or 0
         if self._control.path is not None:
-            group.connect(self._interrupt)
-            # New workers still start; that must not count against those who have come.
+            # Before it connects: a store that answers late, and new workers that still start, are no reason for the
+            # agent to replace this worker, which has let go of the last generation.
             self._status_page.join_generation(generation)
+            group.connect(self._interrupt)
             group.meet("came", self._settings.meeting_s, self._interrupt)
         met = time.monotonic()
         group.prepare()

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state.state import State
 from edl.collective.inprocess.process_group import BreakableGroup
+from edl.collective.inprocess.run_in_process import stay
+from edl.collective.worker_status import WorkerStatusPage
 from edl.errors import EDLError
 
 
@@ -60,6 +67,21 @@ def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> N
     assert stores[0].check(["came/0"])
     assert group._store is not None
     assert group._store.timeout == timedelta(seconds=60.0), "collectives have the time that the user gave"
+
+
+def test_worker_has_come_before_it_connects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An agent does not replace a worker for which only the store is late."""
+    status_page = WorkerStatusPage.create(tmp_path / "status")
+    os.mkfifo(tmp_path / "control")
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "EDL_GENERATION": "7"}
+    environ |= {"EDL_BOARD": str(tmp_path / "status"), "EDL_CONTROL": str(tmp_path / "control")}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    state = State(model=torch.nn.Linear(1, 1))
+    with pytest.raises(EDLError, match="no store answers"):
+        stay(lambda place: None, state=state, checkpointer=Checkpointer(state), timeout_s=0.1, patience_s=0.1)
+    assert status_page.read_status().generation == 7
 
 
 def test_absent_store_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

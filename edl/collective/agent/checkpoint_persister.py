@@ -119,7 +119,7 @@ class CheckpointPersister:
 
         def run() -> None:
             try:
-                persister.prove()
+                persister.check_storage()
             except Exception as exc:  # noqa: BLE001 - raised again where it is waited for
                 proof.set_exception(exc)
             else:
@@ -160,7 +160,7 @@ class CheckpointPersister:
         taken, since = 0, time.monotonic()
         while self._thread.is_alive():
             self._thread.join(_CLOSING_LOOK_S)
-            now_taken = self._persister.taken - self._attempt_at
+            now_taken = self._persister.written_nbytes - self._attempt_at
             if patient and now_taken != taken and now_taken > self._most:  # further than any attempt that failed
                 taken, since = now_taken, time.monotonic()
             if self._thread.is_alive() and time.monotonic() - since > timeout_s:
@@ -199,9 +199,9 @@ class CheckpointPersister:
 
     def _store(self, persister: CheckpointWriter, urgent: bool) -> bool:
         """Store what there is to store. Returns whether that worked; what did not is said once, not at each attempt."""
-        self._attempt_at, began = persister.taken, time.monotonic()
+        self._attempt_at, began = persister.written_nbytes, time.monotonic()
         try:
-            outcome = persister.persist(self._slots, marked=not urgent)
+            outcome = persister.write_newest(self._slots, marked=not urgent)
         except EDLError as exc:
             complaint = f"{exc}; what was stored before is as it was, and it is tried again"
         except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored
@@ -215,7 +215,7 @@ class CheckpointPersister:
                 self._compare_pace(time.monotonic() - began)
             self._most = 0
             return True
-        self._most = max(self._most, persister.taken - self._attempt_at)
+        self._most = max(self._most, persister.written_nbytes - self._attempt_at)
         if complaint != self._complaint:
             self._complaint = complaint
             self._say(complaint)

@@ -163,7 +163,7 @@ class NodeReconciler:
             self._context.status.observe(
                 AgentState.RENDEZVOUS, self._worker_group, self._context.replicas.replicated_us
             )
-        self._context.replicas.world_changed(world)
+        self._context.replicas.change_world(world)
         self._context.peer_connections.set_peers(choose_peers(world, position))
         self._worker_group.start_generation(world, position)
         if position == 0:
@@ -185,7 +185,7 @@ class NodeReconciler:
                 self._say(f"the workers are stopped: {records.world.message}")
             elif not self._signals.stopping:
                 self._say("the others went on without this node, which was silent: it joins them again")
-                self._context.replicas.world_changed(records.world)
+                self._context.replicas.change_world(records.world)
                 self._context.host.forget_slots()  # theirs are newer, and must not be mixed up with these
         if self._signals.stopping:
             saved = self._membership.node.paused >= 0
@@ -283,7 +283,7 @@ class NodeReconciler:
     def _leave_faulty(self, records: JobRecords, exclusion: Exclusion, *, member: bool) -> int | None:
         """Leave a job that goes on without this node; first the others get what only this node's memory has."""
         if member:
-            if not self._context.replicas.hand_over():
+            if not self._context.replicas.hand_over_state():
                 return None
             if not self._membership.node.leaving:
                 self._membership.update_node(leaving=True)
@@ -329,7 +329,7 @@ class NodeReconciler:
         if self._signals.stopping and not node.leaving:
             changes["leaving"] = True
         paused = worker_group.generation if worker_group.paused and world.pause_at is not None else -1
-        if paused >= 0 and self._signals.stopping and not self._context.replicas.hand_over():
+        if paused >= 0 and self._signals.stopping and not self._context.replicas.hand_over_state():
             paused = -1  # whoever goes on needs what only this node has
         if node.paused != paused and (paused >= 0 or not self._signals.stopping):
             changes["paused"] = paused

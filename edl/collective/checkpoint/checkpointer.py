@@ -124,7 +124,7 @@ class Checkpointer:
         page = self._status_page
         self._writer = SlotWriter(overlap=overlap, waiting=lambda: page.in_phase(Phase.SAVE))
         self._run = new_run_id()
-        self._slots.unmark()
+        self._slots.remove_mark()
         self._background: Background | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._background = Background(self._storage, self._slots, keep)
@@ -147,7 +147,7 @@ class Checkpointer:
             SettingsError: what was saved does not fit the state.
         """
         self._check_open()
-        self._writer.settle()
+        self._writer.finish_write()
         self.state.begin_restore()
         reached = self._status_page.read_status().step
         with self._status_page.in_phase(Phase.LOAD):
@@ -199,7 +199,7 @@ class Checkpointer:
             self._training = True
             self._status_page.enter_phase(Phase.TRAIN)
         pausing = self._status_page.is_pause_requested(step)
-        due = self._pace.due(step)
+        due = self._pace.is_due(step)
         if due or force or pausing:
             finish_queued_work()
             place = world_of(self._group), rank_of(self._group)
@@ -271,16 +271,16 @@ class Checkpointer:
         Returns:
             Whether there was one and it is complete; False if it was dropped, because something was changed meanwhile.
         """
-        return self._writer.settle()
+        return self._writer.finish_write()
 
-    def renew(self, generation: int) -> None:
+    def change_generation(self, generation: int) -> None:
         """Belong to another world from now on, without a restart of this process: count the interval anew."""
-        self._writer.settle()
+        self._writer.finish_write()
         self.generation = generation
         self._pace.restart()
         self._last, self._keep_next = None, False
 
-    def attend(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
+    def set_step_hooks(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
         """Have each `save` call `finished(step)` first, and `interrupt()` last and, again and again, while it waits.
 
         `interrupt` may raise, to leave the training loop between two steps.
@@ -336,7 +336,7 @@ class Checkpointer:
 
     def _lacks_the_last(self) -> bool:
         """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""
-        return self._step != self._saved or not self._saved_for_good or not self._writer.settle()
+        return self._step != self._saved or not self._saved_for_good or not self._writer.finish_write()
 
     def _evaluators(self) -> list[Evaluator]:
         """Those among the fields of the state, in an order that all ranks share."""
@@ -363,7 +363,7 @@ class Checkpointer:
         """Save a state that has changed since its step was finished; before the first step there is none to save."""
         if step < 0:
             return
-        self._writer.settle()
+        self._writer.finish_write()
         with self._status_page.in_phase(Phase.SAVE):
             place = world_of(self._group), rank_of(self._group)
             self._save(step, False, place, wait=True)
@@ -401,23 +401,23 @@ class Checkpointer:
         def complete(seconds: float) -> None:
             self._status_page.record_saved_step(step)
             self._usual_s = seconds
-            saved = self._slots.newest()
+            saved = self._slots.newest_slot()
             if keeping is not None and saved is not None:
-                keeping.keep(saved)
+                keeping.keep_slot(saved)
             if persist and self._background is not None:
                 self._background.notify()
 
         # What goes to storage is read as soon as it is complete, so no doubt may come up later.
         if keeping is not None:
-            self._writer.settle()
-            keeping.make_way()
+            self._writer.finish_write()
+            keeping.free_oldest_slot()
         try:
-            self._holders = self._writer.write(self.state, self._slots, header, complete, at_once=wait or persist)
+            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
         except SettingsError as exc:
-            if self._keeping is None or not self._keeping.give_up():
+            if self._keeping is None or not self._keeping.stop_keeping():
                 raise
             _log.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
-            self._holders = self._writer.write(self.state, self._slots, header, complete, at_once=wait or persist)
+            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
         self._saved, self._place = step, place
         self._saved_for_good = persist or self._storage is None
         return time.perf_counter() - begin
@@ -430,12 +430,12 @@ class Checkpointer:
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)
-        steps = self._pace.wanted(step_s, self._usual_s)
+        steps = self._pace.propose_steps(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
-        keep = not first and self._keeping is not None and self._keeping.wanted()
+        keep = not first and self._keeping is not None and self._keeping.is_state_requested()
         alone = self._is_alone()
         # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
-        busy = self._slots.marked
+        busy = self._slots.has_marked_slot
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
             with self._status_page.in_phase(Phase.AGREE):
@@ -445,7 +445,7 @@ class Checkpointer:
                 self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)
             store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
-        self._pace.agreed(step, steps)
+        self._pace.set_next_save(step, steps)
         self._store_next, self._keep_next = store, keep and alone
         if self._background is not None:
             self._background.agreed(self._run)

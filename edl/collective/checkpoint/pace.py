@@ -37,11 +37,11 @@ class SaveSchedule:
                 "give exactly one of them, above 0"
             )
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether to save after `step`."""
         return self.next_step is None or step >= self.next_step
 
-    def wanted(self, step_s: float, save_s: float) -> int:
+    def propose_steps(self, step_s: float, save_s: float) -> int:
         """How many steps this rank would let pass until the next save.
 
         Args:
@@ -57,7 +57,7 @@ class SaveSchedule:
             return 1
         return _steps(save_s * (1 - self.overhead) / (self.overhead * step_s) if step_s > 0 else 1)
 
-    def agreed(self, step: int, steps: int) -> None:
+    def set_next_save(self, step: int, steps: int) -> None:
         """A save was made after `step`, and all ranks agreed on the next one `steps` later."""
         self._warm = True
         self.next_step = step + steps

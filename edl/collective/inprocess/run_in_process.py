@@ -133,7 +133,7 @@ class _Stay:
     def run(self) -> None:
         """Train until the end."""
         mistrust = doubt(self._settings.backend)
-        self._checkpointer.attend(self._finished, self._interrupt)
+        self._checkpointer.set_step_hooks(self._finished, self._interrupt)
         try:
             with self._control:
                 if mistrust:
@@ -143,7 +143,7 @@ class _Stay:
                 while (lost := self._generation()) is not None:
                     self._next(lost)
         finally:
-            self._checkpointer.attend(_nothing, _nothing)
+            self._checkpointer.set_step_hooks(_nothing, _nothing)
             self._boundary.close()
 
     def _generation(self) -> BaseException | None:
@@ -221,7 +221,7 @@ class _Stay:
 
     def _agree(self, generation: int, group: BreakableGroup) -> int:
         """Have one state on all ranks. Returns the last finished step."""
-        self._checkpointer.renew(generation)
+        self._checkpointer.change_generation(generation)
         said = [from_json(data) for data in transfer.gather_bytes(to_json(asdict(self._report)))]
         plan = regroup.plan([regroup.Report(**report) for report in said])
         if plan is None or group.rank in plan.behind:  # should it fail half-way, what is here will be good for nothing

@@ -75,7 +75,7 @@ def send_states(
 def _send(
     link: AuthenticatedConnection, node: str, local_rank: int, state: CompleteSlot, stopping: Callable[[], bool]
 ) -> None:
-    meta = state.meta()
+    meta = state.read_metadata()
     if meta is None:
         raise TemporaryError(f"{state.path} was overwritten before it was sent")
     header = state.header
@@ -96,7 +96,7 @@ def _send(
 
 def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
     """The data and the metadata. Raises before the end if it was overwritten, so that it is worth nothing there."""
-    data = memoryview(state.map())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
+    data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):
             if stopping():

@@ -97,7 +97,7 @@ class Replicator:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._node = node
         self._folder = ReplicaFolder(folder)
-        self._folder.want(None)
+        self._folder.request_newer_than(None)
         self._slots = list(slots)
         self._secret = secret
         self._say = say
@@ -124,7 +124,7 @@ class Replicator:
         """Wall clock (microseconds since 1970) of the newest state that the peer has of all workers, 0 for none."""
         return self._replicated_us
 
-    def world_changed(self, world: World) -> None:
+    def change_world(self, world: World) -> None:
         """Have the peer of another world from now on. Call it before that world's workers begin."""
         peer = replica_peer(world, self._node)
         with self._lock:
@@ -132,13 +132,13 @@ class Replicator:
             self._peer = peer
             self._world += 1
             self._handing = self._handed = False
-            self._folder.want(None)
-            self._course.begin(same_peer=same)
+            self._folder.request_newer_than(None)
+            self._course.start_world(same_peer=same)
             if not same:
                 self._replicated_us = 0
         self._wake.set()
 
-    def hand_over(self) -> bool:
+    def hand_over_state(self) -> bool:
         """Give the newest state of all workers to the peer, now that they have paused and this node is to leave.
 
         Returns at once; to be called until it returns True: the peer has it, does not take it, or needs none of it.
@@ -181,9 +181,9 @@ class Replicator:
         with self._lock:
             if world != self._world:
                 return
-            act = self._course.next(time.monotonic(), common, newest)
-            if act is ReplicaAction.WANT and self._folder.wanted() != newest:
-                self._folder.want(newest)
+            act = self._course.next_action(time.monotonic(), common, newest)
+            if act is ReplicaAction.WANT and self._folder.requested_version() != newest:
+                self._folder.request_newer_than(newest)
         if act is ReplicaAction.SEND:
             began = time.monotonic()
             done = self._send(peer, world, states)
@@ -191,10 +191,10 @@ class Replicator:
                 if world != self._world:
                     return
                 if done:
-                    self._course.sent(common, began, time.monotonic())
+                    self._course.record_sent(common, began, time.monotonic())
                     self._replicated_us = noticed_us
                 else:
-                    self._course.failed(time.monotonic())
+                    self._course.record_failure(time.monotonic())
 
     def _hand_over(self, peer: Member | None, world: int) -> None:
         held = [[*find_slots(slots), *find_slots(kept_prefix(slots))] for slots in self._slots]

@@ -65,13 +65,13 @@ class ReplicationSchedule:
         self._due = self._retry = -math.inf
         self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
 
-    def begin(self, *, same_peer: bool) -> None:
+    def start_world(self, *, same_peer: bool) -> None:
         """A new world: its first state is kept at once, and a new peer gets what there is before that."""
         if not same_peer:
             self._sent = NO_VERSION
         self._due = self._retry = -math.inf
 
-    def next(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
+    def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
         """What to do.
 
         Args:
@@ -89,11 +89,11 @@ class ReplicationSchedule:
                 return ReplicaAction.WAIT
         return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
-    def sent(self, stamp: StateVersion, began: float, ended: float) -> None:
+    def record_sent(self, stamp: StateVersion, began: float, ended: float) -> None:
         """The peer has this state of all workers."""
         self._sent = stamp
         self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         """The peer did not take it."""
         self._retry = now + self._pace.retry_s

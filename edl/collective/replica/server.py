@@ -113,7 +113,7 @@ class ReplicaServer:
                 told = ReplicaAnnouncement.decode(link.receive_frame())
             except ConnectionError:
                 return  # that was all
-            pair = SlotPair(self._folder.pair(told.node, told.local_rank))
+            pair = SlotPair(self._folder.slot_prefix(told.node, told.local_rank))
             try:
                 answer = self._answer(told, pair)
                 link.send_frame(answer)
@@ -124,28 +124,28 @@ class ReplicaServer:
                 pair.close()
 
     def _answer(self, told: ReplicaAnnouncement, pair: SlotPair) -> bytes:
-        if any(one.header == _label(told) for one in pair.find()):
+        if any(one.header == _label(told) for one in pair.find_complete()):
             return PRESENT  # taken a second time, it would replace the one before it
         return self._no_room(told).encode()
 
     def _receive(self, link: AuthenticatedConnection, told: ReplicaAnnouncement, pair: SlotPair) -> None:
-        for found in pair.find()[1:]:
+        for found in pair.find_complete()[1:]:
             if found.header.version == told.before:
-                pair.keep_only(found)
-        _, memory = pair.begin(told.data_nbytes, told.meta_nbytes)
+                pair.keep_only_slot(found)
+        _, memory = pair.begin_write(told.data_nbytes, told.meta_nbytes)
         meta = bytearray(told.meta_nbytes)
         with memoryview(memory) as whole, whole[HEADER_NBYTES : HEADER_NBYTES + told.data_nbytes] as data:
             link.receive_bulk(data, memoryview(meta))
-        pair.commit(_label(told), told.data_nbytes, bytes(meta))
+        pair.commit_write(_label(told), told.data_nbytes, bytes(meta))
         # Of whoever is heard of no more nothing is needed that is older than both states of whoever is.
         both = find_slots(pair.prefix)
         if len(both) == 2:
-            self._folder.drop_before(both[1].header.version)
+            self._folder.drop_older_than(both[1].header.version)
 
     def _no_room(self, told: ReplicaAnnouncement) -> str:
         """Why the state is not taken, empty if it is."""
         nbytes = 2 * (HEADER_NBYTES + told.data_nbytes + told.meta_nbytes)
-        prefix = self._folder.pair(told.node, told.local_rank)
+        prefix = self._folder.slot_prefix(told.node, told.local_rank)
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))
         memory = os.statvfs(self._folder.path)
         free = memory.f_bavail * memory.f_frsize

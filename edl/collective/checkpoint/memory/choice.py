@@ -42,7 +42,7 @@ class RestorePlan:
     parts: tuple[int, ...]
     from_replicas: bool = False
 
-    def matches(self, header: SlotHeader, part: int) -> bool:
+    def matches_slot(self, header: SlotHeader, part: int) -> bool:
         """Whether a slot holds rank `part`'s share of this state."""
         return (header.generation, header.step, header.world, header.rank) == (
             self.generation,

@@ -38,28 +38,28 @@ class TensorCopier:
         self._staging = PinnedStaging()
 
     @torch.no_grad()
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy each source to its target. Targets are contiguous, on the CPU, and share no memory with sources."""
         self._copy_pieces(self._plan(targets, sources))
 
     @torch.no_grad()
-    def begin(
+    def start_copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], then: Callable[[], object]
     ) -> None:
         """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`.
 
         Only tensors that numpy can copy are left to the thread; those on a GPU are copied before this returns.
         """
-        self.finish()
+        self.finish_copy()
         self._begun = _Job(self._plan(targets, sources), then)
         self._submit(self._begun)
 
     @property
-    def busy(self) -> bool:
+    def copying(self) -> bool:
         """Whether something was begun that is not done."""
         return self._begun is not None and not self._begun.done.done()
 
-    def finish(self) -> None:
+    def finish_copy(self) -> None:
         """Help with what was begun, and wait until it is done.
 
         Raises:
@@ -76,7 +76,7 @@ class TensorCopier:
 
     def close(self) -> None:
         """Finish, and stop the threads."""
-        self.finish()
+        self.finish_copy()
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -93,7 +93,7 @@ class TensorCopier:
             else:
                 target.copy_(source.detach())
         if on_gpu:
-            self._staging.copy([to for to, _ in on_gpu], [of for _, of in on_gpu], self._copy_staged)
+            self._staging.copy_tensors([to for to, _ in on_gpu], [of for _, of in on_gpu], self._copy_staged)
         return pieces
 
     def _copy_staged(self, pieces: Sequence[CopyPiece]) -> None:

@@ -44,7 +44,7 @@ class CompleteSlot(SlotPage):
 
     path: Path
 
-    def map(self) -> mmap.mmap:
+    def map_file(self) -> mmap.mmap:
         """The file, mapped so that writing to the mapping changes nobody's bytes.
 
         Raises:
@@ -53,7 +53,7 @@ class CompleteSlot(SlotPage):
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
-    def meta(self) -> bytes | None:
+    def read_metadata(self) -> bytes | None:
         """The metadata, or None where the slot was overwritten since."""
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -62,9 +62,9 @@ class CompleteSlot(SlotPage):
             return None
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
 
-    def copy(self) -> SlotCopy | None:
+    def copy_contents(self) -> SlotCopy | None:
         """The slot's contents as they were when it was found, or None where it was overwritten since."""
-        meta = self.meta()
+        meta = self.read_metadata()
         if meta is None:
             return None
         data = bytearray(self.data_nbytes)
@@ -76,7 +76,7 @@ class CompleteSlot(SlotPage):
             return None
         return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
-    def pin(self, name: Path) -> SlotCopy | None:
+    def pin_file(self, name: Path) -> SlotCopy | None:
         """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
 
         The memory is held until that name is removed and the mapping is gone.
@@ -91,11 +91,11 @@ class CompleteSlot(SlotPage):
         except FileNotFoundError:
             return None
         new.replace(name)
-        now, meta = read_slot(name), self.meta()
+        now, meta = read_slot(name), self.read_metadata()
         if now is None or vars(now) | {"path": self.path} != vars(self) or meta is None:
             name.unlink(missing_ok=True)
             return None
-        memory = memoryview(replace(self, path=name).map())
+        memory = memoryview(replace(self, path=name).map_file())
         return SlotCopy(self.header, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
 
 

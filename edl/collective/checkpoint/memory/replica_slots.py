@@ -62,19 +62,19 @@ class ReplicaFolder:
 
     path: Path
 
-    def pair(self, node: str, local_rank: int) -> Path:
+    def slot_prefix(self, node: str, local_rank: int) -> Path:
         """The prefix of the slots for the state of another node's worker."""
         return self.path / f"{node}-{local_rank}"
 
-    def prefixes(self) -> list[Path]:
+    def slot_prefixes(self) -> list[Path]:
         """Those of all states that are here."""
         return sorted({path.with_suffix("") for path in self.path.glob("*-*.[01]")})
 
-    def found(self) -> list[CompleteSlot]:
+    def find_replicas(self) -> list[CompleteSlot]:
         """All complete states of other nodes' workers."""
-        return [one for prefix in self.prefixes() for one in find_slots(prefix)]
+        return [one for prefix in self.slot_prefixes() for one in find_slots(prefix)]
 
-    def want(self, newer_than: StateVersion | None) -> None:
+    def request_newer_than(self, newer_than: StateVersion | None) -> None:
         """Have the workers keep a state that is newer than this one; None: none at all."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
@@ -83,16 +83,16 @@ class ReplicaFolder:
         draft.write_text(" ".join(map(str, newer_than)))
         draft.rename(self._word)
 
-    def wanted(self) -> StateVersion | None:
+    def requested_version(self) -> StateVersion | None:
         """What `want` was told."""
         with contextlib.suppress(OSError, ValueError):
             generation, step, world = map(int, self._word.read_text().split())
             return generation, step, world
         return None
 
-    def drop_before(self, stamp: StateVersion) -> None:
+    def drop_older_than(self, stamp: StateVersion) -> None:
         """Remove the states of workers of whom there is none as new as `stamp`."""
-        for prefix in self.prefixes():
+        for prefix in self.slot_prefixes():
             if all(one.header.version < stamp for one in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
                     path.unlink(missing_ok=True)
@@ -123,28 +123,28 @@ class ReplicaSlots:
         folder = read("EDL_REPLICAS", Path)
         return None if folder is None else cls(slots, ReplicaFolder(folder))
 
-    def wanted(self) -> bool:
+    def is_state_requested(self) -> bool:
         """Whether the agent wants another state, having sent all that are here."""
-        word = self._folder.wanted() if not self._given_up else None
-        return word is not None and all(one.header.version <= word for one in self.slots.find())
+        word = self._folder.requested_version() if not self._given_up else None
+        return word is not None and all(one.header.version <= word for one in self.slots.find_complete())
 
-    def make_way(self) -> None:
+    def free_oldest_slot(self) -> None:
         """All ranks will keep the next save: of two kept states the older one is not needed any more."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
-            stamps = {found.path: found.header.version for found in self.slots.find()}
+            stamps = {found.path: found.header.version for found in self.slots.find_complete()}
             oldest = min(there, key=lambda path: stamps.get(path, NO_VERSION))
             if oldest.stat().st_nlink == 1 and not self._spare.exists():
                 oldest.rename(self._spare)
             else:
                 oldest.unlink()
 
-    def keep(self, saved: CompleteSlot) -> None:
+    def keep_slot(self, saved: CompleteSlot) -> None:
         """Keep the state in this slot, of which no newer one is kept, whatever is saved there next."""
-        self.make_way()
+        self.free_oldest_slot()
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
-    def give_up(self) -> bool:
+    def stop_keeping(self) -> bool:
         """Keep nothing any more, as there is no room for it. Returns whether anything was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
@@ -152,16 +152,16 @@ class ReplicaSlots:
             path.unlink()
         return bool(held)
 
-    def replicas(self) -> list[CompleteSlot]:
+    def find_replicas(self) -> list[CompleteSlot]:
         """The states of other nodes' workers that can be restored from here."""
-        return self._folder.found()
+        return self._folder.find_replicas()
 
-    def went_on_from(self, stamp: StateVersion) -> None:
+    def drop_newer_than(self, stamp: StateVersion) -> None:
         """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
-        found = self.slots.find()
+        found = self.slots.find_complete()
         older = [one for one in found if one.header.version <= stamp]
         if older and len(older) < len(found):
-            self.slots.keep_only(older[0])
+            self.slots.keep_only_slot(older[0])
 
     def close(self) -> None:
         """Let go of the memory; the states stay."""

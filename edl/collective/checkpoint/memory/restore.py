@@ -49,7 +49,7 @@ class _Held:
 
     def find(self, choice: RestorePlan, part: int) -> CompleteSlot | None:
         """The slot with that part, preferably one of this rank's own."""
-        return next((one for one in (*self.own, *self.replicas) if choice.matches(one.header, part)), None)
+        return next((one for one in (*self.own, *self.replicas) if choice.matches_slot(one.header, part)), None)
 
 
 def restore_from_memory(
@@ -93,11 +93,11 @@ def restore_from_memory(
     else:
         _put_together(state, choice, held, group)
         for pair in _pairs(slots, keeping):
-            for found in pair.find():
-                if any(choice.matches(found.header, part) for part in range(choice.world)):
-                    pair.keep_only(found)
+            for found in pair.find_complete():
+                if any(choice.matches_slot(found.header, part) for part in range(choice.world)):
+                    pair.keep_only_slot(found)
     if keeping is not None:
-        keeping.went_on_from((choice.generation, choice.step, choice.world))
+        keeping.drop_newer_than((choice.generation, choice.step, choice.world))
     return RestoredState(choice.step, choice.world)
 
 
@@ -106,8 +106,12 @@ def _pairs(slots: SlotPair, keeping: ReplicaSlots | None) -> list[SlotPair]:
 
 
 def _look(slots: SlotPair, keeping: ReplicaSlots | None) -> _Held:
-    own = [found for pair in _pairs(slots, keeping) for found in pair.find() if found.meta() is not None]
-    replicas = [] if keeping is None else [found for found in keeping.replicas() if found.meta() is not None]
+    own = [
+        found for pair in _pairs(slots, keeping) for found in pair.find_complete() if found.read_metadata() is not None
+    ]
+    replicas = (
+        [] if keeping is None else [found for found in keeping.find_replicas() if found.read_metadata() is not None]
+    )
     return _Held(own, replicas)
 
 
@@ -134,7 +138,7 @@ def _offers(
 
 def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
     """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
-    meta = found.meta() if found.header.sharded and group is None else None
+    meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
 
@@ -145,15 +149,15 @@ def _row(header: SlotHeader) -> list[int | bool]:
 def _adopt(choice: RestorePlan, part: int, slots: SlotPair, keeping: ReplicaSlots | None) -> CompleteSlot:
     """The slot of this rank's own that has its part; a replica on this host is copied into one."""
     for pair in _pairs(slots, keeping):
-        for found in pair.find():
-            if choice.matches(found.header, part):
-                pair.keep_only(found)
+        for found in pair.find_complete():
+            if choice.matches_slot(found.header, part):
+                pair.keep_only_slot(found)
                 return found
     replica = _found(_look(slots, keeping), choice, part)
-    copy = _unchanged(replica.copy(), replica)
-    _, memory = slots.begin(len(copy.data), len(copy.meta))
+    copy = _unchanged(replica.copy_contents(), replica)
+    _, memory = slots.begin_write(len(copy.data), len(copy.meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
-    slots.commit(copy.header, len(copy.data), copy.meta)
+    slots.commit_write(copy.header, len(copy.data), copy.meta)
     return _adopt(choice, part, slots, keeping)
 
 
@@ -167,9 +171,9 @@ def _found(held: _Held, choice: RestorePlan, part: int) -> CompleteSlot:
 
 
 def _load(state: State, found: CompleteSlot, local: bool) -> None:
-    meta = parse_meta(_unchanged(found.meta(), found))
+    meta = parse_meta(_unchanged(found.read_metadata(), found))
     loading = state.begin_load(meta, local=local)
-    loading.fill_all(meta.entries, _mapped(found))
+    loading.fill_tensors(meta.entries, _mapped(found))
     loading.finish()
 
 
@@ -181,11 +185,11 @@ def _hand_over(choice: RestorePlan, held: _Held, slots: SlotPair, group: transfe
     giving = {dst: _found(held, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
     # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
     moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
-    kept = {found: _unchanged(found.copy(), found) for found in moving}
+    kept = {found: _unchanged(found.copy_contents(), found) for found in moving}
     for dst, src in wanted:
         if src == rank:
             found = giving[dst]
-            meta = _unchanged(found.meta(), found) if found not in kept else kept[found].meta
+            meta = _unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
             data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
             transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
@@ -197,7 +201,7 @@ def _mapped(found: CompleteSlot) -> torch.Tensor:
     """A slot's data as uint8 [nbytes], where it is."""
     if not found.data_nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(found.map(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
+    return torch.frombuffer(found.map_file(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
 
 
 def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
@@ -231,11 +235,11 @@ def _put_together(state: State, choice: RestorePlan, held: _Held, group: transfe
                 data = copy.data[entry.offset : entry.offset + entry.nbytes] if copy else bytearray(entry.nbytes)
                 shown = torch.frombuffer(data, dtype=torch.uint8)
                 transfer.broadcast_tensor(shown, src, group)
-                loading.fill_all([replace(entry, offset=0)], shown)
+                loading.fill_tensors([replace(entry, offset=0)], shown)
     assert loading is not None
     loading.finish()
 
 
 def _give(held: _Held, choice: RestorePlan, part: int) -> SlotCopy:
     found = _found(held, choice, part)
-    return _unchanged(found.copy(), found)
+    return _unchanged(found.copy_contents(), found)

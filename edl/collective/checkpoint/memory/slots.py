@@ -121,11 +121,11 @@ class SlotPair:
         prefix = read("EDL_SLOTS", Path)
         return cls(prefix) if prefix is not None else cls(new_private_prefix(), private=True)
 
-    def find(self) -> list[CompleteSlot]:
+    def find_complete(self) -> list[CompleteSlot]:
         """The complete ones, newest first."""
         return find_slots(self.prefix)
 
-    def begin(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
+    def begin_write(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
         """Begin to overwrite the slot that does not hold the newest complete state.
 
         The first time, and whenever more room is needed, both slots are given their memory, so that no later save
@@ -144,7 +144,7 @@ class SlotPair:
         """
         if self._closed:
             raise ClosedError(f"the slots {self.prefix} are closed")
-        newest = self.newest()
+        newest = self.newest_slot()
         number = 1 if newest is not None and newest.path == self._paths[0] else 0
         self._leave_pinned(number)
         room = meta_offset(data_nbytes) + meta_nbytes
@@ -159,7 +159,7 @@ class SlotPair:
         self._writing = number
         return number, memory
 
-    def commit(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
+    def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
         """The tensors are in place: add the metadata, and make the slot the newest complete one."""
         if self._writing is None:
             raise ClosedError("commit() without begin()")
@@ -173,21 +173,21 @@ class SlotPair:
             self._mark(path)
 
     @property
-    def marked(self) -> bool:
+    def has_marked_slot(self) -> bool:
         """Whether a state that was marked for storage is not stored yet."""
         return marked_path(self.prefix).exists()
 
-    def unmark(self) -> None:
+    def remove_mark(self) -> None:
         """Let go of what was marked for storage: the ranks of a world that is over need not have marked the same."""
         marked_path(self.prefix).unlink(missing_ok=True)
 
-    def retract(self) -> None:
+    def invalidate_newest(self) -> None:
         """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
-        newest = self.newest()
+        newest = self.newest_slot()
         if newest is not None:
             _spoil(newest)
 
-    def keep_only(self, kept: CompleteSlot) -> None:
+    def keep_only_slot(self, kept: CompleteSlot) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
@@ -232,7 +232,7 @@ class SlotPair:
                 left.add(path.stat().st_ino)
         self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
 
-    def newest(self) -> CompleteSlot | None:
+    def newest_slot(self) -> CompleteSlot | None:
         """The complete slot that was written last."""
         return max((one for one in map(read_slot, self._paths) if one), key=lambda one: one.sequence, default=None)
 

@@ -51,7 +51,7 @@ class PinnedStaging:
         self._buffers: list[torch.Tensor] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(
+    def copy_tensors(
         self,
         targets: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],

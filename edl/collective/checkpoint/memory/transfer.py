@@ -64,7 +64,7 @@ def broadcast_state(state: State, src: int, group: Group = None) -> None:
         target = loading.targets[entry.key]
         whole = target.local if target.local.is_contiguous() else torch.empty_like(target.local).contiguous()
         broadcast_tensor(whole, src, group)
-        loading.fill(entry, whole)
+        loading.fill_tensor(entry, whole)
     if loading is not None:
         loading.finish()
 
@@ -135,10 +135,10 @@ def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
     """Receive a slot's contents from the global rank `src` into the one that is older here."""
     head, meta = (_receive_bytes(src, group) for _ in range(2))
     generation, step, world, rank, sharded, nbytes = (int(one) for one in from_json(head))
-    _, memory = slots.begin(nbytes, len(meta), hurry=True)
+    _, memory = slots.begin_write(nbytes, len(meta), hurry=True)
     if nbytes:
         _receive(slot_bytes(memory, nbytes), src, group)
-    slots.commit(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
+    slots.commit_write(SlotHeader(generation, step, world, rank, sharded=bool(sharded)), nbytes, meta)
 
 
 def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:

@@ -101,7 +101,7 @@ class SlotWriter:
         hook = register_optimizer_step_pre_hook(_Gate(self))
         self._unhook = weakref.finalize(self, hook.remove)
 
-    def write(
+    def write_state(
         self,
         state: State,
         slots: SlotPair,
@@ -124,11 +124,11 @@ class SlotWriter:
             SettingsError: the state cannot be saved, or there is not enough shared memory.
         """
         with self._turn:
-            self.settle()
+            self.finish_write()
             begin = time.perf_counter()
             captured = state.capture()
             nbytes = captured.data_nbytes
-            number, memory = slots.begin(nbytes, len(captured.meta))
+            number, memory = slots.begin_write(nbytes, len(captured.meta))
             views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
             # New memory's pages are best paid for at once.
             later = self._may_wait(state, captured) if known and not at_once else set()
@@ -139,20 +139,20 @@ class SlotWriter:
 
             def commit() -> None:
                 if watched.still() and watched.same_as(copies):
-                    slots.commit(replace(header, sharded=bool(captured.holders)), nbytes, captured.meta)
+                    slots.commit_write(replace(header, sharded=bool(captured.holders)), nbytes, captured.meta)
                     self._complete = True
                     then(time.perf_counter() - begin)
 
-            self._complete, self._retract = False, slots.retract
-            self._copier.copy([views[number] for number in now], [captured.tensors[number] for number in now])
+            self._complete, self._retract = False, slots.invalidate_newest
+            self._copier.copy_tensors([views[number] for number in now], [captured.tensors[number] for number in now])
             if later:
                 self._watched = watched
-                self._copier.begin(copies, watched.tensors, commit)
+                self._copier.start_copy(copies, watched.tensors, commit)
             else:
                 commit()
             return captured.holders
 
-    def settle(self) -> bool:
+    def finish_write(self) -> bool:
         """Help to finish the last save. Returns whether it is complete, rather than dropped."""
         if os.getpid() != self._pid:
             return False  # in a fork: the copy goes on in its parent, whose slots these are
@@ -160,8 +160,8 @@ class SlotWriter:
             watched, self._watched = self._watched, None
             if watched is None:
                 return self._complete
-            with self._waiting() if self._copier.busy else nullcontext():
-                self._copier.finish()
+            with self._waiting() if self._copier.copying else nullcontext():
+                self._copier.finish_copy()
             if not watched.still():
                 if self._complete:  # while it was copied, or since? torch counts a write when it has been done
                     self._complete = False
@@ -173,16 +173,16 @@ class SlotWriter:
                 )
             return self._complete
 
-    def about_to_step(self, optimizer: Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """An optimizer will change what belongs to it."""
         with self._turn:
-            self.settle()
+            self.finish_write()
             self._passed.add(optimizer)
 
     def close(self) -> None:
         """Finish the last save, and let go of everything."""
         try:
-            self.settle()
+            self.finish_write()
         finally:
             self._unhook()
             self._views.clear()
@@ -249,4 +249,4 @@ class _Gate:
             return  # or a compiled step would be broken in two, or refused
         writer = self._writer()
         if writer is not None:
-            writer.about_to_step(optimizer)
+            writer.before_optimizer_step(optimizer)

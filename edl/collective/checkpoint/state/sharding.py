@@ -108,7 +108,7 @@ class LiveMeshes:
                 if mesh not in self._meshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
-    def match(self, layout: ShardLayout) -> Any:
+    def find_mesh(self, layout: ShardLayout) -> Any:
         """The mesh with the same ranks, or else the same shape, or else as many dimensions; None if there is none.
 
         Dimensions of meshes that have names must have the same ones.
@@ -120,9 +120,11 @@ class LiveMeshes:
         ]
         return max(alike, key=lambda found: found[:2])[2] if alike else None
 
-    def empty(self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    def empty_tensor(
+        self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor | None:
         """A new tensor of the shape `whole` that lies over the ranks as `layout` says; None where no mesh matches."""
-        mesh = self.match(layout)
+        mesh = self.find_mesh(layout)
         if mesh is None:
             return None
         from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -268,26 +268,26 @@ class StateRestore:
         for entry in meta.entries:
             if entry.key.partition(".")[0] in self._forms:
                 layout = meta.layouts[entry.layout] if entry.layout >= 0 else None
-                self._targets[entry.key] = live.target(entry, layout)
+                self._targets[entry.key] = live.restore_target(entry, layout)
 
     @property
     def targets(self) -> dict[str, RestoreTarget]:
         """What is to be filled, by key."""
         return self._targets
 
-    def fill(self, entry: TensorEntry, part: torch.Tensor) -> None:
+    def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
         """Copy what is wanted of one tensor, or of one rank's part of it."""
         target = self._targets.get(entry.key)
         if target is not None:
             if tuple(entry.whole) != tuple(target.value.shape):
                 raise ProtocolError(f"{entry.key}: parts of {entry.whole} for a tensor of {tuple(target.value.shape)}")
-            target.fill(entry.starts, part)
+            target.fill_part(entry.starts, part)
 
-    def fill_all(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
+    def fill_tensors(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
         """Copy what is wanted of `data` (uint8), in which `entries` lie."""
         for entry in entries:
             if entry.key in self._targets:
-                self.fill(entry, view_of(data, entry))
+                self.fill_tensor(entry, view_of(data, entry))
 
     def finish(self) -> None:
         """Put everything in its place.

@@ -148,13 +148,13 @@ class RestoreTarget:
     missing: int
 
     @classmethod
-    def of(cls, key: str, value: torch.Tensor) -> RestoreTarget:
+    def for_tensor(cls, key: str, value: torch.Tensor) -> RestoreTarget:
         """Fill `value`, or this rank's part of it."""
         local, starts = local_box(value)
         return cls(key, value, local, starts, local.numel())
 
     @torch.no_grad()
-    def fill(self, starts: Shape, part: torch.Tensor) -> None:
+    def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
         """Take from `part`, which begins at `starts` of the whole, what belongs here."""
         if not self.local.dim():
             self.local.copy_(part)
@@ -183,13 +183,13 @@ class LiveTensors:
     parameters: Mapping[str, torch.Tensor]
     meshes: LiveMeshes
 
-    def target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
+    def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
         """Where the tensor of `entry` goes.
 
         Raises:
             SettingsError: it was sharded over a mesh that the live state does not use.
         """
-        return RestoreTarget.of(entry.key, self._value(entry, layout))
+        return RestoreTarget.for_tensor(entry.key, self._value(entry, layout))
 
     def _value(self, entry: TensorEntry, layout: ShardLayout | None) -> torch.Tensor:
         dtype = getattr(torch, entry.dtype, None)
@@ -208,7 +208,7 @@ class LiveTensors:
             if fitting is not None and is_sharded(fitting):
                 return torch.empty_like(fitting, dtype=dtype, requires_grad=False)
         if layout is not None and parameter is None:
-            made = self.meshes.empty(layout, entry.whole, dtype, _device(entry))
+            made = self.meshes.empty_tensor(layout, entry.whole, dtype, _device(entry))
             if made is not None:
                 return made
             if like is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

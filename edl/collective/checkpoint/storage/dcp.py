@@ -51,7 +51,7 @@ class RankFileItems:
     values: dict[str, tuple[int, int]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def piece(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
+    def rank_manifest(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
         """The piece that describes the file."""
         header = copy.header
         form = from_json(copy.meta)

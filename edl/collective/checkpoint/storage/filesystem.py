@@ -60,7 +60,7 @@ class ChecksumWriter(io.RawIOBase):
         return self._size
 
     @property
-    def summed(self) -> FileDigest:
+    def digest(self) -> FileDigest:
         """Of all that was written so far."""
         return FileDigest(self._size, self._crc)
 
@@ -80,7 +80,7 @@ class CheckpointFolder:
     """Checkpoints under one URL. Errors of the file system, whatever it is, are `OSError`.
 
     Attributes:
-        taken: how many bytes the storage has taken so far, by which others see that it does.
+        written_nbytes: how many bytes the storage has taken so far, by which others see that it does.
     """
 
     def __init__(self, url: str) -> None:
@@ -97,10 +97,10 @@ class CheckpointFolder:
             raise SettingsError(f"storage {url!r}: {exc}") from exc
         protocol = self._fs.protocol
         self.url = url
-        self.taken = 0
+        self.written_nbytes = 0
         self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
-    def prove(self) -> None:
+    def check_writable(self) -> None:
         """Write a file, and take it away again.
 
         Raises:
@@ -113,21 +113,21 @@ class CheckpointFolder:
                 opened.write(b"EDL can write here\n")
             self._fs.rm(path)
 
-    def names(self) -> list[CheckpointName]:
+    def list_checkpoints(self) -> list[CheckpointName]:
         """All checkpoints, complete or not, newest first; last those that their run has given up."""
         found = [CheckpointName.parse(one) for one in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
-    def working(self, step: int, run: str, generation: int) -> CheckpointName:
+    def working_name(self, step: int, run: str, generation: int) -> CheckpointName:
         """Where to write a checkpoint before it is complete."""
         return CheckpointName(step, run, generation, temporary=self._local)
 
-    def begin(self, name: CheckpointName) -> None:
+    def make_checkpoint_folder(self, name: CheckpointName) -> None:
         """Make room for a checkpoint."""
         with _translated():
             self._fs.makedirs(self._path(name), exist_ok=True)
 
-    def write(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
+    def write_file(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
         """Write one file of a checkpoint by calling `write`, and have it on disk before returning.
 
         Raises:
@@ -150,9 +150,9 @@ class CheckpointFolder:
         finally:
             with _translated():
                 opened.close()
-        return writer.summed
+        return writer.digest
 
-    def put(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
+    def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
         """Write a small file at once: whoever reads it sees what was there before, or all of it.
 
         Several nodes may write the same one, and a node may be killed while another publishes the checkpoint.
@@ -161,10 +161,10 @@ class CheckpointFolder:
             FileNotFoundError: as `write`.
         """
         if not self._local:
-            return self.write(name, file, lambda stream: stream.write(data))
+            return self.write_file(name, file, lambda stream: stream.write(data))
         draft = f".{file}.{secrets.token_hex(4)}"
         try:
-            summed = self.write(name, draft, lambda stream: stream.write(data))
+            summed = self.write_file(name, draft, lambda stream: stream.write(data))
             Path(self._path(name), draft).replace(Path(self._path(name), file))
         except OSError:
             for where in (name, name.final):  # it may have been published meanwhile
@@ -173,30 +173,30 @@ class CheckpointFolder:
             raise
         return summed
 
-    def read(self, name: CheckpointName, file: str) -> bytes:
+    def read_file(self, name: CheckpointName, file: str) -> bytes:
         """All of a file."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}")
         return data
 
-    def read_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
+    def read_file_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
         """Some bytes of a file; fewer where it ends."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
         return data
 
-    def files(self, name: CheckpointName) -> set[str]:
+    def list_files(self, name: CheckpointName) -> set[str]:
         """The names of a checkpoint's files; empty where there is no such checkpoint."""
         return self._listed(self._path(name))
 
-    def manifest(self, name: CheckpointName) -> Manifest | None:
+    def read_manifest(self, name: CheckpointName) -> Manifest | None:
         """A checkpoint's manifest, or None where it is not complete.
 
         Raises:
             ProtocolError: there is one, and it cannot be read.
         """
         try:
-            data = self.read(name, MANIFEST)
+            data = self.read_file(name, MANIFEST)
         except FileNotFoundError:
             return None
         manifest = Manifest.parse(data)
@@ -206,9 +206,9 @@ class CheckpointFolder:
 
     def is_published(self, name: CheckpointName) -> bool:
         """Whether the checkpoint is complete, under its final name."""
-        return MANIFEST in self.files(name.final)
+        return MANIFEST in self.list_files(name.final)
 
-    def publish(self, name: CheckpointName) -> bool:
+    def publish_checkpoint(self, name: CheckpointName) -> bool:
         """Give a checkpoint whose manifest is written its name. Returns whether this call did it.
 
         No complete checkpoint is touched by that: a final name is of one run, so whatever has it already is the same.
@@ -224,23 +224,23 @@ class CheckpointFolder:
             here.rename(final)
         except OSError:
             if self.is_published(name):  # another node was faster
-                self.remove(name)
+                self.remove_checkpoint(name)
                 return False
             if not here.exists():
                 raise
-            self.remove(name.final)  # what a removal that was cut short left, with no manifest
+            self.remove_checkpoint(name.final)  # what a removal that was cut short left, with no manifest
             here.rename(final)
         self._sync(final.parent)
         return True
 
-    def remove(self, name: CheckpointName) -> None:
+    def remove_checkpoint(self, name: CheckpointName) -> None:
         """Remove a checkpoint, its manifest first, so that half of it is never taken for the whole."""
         for path in (f"{self._path(name)}/{MANIFEST}", self._path(name)):
             with contextlib.suppress(FileNotFoundError), _translated():
                 self._fs.rm(path, recursive=True)
 
     def _count(self, nbytes: int) -> None:
-        self.taken += nbytes
+        self.written_nbytes += nbytes
 
     def _listed(self, path: str) -> set[str]:
         try:

@@ -93,7 +93,7 @@ class FileDigest:
     crc32: int
 
     @classmethod
-    def of(cls, data: bytes) -> FileDigest:
+    def of_bytes(cls, data: bytes) -> FileDigest:
         """Of these contents."""
         return cls(len(data), zlib.crc32(data))
 
@@ -124,7 +124,7 @@ class RankManifest:
     run: str = ""
 
     @staticmethod
-    def name(rank: int) -> str:
+    def file_name(rank: int) -> str:
         """Of the file that a rank's piece stands in."""
         return f"piece-{rank}.json"
 

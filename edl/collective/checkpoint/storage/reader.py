@@ -119,7 +119,7 @@ def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> t
 
 def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
     """The names of the complete ones that the first rank sees, so that all ranks look at the same."""
-    mine = folder.names() if rank_of(group) == 0 else []
+    mine = folder.list_checkpoints() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
     src = transfer.global_rank(0, group)
     for text in transfer.broadcast_bytes("\n".join(names).encode(), src, group).decode().splitlines():
@@ -142,14 +142,16 @@ def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Grou
 def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
     """The pieces of a checkpoint, or what is wrong with it, or what failed."""
     try:
-        manifest = folder.manifest(name)
+        manifest = folder.read_manifest(name)
         if manifest is None:
             return {}
         with ThreadPoolExecutor(_READS) as pool:
-            files = [RankManifest.name(rank) for rank in range(manifest.world)]
-            texts = list(pool.map(lambda file: folder.read(name, file), files))
+            files = [RankManifest.file_name(rank) for rank in range(manifest.world)]
+            texts = list(pool.map(lambda file: folder.read_file(name, file), files))
         for rank, (file, text) in enumerate(zip(files, texts, strict=True)):
-            if manifest.files.get(file) != FileDigest.of(text) or not _fits(RankManifest.parse(text), rank, manifest):
+            if manifest.files.get(file) != FileDigest.of_bytes(text) or not _fits(
+                RankManifest.parse(text), rank, manifest
+            ):
                 return {"wrong": file}
     except FileNotFoundError as exc:
         return {"wrong": str(exc)}
@@ -267,7 +269,7 @@ def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]
 
     def read(block: tuple[_Span, int, int]) -> None:
         span, begin, end = block
-        data = folder.read_range(name, span.file, begin, end - begin)
+        data = folder.read_file_range(name, span.file, begin, end - begin)
         if len(data) != end - begin:
             raise ProtocolError(f"{span.file} ends before {end}")
         span.data[begin - span.begin : end - span.begin] = data
@@ -294,7 +296,7 @@ def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]
 def _fill(loading: StateRestore, span: _Span) -> None:
     """Put a span's tensors where they belong, and let go of its memory."""
     for item in span.items:
-        loading.fill(item.entry, span.tensor(item))
+        loading.fill_tensor(item.entry, span.tensor(item))
     span.data = bytearray()
 
 

@@ -86,7 +86,7 @@ class Background:
     def _store(self) -> bool:
         """Store what is marked. Returns whether that worked; what did not is said once, not at each attempt."""
         try:
-            self._persister.persist([self._prefix], marked=True)
+            self._persister.write_newest([self._prefix], marked=True)
         except EDLError as exc:
             error: Exception = exc
         except Exception as exc:  # noqa: BLE001 - it would end the thread, and nothing more would be stored

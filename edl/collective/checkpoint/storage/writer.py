@@ -87,22 +87,22 @@ class CheckpointWriter:
         self._done: StateVersion | None = None
 
     @property
-    def taken(self) -> int:
+    def written_nbytes(self) -> int:
         """How many bytes the storage has taken so far. May be asked by another thread."""
-        return self._folder.taken
+        return self._folder.written_nbytes
 
-    def prove(self) -> None:
+    def check_storage(self) -> None:
         """See that something can be stored there, before it has to be.
 
         Raises:
             SettingsError: nothing can.
         """
         try:
-            self._folder.prove()
+            self._folder.check_writable()
         except OSError as exc:
             raise SettingsError(f"checkpoints cannot be stored at {self._folder.url}: {exc}") from exc
 
-    def persist(
+    def write_newest(
         self, slots: Sequence[Path], *, step: int | None = None, generation: int | None = None, marked: bool = False
     ) -> WriteOutcome | None:
         """Store the newest state that all of `slots` hold and that was not stored yet.
@@ -125,7 +125,7 @@ class CheckpointWriter:
             return None
         state, found = chosen
         generation, step, world = state
-        name = self._folder.working(step, run, generation)
+        name = self._folder.working_name(step, run, generation)
         try:
             if not self._store(name, dict(zip(slots, found, strict=True))):
                 _log.warning("the state after step %d was overwritten before it was stored: the next one will be", step)
@@ -167,16 +167,16 @@ class CheckpointWriter:
         try:
             if self._folder.is_published(name):
                 return True  # by this agent's predecessor, or by the other nodes with its part
-            self._folder.begin(name)
-            there = self._folder.files(name)
+            self._folder.make_checkpoint_folder(name)
+            there = self._folder.list_files(name)
             wanted = {
                 prefix: slot
                 for prefix, slot in found.items()
-                if RankManifest.name(slot.header.rank) not in there or not self._has(name, slot)
+                if RankManifest.file_name(slot.header.rank) not in there or not self._has(name, slot)
             }
             pinned: list[SlotCopy] = []
             for prefix, slot in wanted.items():
-                copy = slot.pin(storing_path(prefix))
+                copy = slot.pin_file(storing_path(prefix))
                 if copy is None:
                     return False
                 pinned.append(copy)
@@ -221,7 +221,7 @@ class CheckpointWriter:
     def _has(self, name: CheckpointName, found: CompleteSlot) -> bool:
         """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
         try:
-            piece = RankManifest.parse(self._folder.read(name, RankManifest.name(found.header.rank)))
+            piece = RankManifest.parse(self._folder.read_file(name, RankManifest.file_name(found.header.rank)))
         except ProtocolError:
             return False
         return (piece.run, piece.world) == (name.run, found.header.world)
@@ -235,9 +235,9 @@ class CheckpointWriter:
         def write(stream: ChecksumWriter) -> None:
             write_rank_file(copy, stream, items)
 
-        summed = self._folder.write(name, file, write)
-        piece = replace(items.piece(copy, file, summed), run=name.run)
-        self._folder.put(name, RankManifest.name(rank), piece.pack())
+        summed = self._folder.write_file(name, file, write)
+        piece = replace(items.rank_manifest(copy, file, summed), run=name.run)
+        self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
         """Complete the checkpoint if every rank's piece is there. None if the fence says no.
@@ -248,15 +248,15 @@ class CheckpointWriter:
         if self._folder.is_published(name):
             return True
         try:
-            there = self._folder.files(name)
-            if not all(RankManifest.name(rank) in there for rank in range(world)):
+            there = self._folder.list_files(name)
+            if not all(RankManifest.file_name(rank) in there for rank in range(world)):
                 return self._folder.is_published(name)
             manifest = self._manifest(name, world)
             if not self._fence():
                 _log.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
                 return None
-            self._folder.put(name, MANIFEST, manifest.pack())
-            self._folder.publish(name)
+            self._folder.replace_file(name, MANIFEST, manifest.pack())
+            self._folder.publish_checkpoint(name)
         except ProtocolError as exc:
             _log.info("not complete yet: %s", exc)  # another node is just writing its piece
             return False
@@ -271,35 +271,35 @@ class CheckpointWriter:
         files: dict[str, FileDigest] = {}
         pieces = []
         for rank in range(world):
-            data = self._folder.read(name, RankManifest.name(rank))
+            data = self._folder.read_file(name, RankManifest.file_name(rank))
             piece = RankManifest.parse(data)
             if (piece.run, piece.world) != (name.run, world):
                 raise ProtocolError(
                     f"{name} has a piece of another run, or of a world of {piece.world} ranks, not {world}"
                 )
             pieces.append(piece)
-            files[RankManifest.name(rank)] = FileDigest.of(data)
+            files[RankManifest.file_name(rank)] = FileDigest.of_bytes(data)
             files[piece.file] = piece.summed
         packed = pack_dcp_metadata(pieces)
-        files[METADATA] = self._folder.put(name, METADATA, packed)
+        files[METADATA] = self._folder.replace_file(name, METADATA, packed)
         return Manifest(name.step, name.generation, world, files, name.run)
 
     def _prune(self, newest: CheckpointName) -> None:
         """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
         complete = []
-        names = self._folder.names()
+        names = self._folder.list_checkpoints()
         older = names[names.index(newest) :] if newest in names else []  # what is newer than that is left alone
         for name in older:
             if not name.temporary and self._is_complete(name):
                 complete.append(name)
             elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
-                self._folder.remove(name)  # of a run that began later, somebody may be just writing it
+                self._folder.remove_checkpoint(name)  # of a run that began later, somebody may be just writing it
         for name in complete[self._keep :]:
-            self._folder.remove(name)
+            self._folder.remove_checkpoint(name)
 
     def _is_complete(self, name: CheckpointName) -> bool:
         try:
-            return self._folder.manifest(name) is not None
+            return self._folder.read_manifest(name) is not None
         except ProtocolError:
             return False
 

@@ -55,14 +55,14 @@ class Nodes:
     def form(self, generation: int) -> None:
         """Begin a world, and wait until every agent wants its first state."""
         for agent in self.agents.values():
-            agent.world_changed(self.world(generation))
+            agent.change_world(self.world(generation))
         folders = [ReplicaFolder(self.folder / REPLICAS[node]) for node in self.agents]
-        wait_until(lambda: all(folder.wanted() is not None for folder in folders), "a state is wanted", 20.0)
+        wait_until(lambda: all(folder.requested_version() is not None for folder in folders), "a state is wanted", 20.0)
 
     def replicated(self, step: int, order: list[int]) -> None:
         """Wait until each one's state is at the next one's."""
         for node, peer in zip(order, order[1:] + order[:1], strict=True):
-            prefix = ReplicaFolder(self.folder / REPLICAS[peer]).pair(f"n{node}", 0)
+            prefix = ReplicaFolder(self.folder / REPLICAS[peer]).slot_prefix(f"n{node}", 0)
             wait_until(partial(has_step, prefix, step), f"the state of n{node}", 20.0)
 
     def lose(self, node: int) -> None:

@@ -29,7 +29,7 @@ def wait_for_replicas(job: Job, generation: int, nodes: list[Node]) -> None:
 
     def there() -> bool:
         folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
-        return all(any(one.header.generation == generation for one in folder.found()) for folder in folders)
+        return all(any(one.header.generation == generation for one in folder.find_replicas()) for folder in folders)
 
     wait_until(there, f"replicas of generation {generation}", 30.0)
 
@@ -87,7 +87,7 @@ def test_a_lost_replica_group_costs_nothing(tmp_path: Path) -> None:
         first = job.wait_for_world(4)[0].generation
         folders = [host_of(job, node) for node in nodes]
         asked = [ReplicaFolder(folder / "replicas") for folder in folders]
-        wait_until(lambda: all(folder.wanted() is not None for folder in asked), "states are wanted", 60.0)
+        wait_until(lambda: all(folder.requested_version() is not None for folder in asked), "states are wanted", 60.0)
         reached = last_step(job, first)
         wait_until(lambda: last_step(job, first) > reached + 12, "some saves", 60.0)
         assert not [path for folder in folders for path in folder.glob("slots-*-kept.*")], "others hold the same"

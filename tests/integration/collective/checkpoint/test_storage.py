@@ -21,7 +21,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
     said = run(4, "save", folder, kind="fsdp")
     slots = [folder / f"slots-{rank}" for rank in range(4)]
     node, other = (CheckpointWriter(str(folder / "c"), run=lambda: "0" * 16) for _ in range(2))
-    first, second = node.persist(slots[:2]), other.persist(slots[2:])
+    first, second = node.write_newest(slots[:2]), other.write_newest(slots[2:])
     assert first is not None
     assert second is not None
     assert (first.committed, second.committed) == (False, True)
@@ -44,7 +44,7 @@ def test_ranks_share_out_what_all_need(tmp_path: Path) -> None:
     folder, url = tmp_path / "old", tmp_path / "c"
     folder.mkdir()
     saved = run(2, "save", folder, kind="ddp")
-    CheckpointWriter(str(url), run=lambda: "0" * 16).persist([folder / "slots-0", folder / "slots-1"])
+    CheckpointWriter(str(url), run=lambda: "0" * 16).write_newest([folder / "slots-0", folder / "slots-1"])
     for after in run(3, "restore", tmp_path, kind="ddp", storage=f"counted://{url}"):
         assert after["step"] == 4
         for key in ("model", "optimizer", "rest"):

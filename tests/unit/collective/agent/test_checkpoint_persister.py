@@ -205,7 +205,7 @@ def test_agents_agree_on_a_run(tmp_path: Path) -> None:
         assert (JobRun(second, "job")(), JobRun(first, "job")()) == (run, run)
         assert JobRun(second, "another")() != run
         put(tmp_path / "s", 1)
-        outcome = CheckpointWriter(str(tmp_path / "c"), run=JobRun(first, "job")).persist([tmp_path / "s"])
+        outcome = CheckpointWriter(str(tmp_path / "c"), run=JobRun(first, "job")).write_newest([tmp_path / "s"])
         assert outcome is not None
         assert (tmp_path / f"c/step-1.g-1.r-{run}").is_dir()
         first.put("jobs/third/run", b"../..")
@@ -240,7 +240,7 @@ def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
     persister = started(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
     wait_for(lambda: bool(lines))
     assert "quota" in lines[0]
-    assert persister._persister.taken > 0
+    assert persister._persister.written_nbytes > 0
     begin = time.monotonic()
     persister.store_newest()
     assert not persister.close(1.0, patient=True)

@@ -54,8 +54,8 @@ def test_left_state_is_taken_over(job: str) -> None:
 def save(folder: HostFolder, generation: int = 0, step: int = 0) -> None:
     """Have a complete state in the folder's first slots."""
     slots = SlotPair(Path(folder.slots(0)))
-    slots.begin(8, 0)
-    slots.commit(SlotHeader(generation, step, 1, 0), 8, b"")
+    slots.begin_write(8, 0)
+    slots.commit_write(SlotHeader(generation, step, 1, 0), 8, b"")
 
 
 LEAVE = """
@@ -73,8 +73,8 @@ for part in sys.argv[2:]:
     run, generation, step, died_s_ago = state
     folder.run = run
     slots = SlotPair(Path(folder.slots(0)))
-    slots.begin(8, 0)
-    slots.commit(SlotHeader(int(generation), int(step), 1, 0), 8, b"")
+    slots.begin_write(8, 0)
+    slots.commit_write(SlotHeader(int(generation), int(step), 1, 0), 8, b"")
     os.utime(folder.path / "node", (time.time() - float(died_s_ago),) * 2)
 """
 

@@ -14,8 +14,8 @@ def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, ge
     """Save a state that is wanted on storage."""
     captured = state.capture()
     slots = SlotPair(prefix)
-    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    _, memory = slots.begin_write(captured.data_nbytes, len(captured.meta))
     data = slot_bytes(memory, captured.data_nbytes)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
         view_of(data, entry).copy_(tensor)
-    slots.commit(SlotHeader(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)
+    slots.commit_write(SlotHeader(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)

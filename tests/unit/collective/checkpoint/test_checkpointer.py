@@ -96,7 +96,7 @@ def test_nobody_is_waited_for_for_ever(
 def test_another_world_saves_at_once(tmp_path: Path, agent: WorkerStatusPage) -> None:
     with worker(tmp_path, State(epoch=0), interval_steps=50) as checkpointer:
         assert [step for step in range(3) if checkpointer.save(step)] == [0]
-        checkpointer.renew(7)
+        checkpointer.change_generation(7)
         assert checkpointer.save(3)
     assert find_slots(tmp_path / "slots")[0].header.generation == 7
 

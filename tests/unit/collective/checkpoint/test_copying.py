@@ -28,7 +28,7 @@ def test_everything_is_copied_bit_for_bit(copier: TensorCopier) -> None:
     ]  # fmt: skip
     targets = [torch.empty(source.shape, dtype=source.dtype) for source in sources]
     for _ in range(3):
-        copier.copy(targets, sources)
+        copier.copy_tensors(targets, sources)
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
         base += 1
@@ -38,7 +38,7 @@ def test_trainable_parameters_are_copied(copier: TensorCopier) -> None:
     """Parameters that require gradients are copied."""
     source = torch.nn.Parameter(torch.ones(2_000_000))
     target = torch.zeros(2_000_000)
-    copier.copy([target], [source])
+    copier.copy_tensors([target], [source])
     assert target.sum() == 2_000_000
     assert not target.requires_grad
 
@@ -60,7 +60,7 @@ def test_failed_copy_is_an_error(copier: TensorCopier, background: bool) -> None
         copier._submit(job)
         copier._begun = job
         with pytest.raises(RuntimeError, match="the copy failed"):
-            copier.finish()
+            copier.finish_copy()
     else:
         job.work()
         with pytest.raises(RuntimeError, match="the copy failed"):
@@ -79,6 +79,6 @@ def test_uncopyable_is_left_to_the_caller(copier: TensorCopier, monkeypatch: pyt
 
     monkeypatch.setattr(torch.Tensor, "copy_", noted)
     base = torch.randn(3000, 2000)
-    copier.begin([torch.empty(2000, 3000)], [base.t()], lambda: None)
-    copier.finish()
+    copier.start_copy([torch.empty(2000, 3000)], [base.t()], lambda: None)
+    copier.finish_copy()
     assert threads == ["MainThread"]

@@ -18,9 +18,9 @@ from edl.errors import SettingsError
 def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
     """Saving costs no more than the overhead."""
     pace = SaveSchedule(overhead=overhead)
-    assert pace.wanted(step_s, save_s) == 1  # the first one paid for the pages
-    pace.agreed(0, 1)
-    steps = pace.wanted(step_s, save_s)
+    assert pace.propose_steps(step_s, save_s) == 1  # the first one paid for the pages
+    pace.set_next_save(0, 1)
+    steps = pace.propose_steps(step_s, save_s)
     assert save_s / (steps * step_s + save_s) <= overhead * (1 + 1e-9)
     assert steps == 1 or save_s / ((steps - 1) * step_s + save_s) > overhead * (1 - 1e-9)
 
@@ -28,18 +28,18 @@ def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: fl
 def test_saves_first_and_at_agreed_steps() -> None:
     """It saves at once then at the agreed steps and anew after a restart."""
     pace = SaveSchedule(interval_steps=10)
-    assert pace.due(7)
-    pace.agreed(7, pace.wanted(1.0, 0.1))
-    assert [step for step in range(8, 20) if pace.due(step)] == [17, 18, 19]
+    assert pace.is_due(7)
+    pace.set_next_save(7, pace.propose_steps(1.0, 0.1))
+    assert [step for step in range(8, 20) if pace.is_due(step)] == [17, 18, 19]
     pace.restart()
-    assert pace.due(3)
+    assert pace.is_due(3)
 
 
 def test_interval_in_seconds_becomes_steps() -> None:
     """An interval in seconds is counted in steps."""
     pace = SaveSchedule(interval_s=5.0)
-    assert (pace.wanted(0.5, 9.0), pace.wanted(7.0, 0.0)) == (10, 1)
-    assert pace.wanted(0.0, 0.0) > 1
+    assert (pace.propose_steps(0.5, 9.0), pace.propose_steps(7.0, 0.0)) == (10, 1)
+    assert pace.propose_steps(0.0, 0.0) > 1
 
 
 @pytest.mark.parametrize("given", [{}, {"overhead": 0.0}, {"interval_s": -1.0}, {"overhead": 0.1, "interval_steps": 3}])
@@ -133,6 +133,6 @@ def test_whoever_gives_a_state_has_it(offers: list[list[SlotHeader]]) -> None:
         entire = [state for state in parts if parts[state] == 3 == len(offers)]
         assert (choice.generation, choice.step) == max(entire, default=newest)
         for rank, (source, part) in enumerate(zip(choice.sources, choice.parts, strict=True)):
-            assert any(choice.matches(header, part) for header in offers[source])
-            has = [header.rank for header in offers[rank] if choice.matches(header, header.rank)]
+            assert any(choice.matches_slot(header, part) for header in offers[source])
+            has = [header.rank for header in offers[rank] if choice.matches_slot(header, header.rank)]
             assert source == rank or not has or (len(offers) == 3 and rank not in has)

@@ -28,9 +28,9 @@ from edl.errors import ClosedError, SettingsError
 
 def write(slots: SlotPair, step: int, nbytes: int = 100, generation: int = 0) -> None:
     meta = b"m%d" % step
-    _, memory = slots.begin(nbytes, len(meta))
+    _, memory = slots.begin_write(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = struct.pack("<q", step)[:1] * nbytes
-    slots.commit(SlotHeader(generation, step, 1, 0), nbytes, meta)
+    slots.commit_write(SlotHeader(generation, step, 1, 0), nbytes, meta)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_last_two_states_newest_first(prefix: Path) -> None:
     for step in range(5):
         write(slots, step)
     assert [one.header.step for one in find_slots(prefix)] == [4, 3]
-    copy = find_slots(prefix)[0].copy()
+    copy = find_slots(prefix)[0].copy_contents()
     assert copy is not None
     assert (copy.meta, copy.data) == (b"m4", b"\x04" * 100)
 
@@ -61,13 +61,13 @@ def test_cut_save_keeps_the_one_before(tmp_path_factory: pytest.TempPathFactory,
             write(slots, step, nbytes)
             newest = (step, nbytes)
         else:
-            _, memory = slots.begin(nbytes, 2)
+            _, memory = slots.begin_write(nbytes, 2)
             memory[HEADER_NBYTES : HEADER_NBYTES + nbytes // 2] = b"\xff" * (nbytes // 2)
             slots = SlotPair(prefix)
         found = find_slots(prefix)
         assert [one.header.step for one in found[:1]] == ([] if newest is None else [newest[0]])
         if newest is not None:
-            copy = found[0].copy()
+            copy = found[0].copy_contents()
             assert copy is not None
             assert copy.data == struct.pack("<q", newest[0])[:1] * newest[1]
 
@@ -85,7 +85,7 @@ def test_damaged_header_is_not_used(tmp_path_factory: pytest.TempPathFactory, at
     content[at] ^= 1 << bit
     path.write_bytes(content)
     for found in find_slots(prefix):
-        copy = found.copy()
+        copy = found.copy_contents()
         if found.path == path and copy is not None:
             assert (copy.header, copy.meta) == (newest.header, b"m1")
 
@@ -112,9 +112,9 @@ def test_the_memory_is_used_again(prefix: Path) -> None:
     slots = SlotPair(prefix)
     maps = {}
     for _ in range(4):
-        number, memory = slots.begin(1000, 2)
+        number, memory = slots.begin_write(1000, 2)
         assert maps.setdefault(number, memory) is memory
-        slots.commit(SlotHeader(0, 1, 1, 0), 1000, b"{}")
+        slots.commit_write(SlotHeader(0, 1, 1, 0), 1000, b"{}")
     assert sorted(maps) == [0, 1]
 
 
@@ -123,19 +123,19 @@ def test_growing_state_gets_more_room(prefix: Path) -> None:
     slots = SlotPair(prefix)
     for step in range(6):
         write(slots, step, nbytes=10 ** (step + 1))
-        copies = [one.copy() for one in find_slots(prefix)]
+        copies = [one.copy_contents() for one in find_slots(prefix)]
         assert [copy.data[:1] for copy in copies if copy] == [bytes([s]) for s in (step, step - 1) if s >= 0]
 
 
 def test_private_slots_are_removed(prefix: Path) -> None:
     slots = SlotPair.from_env()
     write(slots, 1)
-    paths = [one.path for one in slots.find()]
+    paths = [one.path for one in slots.find_complete()]
     assert [path.parent for path in paths] == [Path("/dev/shm")]
     slots.close()
     assert not any(path.exists() for path in paths)
     with pytest.raises(ClosedError):
-        slots.begin(1, 1)
+        slots.begin_write(1, 1)
 
 
 def test_what_a_killed_process_left_is_swept() -> None:
@@ -161,7 +161,7 @@ def test_other_containers_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         slots = SlotPair.from_env()
         write(slots, 1)
         SlotPair.from_env().close()
-        assert [one.header.step for one in slots.find()] == [1]
+        assert [one.header.step for one in slots.find_complete()] == [1]
         slots.close()
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
@@ -195,7 +195,7 @@ def test_too_little_shared_memory(prefix: Path) -> None:
     slots = SlotPair(prefix)
     write(slots, 1)
     with pytest.raises(SettingsError, match="enlarge"):
-        slots.begin(1 << 60, 10)
+        slots.begin_write(1 << 60, 10)
     assert [one.header.step for one in find_slots(prefix)] == [1]
 
 
@@ -212,7 +212,7 @@ def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
         while copies < 300:
             assert time.monotonic() < deadline
             for found in find_slots(prefix):
-                copy = found.copy()
+                copy = found.copy_contents()
                 if copy is not None:
                     copies += 1
                     assert copy.data == bytes([found.header.step]) * nbytes
@@ -245,7 +245,7 @@ def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
         finished = struct.unpack("<q", told)[0]
         newest = find_slots(prefix)[0]
         assert newest.header.step in (finished, finished + 1)
-        copy = newest.copy()
+        copy = newest.copy_contents()
         assert copy is not None
         assert copy.data == struct.pack("<q", newest.header.step)[:1] * nbytes
 
@@ -253,14 +253,14 @@ def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
 def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:
     """Where somebody waits the other slot gets its memory in the background."""
     pair = SlotPair(prefix)
-    pair.begin(3_000_000, 10, hurry=True)
-    pair.commit(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    pair.begin_write(3_000_000, 10, hurry=True)
+    pair.commit_write(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
     other = prefix.with_name(prefix.name + ".1")
     deadline = time.monotonic() + 20
     while not other.exists() or other.stat().st_blocks * 512 < 3_000_000:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    number, memory = pair.begin(3_000_000, 10)
+    number, memory = pair.begin_write(3_000_000, 10)
     assert (number, len(memory) > 3_000_000) == (1, True)
     pair.close()
 
@@ -270,10 +270,10 @@ def test_retracted_number_is_not_reused(prefix: Path) -> None:
     pair = SlotPair(prefix)
     seen = set()
     for _ in range(5):
-        pair.begin(1000, 1)
-        pair.commit(SlotHeader(0, 7, 1, 0), 1000, b"x")
+        pair.begin_write(1000, 1)
+        pair.commit_write(SlotHeader(0, 7, 1, 0), 1000, b"x")
         seen.add((find_slots(prefix)[0].path, find_slots(prefix)[0].sequence))
-        pair.retract()
+        pair.invalidate_newest()
     assert len({sequence for _, sequence in seen}) == 5
     pair.close()
 
@@ -285,8 +285,8 @@ def test_room_made_before_holds_nothing(prefix: Path) -> None:
     assert slot_nbytes(prefix) == 5_000_000
     assert find_slots(prefix) == []
     pair = SlotPair(prefix)
-    _, memory = pair.begin(3_000_000, 10)
+    _, memory = pair.begin_write(3_000_000, 10)
     assert len(memory) == 5_000_000
-    pair.commit(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
+    pair.commit_write(SlotHeader(0, 1, 1, 0), 3_000_000, b"x" * 10)
     assert find_slots(prefix)[0].header.step == 1
     pair.close()

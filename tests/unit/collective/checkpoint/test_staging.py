@@ -123,7 +123,7 @@ def test_copy_sees_no_later_updates(gpu: FakeGpu) -> None:
     gpu.default.queue.append(lambda: plain.add_(1))
     target = torch.empty_like(plain)
     copier = TensorCopier(2)
-    copier.copy([target], [on_gpu(plain)])
+    copier.copy_tensors([target], [on_gpu(plain)])
     plain.zero_()
     gpu.default.run()
     assert torch.equal(target, expected)
@@ -149,7 +149,7 @@ def test_small_buffer_copies_are_exact(gpu: FakeGpu, nbytes: int, eager: bool) -
             to[:] = of
 
     for _ in range(2):
-        staging.copy(targets, [on_gpu(source) for source in sources], write)
+        staging.copy_tensors(targets, [on_gpu(source) for source in sources], write)
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
         sources[0] += 1

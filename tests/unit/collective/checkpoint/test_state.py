@@ -34,7 +34,7 @@ def pack(captured: CapturedState) -> torch.Tensor:
 def restore(state: State, captured: CapturedState, data: torch.Tensor) -> None:
     meta = parse_meta(captured.meta)
     loading = state.begin_load(meta)
-    loading.fill_all(meta.entries, data)
+    loading.fill_tensors(meta.entries, data)
     loading.finish()
 
 
@@ -325,7 +325,7 @@ def test_tensors_come_back_on_their_device(monkeypatch: pytest.MonkeyPatch) -> N
 
     def place(alike: torch.Tensor | None = None) -> str:
         live = LiveTensors({}, {} if alike is None else {"a.b": alike}, {}, LiveMeshes([]))
-        return live.target(saved, None).value.device.type
+        return live.restore_target(saved, None).value.device.type
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
     assert place() == "meta"
@@ -369,7 +369,7 @@ def test_incomplete_state_is_never_loaded() -> None:
     captured = State(rng=False, a=[torch.ones(3)], b=[torch.ones(2)]).capture()
     meta = parse_meta(captured.meta)
     loading = State(rng=False).begin_load(meta)
-    loading.fill_all(meta.entries[:1], pack(captured))
+    loading.fill_tensors(meta.entries[:1], pack(captured))
     with pytest.raises(ProtocolError, match=r"incomplete.*b\.0"):
         loading.finish()
 

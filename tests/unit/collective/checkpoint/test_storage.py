@@ -85,7 +85,7 @@ def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
     """What is stored comes back bit for bit."""
     source = job(3)
     put(tmp_path / "s", source, 7)
-    outcome = storing(url).persist([tmp_path / "s"])
+    outcome = storing(url).write_newest([tmp_path / "s"])
     assert outcome is not None
     assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
     wanted = bits(source)
@@ -101,7 +101,7 @@ def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
 def test_dcp_loads_it(tmp_path: Path) -> None:
     source, target = job(3), job(4)
     put(tmp_path / "s", source, 7)
-    storing(tmp_path / "c").persist([tmp_path / "s"])
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
     wanted: dict[str, Any] = {"model": target.model.state_dict(), "epoch": 0, "table": None, "notes": None}
     dcp.load(wanted, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
     assert torch.equal(wanted["model"]["weight"], source.model.weight)
@@ -120,11 +120,11 @@ def test_nothing_there_is_nothing_restored(url: str) -> None:
 def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
     """A state is stored once and old ones go."""
     persister = storing(url, keep=2)
-    assert persister.persist([tmp_path / "s"]) is None
+    assert persister.write_newest([tmp_path / "s"]) is None
     for step in range(5):
         put(tmp_path / "s", job(step), step)
-        assert persister.persist([tmp_path / "s"], marked=True) is not None
-        assert persister.persist([tmp_path / "s"]) is None
+        assert persister.write_newest([tmp_path / "s"], marked=True) is not None
+        assert persister.write_newest([tmp_path / "s"]) is None
     assert names(url) == [f"step-3.g-1.r-{FIRST}", f"step-4.g-1.r-{FIRST}"]
 
 
@@ -132,11 +132,11 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     """The replicated part is stored once, each rank's own part by its node, and the last one completes it."""
     for rank in range(3):
         put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=3)
-    first = storing(url).persist([tmp_path / "s0", tmp_path / "s1"])
+    first = storing(url).write_newest([tmp_path / "s0", tmp_path / "s1"])
     assert first is not None
     assert not first.committed
     assert restore_from_storage(job(1), url) is None
-    second = storing(url).persist([tmp_path / "s2"])
+    second = storing(url).write_newest([tmp_path / "s2"])
     assert second is not None
     assert second.committed
     restored = restore_from_storage(target := job(1), url)
@@ -154,7 +154,7 @@ def test_nodes_finishing_together(tmp_path: Path) -> None:
     url, outcomes = str(tmp_path / "c"), []
 
     def store(rank: int) -> None:
-        outcomes.append(storing(url).persist([tmp_path / f"s{rank}"]))
+        outcomes.append(storing(url).write_newest([tmp_path / f"s{rank}"]))
 
     for attempt in range(10):
         for rank in range(2):
@@ -176,7 +176,7 @@ def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest
     url, persister = tmp_path / "c", storing(tmp_path / "c")
     for step in (1, 2):
         put(tmp_path / "s", job(step), step)
-        persister.persist([tmp_path / "s"])
+        persister.write_newest([tmp_path / "s"])
     data, manifest = url / f"step-2.g-1.r-{FIRST}/__0_0.distcp", url / f"step-2.g-1.r-{FIRST}/manifest.json"
     content = bytearray(data.read_bytes())
     if harm == "truncate":
@@ -202,7 +202,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
     """In large reads: a state of many small tensors and a large one, of which a checkpoint has 40 MB."""
     source = State(many=[torch.full((1000,), float(number)) for number in range(300)], large=torch.rand(10 << 20))
     put(tmp_path / "s", source, 7)
-    storing(tmp_path / "c").persist([tmp_path / "s"])
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
     size = next((tmp_path / "c").glob("*/__0_0.distcp")).stat().st_size
     target = State(many=[], large=torch.zeros(10 << 20))
     assert restore_from_storage(target, f"counted://{tmp_path}/c") is not None
@@ -217,7 +217,7 @@ def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
     """Also a field that the checkpoint before it does not have."""
     source = State(rng=False, large=torch.rand(20 << 20), many=[torch.rand(10)])
     put(tmp_path / "s", source, 7)
-    storing(tmp_path / "c").persist([tmp_path / "s"])
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
     stored = next((tmp_path / "c").glob("*/__0_0.distcp"))
     content = bytearray(stored.read_bytes())
     wanted = (source.large if harmed == "large" else source.many[0]).numpy().tobytes()
@@ -232,19 +232,19 @@ def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
 def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
     """A world that was given up completes nothing."""
     put(tmp_path / "s", job(1), 1)
-    assert storing(url, fence=lambda: False).persist([tmp_path / "s"]) is None
+    assert storing(url, fence=lambda: False).write_newest([tmp_path / "s"]) is None
     assert restore_from_storage(job(2), url) is None
-    assert storing(url).persist([tmp_path / "s"]) is not None
+    assert storing(url).write_newest([tmp_path / "s"]) is not None
 
 
 def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
     """What was left half done is removed later."""
     url = str(tmp_path / "c")
     put(tmp_path / "half", job(1), 1, world=2)
-    storing(url).persist([tmp_path / "half"])
+    storing(url).write_newest([tmp_path / "half"])
     assert names(url) == [f"step-1.g-1.r-{FIRST}.tmp"]
     put(tmp_path / "s", job(2), 2)
-    storing(url).persist([tmp_path / "s"])
+    storing(url).write_newest([tmp_path / "s"])
     assert names(url) == [f"step-2.g-1.r-{FIRST}"]
 
 
@@ -252,7 +252,7 @@ def test_remade_step_replaces_no_half(tmp_path: Path, url: str) -> None:
     """A step made again by a later world replaces nothing half way."""
     for generation in (1, 2):
         put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
-        storing(url).persist([tmp_path / f"s{generation}"])
+        storing(url).write_newest([tmp_path / f"s{generation}"])
     restore_from_storage(target := job(9), url)
     assert target.epoch == 2
 
@@ -262,12 +262,12 @@ def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
     for rank in range(2):
         put(tmp_path / f"dead{rank}", job(1), 5, rank=rank, world=2)
         put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=2)
-    storing(url, FIRST).persist([tmp_path / "dead0"])
-    half = storing(url, SECOND).persist([tmp_path / "s1"])
+    storing(url, FIRST).write_newest([tmp_path / "dead0"])
+    half = storing(url, SECOND).write_newest([tmp_path / "s1"])
     assert half is not None
     assert not half.committed
     assert restore_from_storage(job(9), url) is None
-    whole = storing(url, SECOND).persist([tmp_path / "s0"])
+    whole = storing(url, SECOND).write_newest([tmp_path / "s0"])
     assert whole is not None
     assert whole.committed
     restored = restore_from_storage(target := job(9), url)
@@ -278,9 +278,9 @@ def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
 def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
     """Or a replica of a newer state than the newest complete one would not be gone on from."""
     put(tmp_path / "s", job(1), 5)
-    storing(url).persist([tmp_path / "s"])
+    storing(url).write_newest([tmp_path / "s"])
     put(tmp_path / "half", job(1), 9, world=2)
-    storing(url).persist([tmp_path / "half"])
+    storing(url).write_newest([tmp_path / "half"])
     assert newest_stored(url) == (1, 5)
 
 
@@ -288,9 +288,9 @@ def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
     """A piece that was put into another runs folder does not complete it."""
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
-    storing(tmp_path / "c", FIRST).persist([tmp_path / "s0"])
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "s0"])
     (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
-    outcome = storing(tmp_path / "c", SECOND).persist([tmp_path / "s1"])
+    outcome = storing(tmp_path / "c", SECOND).write_newest([tmp_path / "s1"])
     assert outcome is not None
     assert not outcome.committed
 
@@ -300,16 +300,16 @@ def test_unnamed_run_stores_nothing(tmp_path: Path, url: str) -> None:
     put(tmp_path / "s", job(1), 1)
     name = ""
     persister = CheckpointWriter(url, run=lambda: name)
-    assert persister.persist([tmp_path / "s"]) is None
+    assert persister.write_newest([tmp_path / "s"]) is None
     name = FIRST
-    assert persister.persist([tmp_path / "s"]) is not None
+    assert persister.write_newest([tmp_path / "s"]) is not None
 
 
 def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
     """Of two runs that stored the same step the later one is restored."""
     for seed, run in ((2, SECOND), (1, FIRST)):
         put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
-        storing(url, run).persist([tmp_path / f"s{seed}"])
+        storing(url, run).write_newest([tmp_path / f"s{seed}"])
     restore_from_storage(target := job(9), url)
     assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
 
@@ -317,13 +317,13 @@ def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
 def test_old_layout_is_restored(tmp_path: Path) -> None:
     """What was stored before runs had names is restored."""
     put(tmp_path / "s", job(3), 4)
-    storing(tmp_path / "c").persist([tmp_path / "s"])
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
     old = tmp_path / "c/step-4.g-1"
     (tmp_path / f"c/step-4.g-1.r-{FIRST}").rename(old)
     piece, manifest = (json.loads((old / name).read_text()) for name in ("piece-0.json", "manifest.json"))
     assert (piece.pop("run"), manifest.pop("run")) == (FIRST, FIRST)
     (old / "piece-0.json").write_text(json.dumps(piece))
-    manifest["files"]["piece-0.json"] = asdict(FileDigest.of(json.dumps(piece).encode()))
+    manifest["files"]["piece-0.json"] = asdict(FileDigest.of_bytes(json.dumps(piece).encode()))
     (old / "manifest.json").write_text(json.dumps(manifest))
     restored = restore_from_storage(target := job(9), str(tmp_path / "c"))
     assert restored is not None
@@ -334,21 +334,21 @@ def test_restarted_agent_writes_nothing(tmp_path: Path, url: str) -> None:
     """Others may be completing the checkpoint with what its predecessor has written."""
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
-    storing(url).persist([tmp_path / "s0"])
+    storing(url).write_newest([tmp_path / "s0"])
     fs, root = fsspec.core.url_to_fs(url)
     folder = fs.ls(root, detail=False)[0]
     written = {path: fs.modified(path) for path in fs.ls(folder, detail=False)}
-    again = storing(url).persist([tmp_path / "s0"])
+    again = storing(url).write_newest([tmp_path / "s0"])
     assert again is not None
     assert not again.committed
     fs.invalidate_cache()
     assert {path: fs.modified(path) for path in fs.ls(folder, detail=False)} == written
-    assert storing(url).persist([tmp_path / "s1"]) is not None
+    assert storing(url).write_newest([tmp_path / "s1"]) is not None
     restarted = storing(url)
-    again = restarted.persist([tmp_path / "s0", tmp_path / "s1"])
+    again = restarted.write_newest([tmp_path / "s0", tmp_path / "s1"])
     assert again is not None
     assert again.committed
-    assert restarted.taken == 0
+    assert restarted.written_nbytes == 0
     assert names(url) == [f"step-5.g-1.r-{FIRST}"]
 
 
@@ -357,9 +357,9 @@ def test_unsure_node_leaves_others_pieces(tmp_path: Path, url: str) -> None:
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
     other = storing(url)
-    assert other.persist([tmp_path / "s0"]) is not None
-    assert storing(url, fence=lambda: False).persist([tmp_path / "s1"]) is None
-    again = storing(url).persist([tmp_path / "s0"])
+    assert other.write_newest([tmp_path / "s0"]) is not None
+    assert storing(url, fence=lambda: False).write_newest([tmp_path / "s1"]) is None
+    again = storing(url).write_newest([tmp_path / "s0"])
     assert again is not None
     assert again.committed
 
@@ -369,9 +369,9 @@ def test_later_runs_writing_is_left_alone(tmp_path: Path) -> None:
     for step in (1, 2):
         put(tmp_path / f"half{step}", job(1), step, world=2)
     put(tmp_path / "s", job(2), 3)
-    storing(tmp_path / "c", SECOND).persist([tmp_path / "half2"])
-    storing(tmp_path / "c", FIRST).persist([tmp_path / "half1"])
-    storing(tmp_path / "c", FIRST).persist([tmp_path / "s"])
+    storing(tmp_path / "c", SECOND).write_newest([tmp_path / "half2"])
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "half1"])
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "s"])
     assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
 
 
@@ -382,12 +382,12 @@ def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
     ends = []
     for instant in itertools.count():
         url = tmp_path / f"c{instant}"
-        storing(url, FIRST).persist([tmp_path / "s1"])
+        storing(url, FIRST).write_newest([tmp_path / "s1"])
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
                 _die_at(instant, str(url))
-                storing(url, SECOND, keep=1).persist([tmp_path / "s2"])
+                storing(url, SECOND, keep=1).write_newest([tmp_path / "s2"])
                 os._exit(0)
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -424,7 +424,7 @@ def test_failing_storage_is_temporary(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("not a folder")
     put(tmp_path / "s", job(1), 1)
     with pytest.raises(TemporaryError, match="did not take step 1"):
-        storing(tmp_path / "c").persist([tmp_path / "s"])
+        storing(tmp_path / "c").write_newest([tmp_path / "s"])
     with pytest.raises(SettingsError, match="nowhere"):
         storing("nowhere://x")
 
@@ -486,10 +486,10 @@ def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
     url = tmp_path / "c"
     for step in (10, 11, 12):
         put(tmp_path / f"a{step}", job(1), step, generation=1)
-        storing(url, keep=3).persist([tmp_path / f"a{step}"])
+        storing(url, keep=3).write_newest([tmp_path / f"a{step}"])
     for step in (5, 6):
         put(tmp_path / f"b{step}", job(2), step, generation=2)
-        storing(url, keep=3).persist([tmp_path / f"b{step}"])
+        storing(url, keep=3).write_newest([tmp_path / f"b{step}"])
     left = sorted(path.name.partition(".r-")[0] for path in url.iterdir())
     assert "step-6.g-2" in left
     assert "step-5.g-2" in left
@@ -531,11 +531,11 @@ def slow(tmp_path: Path) -> Iterator[str]:
 
 def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) -> None:
     captured = state.capture()
-    _, memory = slots.begin(captured.data_nbytes, len(captured.meta))
+    _, memory = slots.begin_write(captured.data_nbytes, len(captured.meta))
     data = slot_bytes(memory, captured.data_nbytes)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
         view_of(data, entry).copy_(tensor)
-    slots.commit(SlotHeader(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
+    slots.commit_write(SlotHeader(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
 
 
 def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
@@ -547,7 +547,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
             save(slots[rank], job(step), step, rank, persist=step == 0)
     outcomes: list[WriteOutcome | None] = []
     persister = storing(slow)
-    storer = threading.Thread(target=lambda: outcomes.append(persister.persist(prefixes, marked=True)))
+    storer = threading.Thread(target=lambda: outcomes.append(persister.write_newest(prefixes, marked=True)))
     storer.start()
     assert SlowFolder.waiting.acquire(timeout=30)
     assert SlowFolder.waiting.acquire(timeout=30), "both ranks are written at the same time"
@@ -557,7 +557,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     SlowFolder.go_on.set()
     storer.join(30)
     assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
-    assert persister.persist(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
+    assert persister.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
         "then the newest that was marked since"
     )
     for step in (0, 4):
@@ -572,7 +572,7 @@ def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
     slots = SlotPair(tmp_path / "s")
     for step in range(5):
         save(slots, job(step), step, 0, persist=step == 1)
-    assert [found.header.step for found in slots.find()] == [4, 3]
+    assert [found.header.step for found in slots.find_complete()] == [4, 3]
     assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [1]
     save(slots, job(5), 5, 0, persist=True)
     assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
@@ -581,10 +581,10 @@ def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
 def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
     slots = SlotPair(tmp_path / "s")
     save(slots, job(1), 1, 0, persist=False)
-    (found,) = slots.find()
+    (found,) = slots.find_complete()
     for step in (2, 3):
         save(slots, job(step), step, 0, persist=False)
-    assert found.pin(tmp_path / "pinned") is None
+    assert found.pin_file(tmp_path / "pinned") is None
     assert not (tmp_path / "pinned").exists()
 
 

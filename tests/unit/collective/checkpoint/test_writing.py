@@ -74,7 +74,7 @@ def saved(prefix: Path, step: int) -> dict[str, torch.Tensor]:
     """The newest state in the slots, which has to be that after `step`."""
     found = find_slots(prefix)[0]
     assert found.header.step == step
-    copy = found.copy()
+    copy = found.copy_contents()
     assert copy is not None
     loaded: dict[str, torch.Tensor] = {}
     for entry in parse_meta(copy.meta).entries:
@@ -225,7 +225,7 @@ def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: H
         **settings,  # type: ignore[arg-type]
     ) as checkpointer:
         for step in range(12):
-            until(lambda: not slots.marked)  # the next one is wanted only when the one before is stored
+            until(lambda: not slots.has_marked_slot)  # the next one is wanted only when the one before is stored
             train(state)
             wanted = checkpointer._store_next
             if wanted:
@@ -248,7 +248,7 @@ def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Hel
             train(state)
             checkpointer.save(step)
         phases = []
-        finish = checkpointer._writer._copier.finish
+        finish = checkpointer._writer._copier.finish_copy
         checkpointer._writer._copier.finish = lambda: (phases.append(board.read_status().phase), finish())  # type: ignore
         helper.go.clear()
         train(state)

@@ -27,14 +27,14 @@ def save(
 ) -> CompleteSlot:
     """The same in slots that stay open."""
     meta = b"m%d" % step
-    _, memory = slots.begin(nbytes, len(meta))
+    _, memory = slots.begin_write(nbytes, len(meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + nbytes] = bytes([step]) * nbytes
-    slots.commit(SlotHeader(generation, step, world, rank, sharded=True), nbytes, meta)
+    slots.commit_write(SlotHeader(generation, step, world, rank, sharded=True), nbytes, meta)
     return find_slots(slots.prefix)[0]
 
 
 def is_whole(found: CompleteSlot) -> bool:
-    copy = found.copy()
+    copy = found.copy_contents()
     return copy is not None and set(copy.data) <= {found.header.step} and copy.meta == b"m%d" % found.header.step
 
 

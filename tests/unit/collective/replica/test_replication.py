@@ -60,10 +60,10 @@ def test_owners_states_come_first(
     assert choice.from_replicas == (owned != set(range(choice.world)))
     for part, holder in enumerate(choice.holders):
         givers = own if part in owned else replicas
-        assert any(choice.matches(header, part) for header in givers[holder])
+        assert any(choice.matches_slot(header, part) for header in givers[holder])
     for source, part in zip(choice.sources, choice.parts, strict=bool(choice.sources)):
         givers = own if part in owned else replicas
-        assert any(choice.matches(header, part) for header in givers[source])
+        assert any(choice.matches_slot(header, part) for header in givers[source])
 
 
 # --- What is kept. ---
@@ -74,19 +74,19 @@ def test_workers_keep_wanted_states(tmp_path: Path) -> None:
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     keeping = ReplicaSlots(tmp_path / "slots-0", folder)
-    assert not keeping.wanted()
-    folder.want(NO_VERSION)
-    assert keeping.wanted()
+    assert not keeping.is_state_requested()
+    folder.request_newer_than(NO_VERSION)
+    assert keeping.is_state_requested()
     keep(keeping.slots.prefix, 3)
-    assert not keeping.wanted()
-    folder.want((0, 3, 2))
-    assert keeping.wanted()
+    assert not keeping.is_state_requested()
+    folder.request_newer_than((0, 3, 2))
+    assert keeping.is_state_requested()
     keep(keeping.slots.prefix, 6)
-    keeping.went_on_from((0, 5, 2))
-    assert keeping.wanted(), "step 6 was given up"
+    keeping.drop_newer_than((0, 5, 2))
+    assert keeping.is_state_requested(), "step 6 was given up"
     assert steps(keeping.slots.prefix) == [3]
-    folder.want(None)
-    assert not keeping.wanted()
+    folder.request_newer_than(None)
+    assert not keeping.is_state_requested()
     keeping.close()
 
 
@@ -102,14 +102,14 @@ def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> 
     most, inodes = 0, set()
     for step in range(40):
         kept = step % (between + 1) == 0
-        before = [one.header.step for one in keeping.slots.find()]
+        before = [one.header.step for one in keeping.slots.find_complete()]
         if kept:
-            keeping.make_way()
+            keeping.free_oldest_slot()
         saved = save(slots, step, 300_000)
         if step >= 2 * (between + 1):
-            assert set(before[:1]) <= {one.header.step for one in keeping.slots.find()}, "the newer one stays"
+            assert set(before[:1]) <= {one.header.step for one in keeping.slots.find_complete()}, "the newer one stays"
         if kept:
-            keeping.keep(saved)
+            keeping.keep_slot(saved)
         most = max(most, memory_of(tmp_path))
         inodes |= {path.stat().st_ino for path in tmp_path.glob("slots-0*") if step > 12}
         assert steps(slots.prefix) == [step, step - 1][: step + 1]
@@ -123,7 +123,7 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Training goes on without replicas, and with the last two saves."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    folder.want(NO_VERSION)
+    folder.request_newer_than(NO_VERSION)
     monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
     slots = SlotPair(tmp_path / "slots-0")
     with Checkpointer(State(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
@@ -132,19 +132,19 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for step in range(4):
             checkpointer.save(step)
             if step == 2:
-                keeping.keep(slots.find()[0])
+                keeping.keep_slot(slots.find_complete()[0])
         full, allocate = [True], os.posix_fallocate
 
         def allocate_until_full(file: int, offset: int, length: int) -> None:
-            if full and os.fstat(file).st_size < length and keeping.slots.find():
+            if full and os.fstat(file).st_size < length and keeping.slots.find_complete():
                 raise OSError(errno.ENOSPC, "full")
             allocate(file, offset, length)
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_until_full)
         checkpointer.save(4)
-        assert not keeping.wanted()
-        assert keeping.slots.find() == []
-        assert [one.header.step for one in slots.find()] == [4, 3]
+        assert not keeping.is_state_requested()
+        assert keeping.slots.find_complete() == []
+        assert [one.header.step for one in slots.find_complete()] == [4, 3]
 
 
 def test_newest_common_state_is_found(tmp_path: Path) -> None:
@@ -167,30 +167,30 @@ ONE, TWO = (0, 1, 2), (0, 2, 2)
 def test_state_is_sent_once_an_interval() -> None:
     """A state is sent once and the next one wanted after the interval."""
     course = ReplicationSchedule(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
-    course.begin(same_peer=False)
-    assert course.next(0, NO_VERSION, NO_VERSION) is ReplicaAction.WANT
-    assert course.next(1, ONE, ONE) is ReplicaAction.SEND
-    course.failed(2)
-    assert [course.next(now, ONE, ONE) for now in (3, 7)] == [ReplicaAction.WAIT, ReplicaAction.SEND]
-    course.sent(ONE, 7, 9)
-    assert [course.next(now, ONE, ONE) for now in (9, 26.9, 27)] == [
+    course.start_world(same_peer=False)
+    assert course.next_action(0, NO_VERSION, NO_VERSION) is ReplicaAction.WANT
+    assert course.next_action(1, ONE, ONE) is ReplicaAction.SEND
+    course.record_failure(2)
+    assert [course.next_action(now, ONE, ONE) for now in (3, 7)] == [ReplicaAction.WAIT, ReplicaAction.SEND]
+    course.record_sent(ONE, 7, 9)
+    assert [course.next_action(now, ONE, ONE) for now in (9, 26.9, 27)] == [
         ReplicaAction.WAIT,
         ReplicaAction.WAIT,
         ReplicaAction.WANT,
     ]
-    course.begin(same_peer=True)
-    assert course.next(10, ONE, ONE) is ReplicaAction.WANT, "the first state of a new world is kept at once"
-    course.begin(same_peer=False)
-    assert course.next(10, ONE, ONE) is ReplicaAction.SEND, "a new peer has none"
+    course.start_world(same_peer=True)
+    assert course.next_action(10, ONE, ONE) is ReplicaAction.WANT, "the first state of a new world is kept at once"
+    course.start_world(same_peer=False)
+    assert course.next_action(10, ONE, ONE) is ReplicaAction.SEND, "a new peer has none"
 
 
 def test_unkept_state_is_passed_over() -> None:
     """A state that some worker does not keep is passed over in the end."""
     course = ReplicationSchedule(ReplicaPace(patience_s=30))
-    course.sent(ONE, 0, 0)
-    assert [course.next(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
-    assert course.next(49, TWO, TWO) is ReplicaAction.SEND
-    assert course.next(50, ONE, TWO) is ReplicaAction.WANT
+    course.record_sent(ONE, 0, 0)
+    assert [course.next_action(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
+    assert course.next_action(49, TWO, TWO) is ReplicaAction.SEND
+    assert course.next_action(50, ONE, TWO) is ReplicaAction.WANT
 
 
 def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,14 +198,14 @@ def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> No
 
     def oldest_s() -> float:
         course, saved, now = ReplicationSchedule(ReplicaPace.from_env()), -1.0, 0.0
-        course.begin(same_peer=False)
+        course.start_world(same_peer=False)
         for step in range(3):
             sent = (0, step, 2) if step else NO_VERSION
-            while course.next(now, sent, sent) is not ReplicaAction.WANT:
+            while course.next_action(now, sent, sent) is not ReplicaAction.WANT:
                 now += 1.0
                 assert now < 10_000.0
             before, saved = saved, now
-            course.sent((0, step + 1, 2), now, now + 60.0)
+            course.record_sent((0, step + 1, 2), now, now + 60.0)
             now += 60.0
         return now - before
 
@@ -222,20 +222,20 @@ def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> No
 def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -> None:
     """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
     course = ReplicationSchedule(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
-    course.begin(same_peer=False)
+    course.start_world(same_peer=False)
     now, kept, sent = 0.0, NO_VERSION, []
     for wait_s, took_s, works in turns:
         now += wait_s
-        act = course.next(now, kept, kept)
+        act = course.next_action(now, kept, kept)
         if act is ReplicaAction.WANT:
             kept = (0, kept[1] + 1, 2)
         elif act is ReplicaAction.SEND:
             began, now = now, now + took_s
             if works:
-                course.sent(kept, began, now)
+                course.record_sent(kept, began, now)
                 sent.append((began, now))
             else:
-                course.failed(now)
+                course.record_failure(now)
     for (began, ended), (following, _) in pairwise(sent):
         assert following - began >= max(2.0, 4 * (ended - began)) - 1e-6
 
@@ -281,7 +281,7 @@ def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replicator]]:
 
 
 def replica(tmp_path: Path, of: str, at: str) -> list[StateVersion]:
-    return [one.header.version for one in find_slots(ReplicaFolder(tmp_path / at).pair(of, 0)) if is_whole(one)]
+    return [one.header.version for one in find_slots(ReplicaFolder(tmp_path / at).slot_prefix(of, 0)) if is_whole(one)]
 
 
 def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:
@@ -289,18 +289,18 @@ def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator]
     before = time.time_ns() // 1000
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     for one in agents.values():
-        one.world_changed(world_of(0, agents))
+        one.change_world(world_of(0, agents))
     until(lambda: replica(tmp_path, "a", "b") == [(0, 1, 2)], "b has it")
     until(lambda: before <= agents["a"].replicated_us <= time.time_ns() // 1000, "its age is known")
     assert agents["b"].replicated_us == 0
-    until(lambda: ReplicaFolder(tmp_path / "a").wanted() == (0, 1, 2), "the next one is wanted")
+    until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 1, 2), "the next one is wanted")
     keep(kept_prefix(tmp_path / "slots-a"), 2)
     until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")
     agents.pop("b").close()
-    agents["a"].world_changed(world_of(1, agents))
+    agents["a"].change_world(world_of(1, agents))
     until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")
-    agents["a"].world_changed(World(2, JobState.RUNNING, world_of(1, agents).nodes[:1]))
-    assert ReplicaFolder(tmp_path / "a").wanted() is None, "nobody is there to send anything to"
+    agents["a"].change_world(World(2, JobState.RUNNING, world_of(1, agents).nodes[:1]))
+    assert ReplicaFolder(tmp_path / "a").requested_version() is None, "nobody is there to send anything to"
     assert said == []
 
 
@@ -309,21 +309,21 @@ def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replicator],
     world = world_of(0, agents)
     agents.pop("b").close()
     keep(kept_prefix(tmp_path / "slots-a"), 1)
-    agents["a"].world_changed(world)
+    agents["a"].change_world(world)
     until(lambda: said, "it is said")
     assert "b did not take a replica" in said[0]
-    assert ReplicaFolder(tmp_path / "a").wanted() is None
+    assert ReplicaFolder(tmp_path / "a").requested_version() is None
 
 
 def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replicator]) -> None:
     """Who leaves gives the newest state away."""
     for one in agents.values():
-        one.world_changed(world_of(0, agents))
+        one.change_world(world_of(0, agents))
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     keep(tmp_path / "slots-a", 4)
-    until(agents["a"].hand_over, "it was handed over")
+    until(agents["a"].hand_over_state, "it was handed over")
     assert replica(tmp_path, "a", "b")[0] == (0, 4, 2)
-    until(agents["c"].hand_over, "who has nothing may go at once")
+    until(agents["c"].hand_over_state, "who has nothing may go at once")
 
 
 def test_all_agents_of_a_job_know_one_secret(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Agents:
 
     @property
     def steps(self) -> list[int]:
-        return steps(self.replicas.pair("other", 0))
+        return steps(self.replicas.slot_prefix("other", 0))
 
 
 @pytest.fixture

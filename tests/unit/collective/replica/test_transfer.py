@@ -49,12 +49,12 @@ def test_last_two_states_of_each_worker(tmp_path: Path, server: ReplicaServer) -
         send(server, *(keep(tmp_path / f"kept-{rank}", step, 3_000_000 * rank, rank=rank) for rank in range(2)))
     folder = ReplicaFolder(tmp_path / "replicas")
     for rank in range(2):
-        prefix = folder.pair("other.host-1", rank)
+        prefix = folder.slot_prefix("other.host-1", rank)
         assert steps(prefix) == [3, 2]
         assert find_slots(prefix)[0].header == find_slots(tmp_path / f"kept-{rank}")[0].header
-    assert folder.prefixes() == [folder.pair("other.host-1", rank) for rank in range(2)]
+    assert folder.slot_prefixes() == [folder.slot_prefix("other.host-1", rank) for rank in range(2)]
     send(server, find_slots(tmp_path / "kept-0")[0])
-    assert steps(folder.pair("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
+    assert steps(folder.slot_prefix("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
 
 
 def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> None:
@@ -63,9 +63,9 @@ def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> No
     for step in (1, 2):
         send(server, keep(kept, step))
     pair = SlotPair(kept)
-    pair.keep_only(pair.find()[1])
+    pair.keep_only_slot(pair.find_complete()[1])
     send(server, keep(kept, 2, generation=1))
-    found = find_slots(ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0))
+    found = find_slots(ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0))
     assert [one.header.version for one in found] == [(1, 2, 2), (0, 1, 2)]
 
 
@@ -75,7 +75,7 @@ def test_gone_nodes_states_stay_while_needed(tmp_path: Path, server: ReplicaServ
     folder, here = ReplicaFolder(tmp_path / "replicas"), []
     for step in (2, 3):
         send(server, keep(tmp_path / "kept", step), node="there")
-        here.append([prefix.name for prefix in folder.prefixes()])
+        here.append([prefix.name for prefix in folder.slot_prefixes()])
     assert here == [["gone-0", "there-0"], ["there-0"]]
 
 
@@ -86,7 +86,7 @@ def test_unknown_secret_is_refused(tmp_path: Path, server: ReplicaServer, said: 
     until(lambda: said, "the server said why")
     assert "does not know the secret" in said[0]
     assert SECRET.decode() not in said[0]
-    assert ReplicaFolder(tmp_path / "replicas").prefixes() == []
+    assert ReplicaFolder(tmp_path / "replicas").slot_prefixes() == []
 
 
 def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
@@ -118,12 +118,12 @@ def test_nonsense_disturbs_nobody(tmp_path: Path, server: ReplicaServer, noise: 
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(noise)
     send(server, keep(tmp_path / "kept", 1))
-    assert steps(ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0)) == [1]
+    assert steps(ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0)) == [1]
 
 
 def test_changed_transfer_keeps_old_state(tmp_path: Path, server: ReplicaServer) -> None:
     """A proxy that damages one byte somewhere, or cuts the connection there."""
-    rng, prefix = random.Random(3), ReplicaFolder(tmp_path / "replicas").pair("other.host-1", 0)
+    rng, prefix = random.Random(3), ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0)
     send(server, keep(tmp_path / "kept", 1, 50_000))
     for attempt in range(30):
         state = keep(tmp_path / f"kept-{attempt}", 2, 50_000)
@@ -195,7 +195,7 @@ def test_killed_sender_keeps_the_old_state(tmp_path: Path, said: list[str]) -> N
         os._exit(0)
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    prefix = folder.pair("n", 0)
+    prefix = folder.slot_prefix("n", 0)
     server = ReplicaServer(folder, lambda: SECRET, said.append)
     try:
         send(server, keep(tmp_path / "other", 1, 1000), node="n")
@@ -217,7 +217,7 @@ def test_killed_receiver_keeps_the_old_state(tmp_path: Path) -> None:
     """A receiver killed half way has the state before."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    prefix = folder.pair("n", 0)
+    prefix = folder.slot_prefix("n", 0)
     for _ in range(5):
         ready, told = os.pipe()
         child = os.fork()
@@ -252,7 +252,7 @@ def test_overwritten_state_does_not_arrive(tmp_path: Path, server: ReplicaServer
 
     with pytest.raises(TemporaryError, match="overwritten"):
         send_states(("127.0.0.1", server.port), SECRET, "n", [state], stopping=overwrite)
-    assert ReplicaFolder(tmp_path / "replicas").found() == []
+    assert ReplicaFolder(tmp_path / "replicas").find_replicas() == []
 
 
 def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
@@ -263,7 +263,7 @@ def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
     with pytest.raises(ReplicaRefusedError, match="free in memory"):
         send(server, keep(tmp_path / "kept", 1, 1000))
     server.close()
-    assert folder.prefixes() == []
+    assert folder.slot_prefixes() == []
 
 
 @given(st.binary(max_size=300))

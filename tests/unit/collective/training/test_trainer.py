@@ -476,7 +476,7 @@ def test_trainer_goes_through_a_checkpoint() -> None:
     meta = parse_meta(captured.meta)
     loading = restored.begin_load(meta)
     for entry, tensor in zip(meta.entries, captured.tensors, strict=True):
-        loading.fill(entry, tensor.detach().clone())
+        loading.fill_tensor(entry, tensor.detach().clone())
     loading.finish()
     train(second, 3, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True))

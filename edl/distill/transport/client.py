@@ -230,28 +230,28 @@ class TeacherClient:
         if not self._fits_proven_size(header, raw):
             return None
         stream = self._open_stream()
-        if region is None:
+        if region is None and not stream.cuts_request(header, raw):
             return functools.partial(
                 stream.cancel,
                 stream.start(header, raw, timeout_s, functools.partial(self._deliver, payload.rows, done)),
             )
         retry = next(self._retry_numbers)
         ended = functools.partial(
-            self._shm_request_ended, retry, payload, region, timeout_s, time.monotonic() + timeout_s, done
+            self._request_ended, retry, payload, region, timeout_s, time.monotonic() + timeout_s, done
         )
         return functools.partial(self._cancel, retry, stream, stream.start(header, raw, timeout_s, ended))
 
-    def _shm_request_ended(
+    def _request_ended(
         self,
         retry: int,
         payload: Payload,
-        region: str,
+        region: str | None,
         timeout_s: float,
         deadline: float,
         done: Callable[[Reply | RequestFailure | None], None],
         answer: RawResponse | RequestFailure | None,
     ) -> None:
-        """Deliver the answer to a request in shared memory, or give it another chance."""
+        """Deliver the answer to a request in shared memory or in fragments, or give it another chance."""
         if not isinstance(answer, RequestFailure) or not _may_succeed_otherwise(answer, region):
             self._deliver(payload.rows, done, answer)
             return
@@ -328,18 +328,21 @@ class TeacherClient:
         except RequestFailed as exc:
             failure = exc.failure
             if region is None or not _may_succeed_otherwise(failure, region):
-                raise
+                raise  # also of a request in fragments, which `_send` has sent whole
         else:
             return self._reply(answer, payload.rows)
         return await self._infer_again(payload, region, failure, timeout_s, deadline)
 
     async def _infer_again(
-        self, payload: Payload, region: str, failure: RequestFailure, timeout_s: float, deadline: float
+        self, payload: Payload, region: str | None, failure: RequestFailure, timeout_s: float, deadline: float
     ) -> Reply:
-        """Ask again for what failed in the shared memory `region`, which the teacher may have lost.
+        """Ask again for what failed in the shared memory `region`, which the teacher may have lost, or in fragments.
 
         In memory that is registered once more if that is what the teacher says; else, and after that, in the message.
+        What failed in fragments is sent whole.
         """
+        if region is None:
+            return self._reply(await self._send_whole(payload, timeout_s, deadline), payload.rows)
         if payload.slot is not None and is_about_memory(failure, region):
             again = await self._regions.register_again(payload.slot.region, region, deadline)
             self.shares_memory = self.shares_memory and again is not None
@@ -355,9 +358,36 @@ class TeacherClient:
         header = self._header(payload, timeout_s, region)
         raw = payload.raw if region is None else ()
         timeout_s = max(deadline - time.monotonic(), 0.001)
-        if self._server_streams and self._fits_proven_size(header, raw):
-            return await self._open_stream().infer(header, raw, timeout_s)
-        return await self._call(header, raw, timeout_s, payload.traceparent)
+        if not self._server_streams or not self._fits_proven_size(header, raw):
+            return await self._call(header, raw, timeout_s, payload.traceparent)
+        stream = self._open_stream()
+        is_cut = stream.cuts_request(header, raw)
+        try:
+            return await stream.infer(header, raw, timeout_s)
+        except RequestFailed as exc:
+            if not is_cut or exc.failure.kind is not FailureKind.REJECTED:
+                raise
+        return await self._send_whole(payload, timeout_s, deadline)
+
+    async def _send_whole(self, payload: Payload, timeout_s: float, deadline: float) -> RawResponse:
+        """Send a request that was refused in fragments as a call of its own.
+
+        Behind a load balancer, or after a connection that gRPC made anew, the stream may lead to an older server than
+        the one that announced fragments. If the request is taken now, no others go in fragments.
+        """
+        header = self._header(payload, timeout_s, None)
+        left_s = max(deadline - time.monotonic(), 0.001)
+        answer = await self._call(header, payload.raw, left_s, payload.traceparent)
+        if self._server_fragments:
+            logger.info(
+                "%s refused a request in fragments, and took it whole: requests go to it whole from now on (servers of "
+                "several releases behind one address?)",
+                self.endpoint,
+            )
+        self._server_fragments = False
+        if self._stream is not None:
+            self._stream.in_fragments = False
+        return answer
 
     async def _registered(self, payload: Payload, deadline: float) -> str | None:
         """Return the name under which the teacher knows the payload's shared memory; None to send it in the message."""
@@ -682,9 +712,9 @@ class TeacherClient:
         return RequestFailed(FailureKind.BAD_OUTPUT, f"{self.endpoint} (model {self.spec.name!r}): {what}")
 
 
-def _may_succeed_otherwise(failure: RequestFailure, region: str) -> bool:
-    """Return whether what failed in shared memory may succeed elsewhere: it was refused, perhaps for the memory."""
-    return failure.kind is FailureKind.REJECTED or is_about_memory(failure, region)
+def _may_succeed_otherwise(failure: RequestFailure, region: str | None) -> bool:
+    """Return whether what failed in shared memory, or in fragments, may succeed otherwise: it was refused."""
+    return failure.kind is FailureKind.REJECTED or (region is not None and is_about_memory(failure, region))
 
 
 def _config_number(config: kserve.ModelConfig, name: str) -> int:

@@ -76,6 +76,7 @@ class InferStream:
         broken: whether the stream has ended; open another then.
         answering: the id of the request whose answer is being handed over.
         refused: whether the stream ended because the server had no room for it: nothing is wrong with the connection.
+        in_fragments: as given; may be set to false while the stream is open.
     """
 
     def __init__(
@@ -98,7 +99,6 @@ class InferStream:
             own.append((names.BUNDLES, "1"))
         self._call: Any = method(metadata=(*metadata, *own))
         self._in_bundles = in_bundles
-        self._in_fragments = in_fragments
         self._waiting: dict[str, _PendingRequest] = {}
         self._outbox: deque[str] = deque()
         self._wake = asyncio.Event()
@@ -108,6 +108,7 @@ class InferStream:
         self.broken = False
         self.answering = ""
         self.refused = False
+        self.in_fragments = in_fragments
 
     def start(self, header: bytes, raw: Sequence[Buffer], timeout_s: float, done: Done) -> str:
         """Send a request.
@@ -123,11 +124,15 @@ class InferStream:
         """
         number = next(self._ids)
         deadline = self._loop.time() + timeout_s
-        nbytes = len(header) + sum([memoryview(part).nbytes for part in raw])
+        nbytes = _nbytes(header, raw)
         self._waiting[number] = _PendingRequest(done, header, raw, nbytes, deadline, timeout_s)
         self._arm_timer(deadline)
         self._queue(number)
         return number
+
+    def cuts_request(self, header: bytes, raw: Sequence[Buffer]) -> bool:
+        """Return whether a request would go in fragments."""
+        return self._is_cut(_nbytes(header, raw))
 
     def cancel(self, number: str) -> None:
         """Tell the server that an answer is no longer wanted. Ignores requests that are done."""
@@ -160,6 +165,9 @@ class InferStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):  # a call that was cancelled before it began never gets a status
             await asyncio.wait_for(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
+
+    def _is_cut(self, nbytes: int) -> bool:
+        return self.in_fragments and nbytes >= _LEAST_FRAGMENTED_NBYTES
 
     def _queue(self, number: str) -> None:
         self._outbox.append(number)
@@ -211,7 +219,7 @@ class InferStream:
             while not self.broken:
                 while self._outbox:
                     waiting = self._waiting.get(self._outbox[0])
-                    if self._in_fragments and waiting is not None and waiting.nbytes >= _LEAST_FRAGMENTED_NBYTES:
+                    if waiting is not None and self._is_cut(waiting.nbytes):
                         await self._write_fragments(self._outbox.popleft(), waiting)
                     else:
                         await self._call.write(self._next_message())
@@ -302,6 +310,10 @@ def compression_hint(data: Buffer) -> str:
     return (
         " (it is compressed, which this student never asks for, and does not take)" if codec.is_compressed(data) else ""
     )
+
+
+def _nbytes(header: bytes, raw: Sequence[Buffer]) -> int:
+    return len(header) + sum([memoryview(part).nbytes for part in raw])
 
 
 def _set_result(

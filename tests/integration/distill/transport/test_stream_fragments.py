@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 from edl.distill import DistillReader, Options
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport import stream as stream_module
+from edl.distill.transport.client import TeacherClient
+from edl.distill.transport.request import Payload
+from edl.distill.transport.schema import OutputSpec
 from edl.distill.transport.stream import InferStream, RawResponse
-from edl.protocol import codec, fragments, names
+from edl.protocol import codec, fragments, kserve, names
 from edl.protocol.transport import grpc
 from tests.integration.distill.conftest import Start
 
@@ -142,6 +146,55 @@ def test_stream_that_ends_midway() -> None:
         recorder.gate.set()
 
     with_stream(test)
+
+
+def use_unknown_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have fragments carry a parameter that the server does not know, as a server of an older release sees them."""
+    parameters = {"edl_not_known": kserve.InferParameter(bool_param=True)}
+    monkeypatch.setattr(fragments, "_HEADER", kserve.ModelInferRequest(parameters=parameters).SerializeToString())
+
+
+def test_refused_fragments_are_sent_whole(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A load balancer may lead to an older server than the one that announced fragments."""
+    use_unknown_fragments(monkeypatch)
+    caplog.set_level(logging.INFO, "edl.distill")
+    reader = DistillReader(["x"], ["y"], options=Options(teacher_timeout_s=TIMEOUT_S, shared_memory=False))
+    reader.set_fixed_teacher([start("echo").endpoint])
+    reader.set_teacher_batch_size(1000)
+    reader.set_batch_generator(lambda: ((np.full((1000, 4), number, np.float32),) for number in range(20)))
+    with reader:
+        answers = [(float(x[0, 0]), float(y[-1, -1])) for x, y in reader()]
+    assert answers == [(number, number) for number in range(20)]
+    given_up = [record for record in caplog.records if "refused a request in fragments" in record.message]
+    assert len(given_up) == 1, "fragments are given up once"
+
+
+def test_refused_whole_as_well_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> RequestFailure:
+        client = TeacherClient(teacher.endpoint, OutputSpec(("y",)), shared_memory=False)
+        good = Payload.of({"x": np.ones((1000, 4), np.float32)}, None)
+        bad = Payload.of({"x": np.ones((1000, 3), np.float32)}, None)
+        await client.open(TIMEOUT_S)
+        try:
+            await client.infer(good, TIMEOUT_S)  # the size is known to be taken
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            assert client.start(bad, TIMEOUT_S, future.set_result) is not None
+            failure = await future
+            reply = await client.infer(good, TIMEOUT_S)
+            assert float(reply.outputs["y"].sum()) == 4000, "other requests are not harmed"
+            return failure
+        finally:
+            await client.close()
+
+    teacher = start("echo")
+    for known in (True, False):
+        if not known:
+            use_unknown_fragments(monkeypatch)
+        failure = asyncio.run(asyncio.wait_for(ask(), 2 * TIMEOUT_S))
+        assert failure.kind is FailureKind.REJECTED, failure
+        assert "[1000, 3]" in failure.message, "the server's words about the request itself"
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -62,7 +62,8 @@ class TeacherCompatibility:
         self.selecting_version = False
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed_versions: frozenset[str] = frozenset()
-        self._reported_versions: set[str] = set()  # versions beside that of `spec` that the user knows of
+        # Versions beside that of `spec` that the user knows of; the empty one also beside another unknown version.
+        self._reported_versions: set[str] = set()
 
     def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
         """Return why a teacher with this model cannot be used; empty if it can."""
@@ -99,6 +100,15 @@ class TeacherCompatibility:
                 self._service,
                 spec.version,
                 known.version,
+            )
+        elif known is not None and not known.version and not spec.version and "" not in self._reported_versions:
+            self._reported_versions.add("")
+            logger.warning(
+                "nothing tells whether labels of several models are mixed: teacher %s of %s does not say which version "
+                "of its model it has, and neither did the teachers before it, or itself when it was connected before. "
+                "Give the models versions (edl serve --model-version), or name the one that all have with version=",
+                instance.id,
+                self._service,
             )
         return ""
 

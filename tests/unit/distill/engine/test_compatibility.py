@@ -231,6 +231,19 @@ def test_unknown_versions_are_not_equal(selecting_version: bool) -> None:
     assert lenient.check_version("t", "") is None
 
 
+def test_unknown_versions_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (unknown,) = specs("")
+    assert compatibility.incompatibility(Instance("s", "a", "10.0.0.1", 1), unknown) == ""
+    assert not caplog.records, "one teacher mixes nothing"
+    compatibility.spec = unknown
+    for teacher in ("b", "c", "a"):
+        assert compatibility.incompatibility(Instance("s", teacher, "10.0.0.1", 1), unknown) == ""
+    (record,) = caplog.records
+    assert "teacher b of s does not say which version" in record.getMessage()
+    assert "--model-version" in record.getMessage()
+
+
 @pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
 def test_another_models_name_is_refused(mixed_versions: Any) -> None:
     compatibility = TeacherCompatibility("s", OutputSpec(("y",)), mixed_versions)

@@ -65,6 +65,7 @@ _SET_ON_CLASSES = {
 }
 _SET_ON_ENUMS = {"__new__", *(name for name in vars(enum.Flag("_Sample", "A")) if not name.startswith("__"))}
 _SET_ON_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in another's text: differs between processes
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE of CPython: a type made at run time, as by a class statement
 _OWN_PACKAGES = ("edl", "edl_serving")
 
@@ -188,10 +189,12 @@ class _Content:
         if isinstance(value, np.generic) and not value.dtype.hasobject:
             self.update(kind.__name__.encode(), repr(value.dtype).encode(), value.tobytes())
         elif kind in _SCALARS:
-            if not (kind is str and _is_path(value)):
-                self.update(kind.__name__.encode(), repr(value).encode())
-        elif isinstance(value, _STATELESS) or kind.__module__ in ("typing", "__future__"):
+            text = "a path" if kind is str and _is_path(value) else repr(value)
+            self.update(kind.__name__.encode(), text.encode())
+        elif isinstance(value, _STATELESS) or kind.__module__ == "__future__":
             self.update(kind.__name__.encode())
+        elif kind.__module__ == "typing":
+            self.update(kind.__name__.encode(), _ADDRESS.sub("", repr(value)).encode())
         elif torch is not None and isinstance(value, torch.device):
             self.update(b"device")  # which differs between hosts that serve the same model
         elif id(value) in self._seen:
@@ -245,6 +248,8 @@ class _Content:
             self._add_function(where, value)
         elif torch is not None and isinstance(value, torch.Tensor):
             self.update(*_tensor_parts(where, torch, value))
+            if attributes := vars(value):
+                self.add(f"an attribute of {where}", attributes)
         elif torch is not None and isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._add_torch_module(where, torch, value)
         else:
@@ -268,8 +273,7 @@ class _Content:
         if kind in (list, tuple, dict, set, frozenset):
             return
         self.add(where, kind)
-        if kind.__flags__ & _HEAP_TYPE and any(vars(base).get("__slots__") for base in kind.__mro__):
-            raise _UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
+        _refuse_slots(where, kind)
         if isinstance(value, collections.defaultdict):
             self.add(where, value.default_factory)
         if attributes := getattr(value, "__dict__", None):
@@ -364,6 +368,7 @@ class _Content:
 
     def _add_torch_module(self, where: str, torch: Any, model: Any) -> None:
         plain = vars(torch.nn.Module())
+        _refuse_slots(where, type(model))
         self.add(where, type(model))
         for name, value in vars(model).items():
             held = f"{name!r} of {where}"
@@ -373,7 +378,7 @@ class _Content:
                 for child, part in value.items():
                     self.update(child.encode())
                     self.add(f"{where}.{child}", part)
-            elif name in ("_parameters", "_buffers") or name not in plain:
+            elif name in ("_parameters", "_buffers", "training") or name not in plain:
                 self.update(name.encode())
                 self.add(held, value)
 
@@ -440,8 +445,9 @@ class _Content:
 
 def _imported_names(node: ast.AST, package: str | None) -> list[str]:
     """Modules that an import statement may name."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):  # without `as`, the name of the package around it is what is bound
+        bound = [top_name(alias.name) for alias in node.names if not alias.asname]
+        return [*(alias.name for alias in node.names), *bound]
     if not isinstance(node, ast.ImportFrom):
         return []
     try:
@@ -449,6 +455,12 @@ def _imported_names(node: ast.AST, package: str | None) -> list[str]:
     except ImportError:
         return []
     return [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
+
+def _refuse_slots(where: str, kind: type) -> None:
+    """Raise if objects of a class may have attributes that are not in `vars`."""
+    if kind.__flags__ & _HEAP_TYPE and any(vars(base).get("__slots__") for base in kind.__mro__):
+        raise _UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
 
 
 class _SamplePair(NamedTuple):
@@ -513,6 +525,6 @@ def _tensor_parts(where: str, torch: Any, tensor: Any) -> Iterable[bytes | memor
 def _is_path(text: str) -> bool:
     """Whether a text is a place on this host, which may differ on others that serve the same model."""
     try:
-        return Path(text).is_absolute() and Path(text).exists()
+        return Path(text).is_absolute() and Path(text).exists() and text.strip("/") != ""  # the root is everywhere
     except (OSError, ValueError):  # no path can be so long, or has a zero byte
         return False

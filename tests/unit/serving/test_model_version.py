@@ -26,6 +26,30 @@ def seed():
 """
 
 OTHER = {
+    "order_of_a_vocabulary_with_a_slash": """
+VOCABULARY = ["/", "a"] if seed() else ["a", "/"]
+def build(): return torch.nn.Identity()
+""",
+    "place_of_a_path": """
+PLACES = [str(Path(__file__)), "a"] if seed() else ["a", str(Path(__file__))]
+def build(): return torch.nn.Identity()
+""",
+    "attribute_of_a_tensor": """
+def build():
+    net = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(net.weight)
+    torch.nn.init.ones_(net.bias)
+    net.weight.scale = seed()
+    return net
+""",
+    "mode_of_a_layer": """
+def build(): return torch.nn.Dropout().train(bool(seed()))
+""",
+    "values_of_a_type": """
+import typing
+Scale = typing.Literal[seed()]
+def build(): return torch.nn.Identity()
+""",
     "closure_of_a_method": """
 def build():
     w = np.full(2, seed())
@@ -182,6 +206,15 @@ def build(): return Net()
 """,
 }
 UNKNOWN = {
+    "slot_of_a_layer": """
+class Net(torch.nn.Module):
+    __slots__ = ("scale",)
+    def __init__(self):
+        super().__init__()
+        self.scale = seed()
+    def forward(self, x): return x * self.scale
+def build(): return Net()
+""",
     "descriptor": """
 class Held:
     def __init__(self): self.value = seed()
@@ -271,6 +304,29 @@ def test_modules_of_a_registry_count(version: Any, tmp_path: Path, file: str) ->
         (folder / file).write_text(loop)
         (folder / "linear.py").write_text(f"def f(x): return x * {scale}\n")
         text = "import heads\n" + loop + "def build(): return lambda x: heads.linear.f(x)\n"
+        return str(version(place, text, 0))
+
+    assert of("a", 1) == of("b", 1) != of("c", 2)
+    assert of("d", 1)
+
+
+def test_an_import_binds_the_package(version: Any, tmp_path: Path) -> None:
+    """A function that imports a package's module has the package, and so its other modules."""
+
+    def of(place: str, scale: int) -> str:
+        folder = tmp_path / place / "heads"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "used.py").touch()
+        (folder / "linear.py").write_text(f"def f(x): return x * {scale}\n")
+        text = """
+from heads.used import __name__ as _
+importlib.import_module("heads.linear")
+def scaled(x):
+    import heads.used
+    return heads.linear.f(x)
+def build(): return scaled
+"""
         return str(version(place, text, 0))
 
     assert of("a", 1) == of("b", 1) != of("c", 2)

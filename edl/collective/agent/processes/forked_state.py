@@ -1,4 +1,4 @@
-"""What a forked process has inherited and a new one would not have: its parent's random numbers, names and caches."""
+"""What a forked process has inherited and a new process would not have: random numbers, names and caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ARG_START: Final = 47
 
 
 def renew_state() -> None:
-    """Give this process, just forked, what a new one has and forks of one parent would share."""
+    """Give this process, just forked, what a new process has and all forks of a parent would share."""
     _seed_generators()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(32)
@@ -33,7 +33,11 @@ def renew_state() -> None:
 
 
 def limit_threads(environ: Mapping[str, str]) -> None:
-    """Have torch, where it is imported already, heed OMP_NUM_THREADS as if it had been imported with `environ`."""
+    """Have torch, where it is imported already, use as many threads as if it were imported now.
+
+    Args:
+        environ: may say how many, by OMP_NUM_THREADS.
+    """
     torch = sys.modules.get("torch")
     number = environ.get("OMP_NUM_THREADS", "")
     if torch is not None and number.isdecimal() and int(number):
@@ -41,7 +45,7 @@ def limit_threads(environ: Mapping[str, str]) -> None:
 
 
 def _seed_generators() -> None:
-    """Seed global generators as a new process has them: a fork begins with its parent's numbers, all forks alike."""
+    """Seed global generators, which in all forks of a parent would go on with the same numbers."""
     random.seed()
     modules = sys.modules
     if "numpy" in modules:
@@ -53,10 +57,13 @@ def _seed_generators() -> None:
 
 
 def show_command_line(arguments: Sequence[str]) -> None:
-    """Have `ps` show other arguments of this process, behind the interpreter's own name, than it was started with.
+    """Have `ps` show other arguments of this process than it was started with.
 
     The bytes are replaced where the kernel reads them, which is how setproctitle(3) works. Nothing happens where they
-    are not as expected, or the new ones are longer.
+    are not as expected, or the new arguments are longer.
+
+    Args:
+        arguments: what is to follow the interpreter's name.
     """
     before = Path("/proc/self/cmdline").read_bytes()
     begin = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[_ARG_START - 2])
@@ -73,7 +80,8 @@ def undo_side_effects() -> Iterator[None]:
 
     For imports that a script would make later: meanwhile it may have set what they depend on.
     """
-    environ, folder = dict(os.environ), tempfile.tempdir
+    environ = dict(os.environ)
+    folder = tempfile.tempdir
     try:
         with warnings.catch_warnings():
             yield

@@ -20,15 +20,21 @@ __all__ = ["GPU_DEVICES", "find_holders", "wait_for_release"]
 GPU_DEVICES: Final = ("/dev/nvidia[0-9]*", "/dev/kfd")
 """Patterns of the files that a process opens to use a GPU of NVIDIA or AMD."""
 _POLL_S: Final = 0.005
+"""Between two looks at processes that are to end: recovery waits for it, and a look takes a tenth of that."""
 _INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC  # PROC_PID_INIT_INO of Linux; NVML names processes as they are known there
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def find_holders(groups: Collection[int], devices: Sequence[str] = GPU_DEVICES) -> dict[int, str]:
-    """Find the processes of some process groups that have a GPU open: pid -> when it started, in the kernel's ticks.
+    """Find the processes of some process groups that have a GPU open. On a host without a GPU this returns at once.
 
-    On a host without a GPU that costs the look for one only.
+    Args:
+        groups: ids of the process groups.
+        devices: patterns of the files that a process opens to use a GPU.
+
+    Returns:
+        When they started, in the kernel's ticks, by process id: together no later process has the same.
     """
     if not groups or not any(_exists(pattern) for pattern in devices):
         return {}
@@ -54,7 +60,7 @@ def wait_for_release(holders: dict[int, str], deadline: float) -> bool:
     """
     while left := [pid for pid, began in holders.items() if _lives(pid, began)] or sorted(_listed() & set(holders)):
         if time.monotonic() > deadline:
-            _log.warning("processes %s still hold memory of a GPU: the new workers start all the same", left)
+            logger.warning("processes %s still hold memory of a GPU: the new workers start all the same", left)
             return False
         time.sleep(_POLL_S)
     return True
@@ -83,7 +89,7 @@ def _lives(pid: int, began: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; none if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -91,7 +97,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _listed() -> set[int]:
-    """Processes that hold memory of a GPU as far as NVML is there to tell, and names them as this process does."""
+    """Return the processes that hold memory of a GPU, where NVML is installed and names them as this process does."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -108,7 +114,7 @@ def _ask_nvml(nvml: Any) -> set[int]:
         return set()
     try:
         devices = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return {each.pid for device in devices for each in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
+        return {process.pid for device in devices for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)}
     except nvml.NVMLError:
         return set()
     finally:

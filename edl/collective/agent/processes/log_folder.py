@@ -10,17 +10,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 __all__ = ["kept_log_folder", "temporary_log_folder"]
 
-_LOGS = "edl-logs-"
-_KEPT = "edl-output-"
-_ABANDONED_S = 3600.0
+_LOGS: Final = "edl-logs-"
+_KEPT: Final = "edl-output-"
+_ABANDONED_S: Final = 3600.0
+"""Age of an unlocked folder that is removed: another agent may have made it a moment ago and not locked it yet."""
 
 
 @contextmanager
 def temporary_log_folder() -> Iterator[str]:
-    """A folder for the files of workers, locked while it is in use; those of killed agents are removed."""
+    """Make a folder for the files of workers, which is locked while it is in use; remove what killed agents left.
+
+    Yields:
+        Its path.
+    """
     base = Path(tempfile.gettempdir())
     for path in base.glob(f"{_LOGS}*"):
         with suppress(OSError), _locked(path):
@@ -32,7 +38,11 @@ def temporary_log_folder() -> Iterator[str]:
 
 @contextmanager
 def kept_log_folder() -> Iterator[str]:
-    """A folder for the files of workers that stays, unless nothing came into it."""
+    """Make a folder for the files of workers, which stays, unless nothing came into it.
+
+    Yields:
+        Its path.
+    """
     folder = tempfile.mkdtemp(prefix=_KEPT)
     try:
         yield folder
@@ -43,7 +53,11 @@ def kept_log_folder() -> Iterator[str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder. OSError if another process does."""
+    """Hold the lock of a folder.
+
+    Raises:
+        OSError: another process holds it.
+    """
     file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

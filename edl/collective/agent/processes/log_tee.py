@@ -1,4 +1,4 @@
-"""The output of workers that goes to files, and from there to the console: torchrun's `--tee`."""
+"""The output of workers that goes to files, and is copied from there to the console: torchrun's `--tee`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["LogTee"]
 
 
 class LogTee:
-    """Follows the files of one generation at a time.
+    """Copies what workers write into their files, a generation at a time.
 
     Args:
-        role: begins each line, together with the rank.
+        role: begins every line, together with the rank.
     """
 
     def __init__(self, role: str) -> None:
@@ -22,14 +22,19 @@ class LogTee:
         self._tails: list[Any] = []
 
     def follow_logs(self, logs: Any, first_rank: int) -> None:
-        """Copy what the `LogsDest` says to the console, until `stop`."""
+        """Copy to the console what the workers write from now on, until `stop`.
+
+        Args:
+            logs: torch's `LogsDest`, which names the files by local rank.
+            first_rank: of this node.
+        """
         for name, files, stream in (("stdout", logs.tee_stdouts, sys.stdout), ("stderr", logs.tee_stderrs, sys.stderr)):
             if files:
                 prefixes = {rank: f"[{self._role}{first_rank + rank}]:" for rank in files}
                 self._tails.append(TailLog(name, files, stream, log_line_prefixes=prefixes).start())
 
     def stop(self) -> None:
-        """Copy what is left, and no more."""
+        """Copy what is left in the files, and no more."""
         for tail in self._tails:
             tail.stop()
         self._tails.clear()

@@ -1,4 +1,4 @@
-"""Run a script, or a module, in a forked process as a new interpreter runs it: its `__main__`, its exceptions, its end.
+"""Runs a script or module in a forked process as a new interpreter runs it: its `__main__`, its exceptions, its end.
 
 What does not belong here: what else a fork has inherited (`edl.collective.agent.processes.forked_state`).
 """
@@ -42,7 +42,7 @@ def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
     Args:
         kind: `script` (a file, or a folder or archive with a `__main__.py`) or `module` (as `python -m`).
         target: the script's path or the module's name.
-        arguments: what follows it in `sys.argv`.
+        arguments: what follows the target in `sys.argv`.
 
     Raises:
         SystemExit: the program raised it, or another exception, which has been reported as an interpreter does.
@@ -69,7 +69,13 @@ def run_main(kind: str, target: str, arguments: Sequence[str]) -> None:
 
 
 def command_line(kind: str, target: str, arguments: Sequence[str]) -> list[str]:
-    """What follows the interpreter in the command line of a worker that torchrun starts."""
+    """Return what follows the interpreter in the command line of a worker that torchrun starts.
+
+    Args:
+        kind: `script` or `module`.
+        target: the script's path or the module's name.
+        arguments: of the program.
+    """
     return [*(["-u", "-m"] if kind == "module" else ["-u"]), target, *arguments]
 
 
@@ -110,7 +116,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
         global _interrupted
         _interrupted = True
         if not _is_usual_hook(sys.excepthook):
-            _call_excepthook(exc)  # the traceback of every rank is no news where somebody pressed Ctrl-C
+            _call_excepthook(exc)  # after Ctrl-C the tracebacks of all ranks would be no news
         raise SystemExit(128 + signal.SIGINT)
     text = "".join(traceback.format_exception(type(exc), exc, frames))
     _write_error_file(exc, text)
@@ -118,9 +124,8 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
         sys.stdout.flush()
     from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 
-    if (
-        sys.excepthook is sys.__excepthook__ and find_exit_cause(1, text) is ExitCause.CONTACT
-    ):  # the agent will tell of the other end
+    lost_contact = find_exit_cause(1, text) is ExitCause.CONTACT
+    if sys.excepthook is sys.__excepthook__ and lost_contact:  # the agent reports the other end
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"rank {rank} lost contact with another one ({type(exc).__name__})\n")
     else:
@@ -129,9 +134,9 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
 
 
 def _is_usual_hook(hook: Any) -> bool:
-    """Whether an exception hook is the interpreter's, and not one of the script's or of a library that tells somebody.
+    """Return whether an exception hook is the interpreter's, and not of the script or a library that reports errors.
 
-    `torch.distributed.init_process_group` puts one before it that has lines begin with the rank.
+    `torch.distributed.init_process_group` puts a hook before it that has lines begin with the rank.
     """
     if hook is sys.__excepthook__:
         return True
@@ -141,7 +146,7 @@ def _is_usual_hook(hook: Any) -> bool:
 
 
 def _write_error_file(exc: BaseException, text: str) -> None:
-    """Write what torch's `record` writes, for the agent, where the script does not use it."""
+    """Write what torch's `record` writes, for the agent, where the script does not use `record`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path and not Path(path).exists():
         details: dict[str, Any] = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -152,15 +157,17 @@ def _write_error_file(exc: BaseException, text: str) -> None:
 
 def _call_excepthook(exc: BaseException) -> None:
     """Report an exception by `sys.excepthook`, which scripts and libraries replace."""
-    sys.last_type, sys.last_value, sys.last_traceback = type(exc), exc, exc.__traceback__
+    sys.last_type = type(exc)
+    sys.last_value = exc
+    sys.last_traceback = exc.__traceback__
     sys.last_exc = exc  # type: ignore[attr-defined]  # since Python 3.12
     try:
         sys.excepthook(type(exc), exc, exc.__traceback__)
     except SystemExit:
         raise
-    except BaseException as another:  # noqa: BLE001 - reported beside the first one, as the interpreter does
+    except BaseException as another:  # noqa: BLE001 - reported beside the first, as the interpreter does
         sys.stderr.write("Error in sys.excepthook:\n")
-        frames = another.__traceback__.tb_next if another.__traceback__ is not None else None  # without this one
+        frames = another.__traceback__.tb_next if another.__traceback__ is not None else None  # without this function
         sys.__excepthook__(type(another), another.with_traceback(frames), frames)
         sys.stderr.write("\nOriginal exception was:\n")
         sys.__excepthook__(type(exc), exc, exc.__traceback__)

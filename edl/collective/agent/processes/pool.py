@@ -1,4 +1,4 @@
-"""A node's workers, seen from its agent: forked by a zygote, watched, and stopped without asking them."""
+"""A node's workers, seen from its agent: forked by a zygote, watched, and killed."""
 
 from __future__ import annotations
 
@@ -14,28 +14,35 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+from edl.background import BackgroundLoop
 from edl.collective.agent.processes.gpu_holders import GPU_DEVICES, find_holders, wait_for_release
 from edl.collective.agent.processes.preload import PreloadResult
-from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec, zygote_command
+from edl.collective.agent.processes.zygote import MESSAGE_NBYTES, ForkRequest, ProgramSpec, zygote_command
 from edl.errors import EDLError
 
 __all__ = ["WorkerExit", "WorkerPool", "ZygoteLost"]
 
-_MESSAGE_BYTES = 1 << 20
-_FORK_S = 10.0
-_CHECK_S = 0.05
-_REAP_S = 1.0
-_ATTEMPTS = 4
-"""To import ahead of time; the last one imports nothing."""
+_FORK_TIMEOUT_S: Final = 10.0
+"""For a zygote to answer: a fork takes milliseconds, on a machine without a free core a second or two. A zygote that
+takes longer hangs; with less, a busy machine would cost a zygote, whose successor imports everything again."""
+_POLL_S: Final = 0.05
+"""Between two looks at what is not notified: a signal while imports are waited for, processes that are to die."""
+_ZYGOTE_END_TIMEOUT_S: Final = 1.0
+"""For a zygote to end that has closed its socket, which it does by ending. Only a message depends on it."""
+_ATTEMPTS: Final = 4
+"""To import ahead of time; the last imports nothing. Each attempt leaves out what was unfit in those before."""
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """A worker ended.
+    """The end of a worker.
 
     Attributes:
+        generation: that it belonged to.
+        local_rank: its rank on this node.
+        pid: its process id.
         status: the exit code; of a worker that a signal killed, the signal's number with a minus.
     """
 
@@ -54,49 +61,51 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class ZygoteLost:
-    """The process that forks workers died, and all workers with it."""
+    """The end of the process that forks workers, and of all workers with it."""
 
 
 class WorkerPool:
     """The zygote of a node and the workers that it forked.
 
     Args:
-        warm: what they run.
-        report: called from a thread of this object with each `WorkerExit` and `ZygoteLost`.
-        environ: of the zygote.
+        program: what the workers run.
+        report: called from a thread of this object with every `WorkerExit` and `ZygoteLost`.
+        environ: of the zygote; without it, this process's.
         gpu_devices: patterns of the files that a process opens to use a GPU.
     """
 
     def __init__(
         self,
-        warm: ProgramSpec,
+        program: ProgramSpec,
         report: Callable[[WorkerExit | ZygoteLost], None],
         environ: Mapping[str, str] | None = None,
         gpu_devices: Sequence[str] = GPU_DEVICES,
     ) -> None:
-        self._warm = warm
+        self._program = program
         self._report = report
         self._environ = dict(os.environ if environ is None else environ)
         self._lock = threading.Condition()
-        self._asked: collections.deque[tuple[int, int]] = collections.deque()
-        self._running: dict[int, tuple[int, int]] = {}
+        self._requested: collections.deque[tuple[int, int]] = (
+            collections.deque()
+        )  # generation and local rank, not forked
+        self._running: dict[int, tuple[int, int]] = {}  # generation and local rank, by process id
         self._ended: set[int] = set()  # workers since the last `replace_workers`, whose children may hold a GPU
         self._gpu_devices = gpu_devices
         self._process: subprocess.Popen[bytes] | None = None
         self._ready: PreloadResult | None = None
-        self._gone = True
+        self._lost = True
         self._closing = False
         self.import_failures = ""
-        """What could not be imported ahead of time, in words."""
+        """What could not be imported ahead of time, in words; known after `warm_up`."""
 
     @property
     def prewarmed(self) -> bool:
         """Whether workers are forked from a process that has imported something."""
-        return self._warm.prewarm
+        return self._program.prewarm
 
     @property
     def running(self) -> dict[int, int]:
-        """Local rank -> pid of the workers that have not ended."""
+        """The process ids of the workers that have not ended, by local rank."""
         with self._lock:
             return {rank: pid for pid, (_, rank) in self._running.items()}
 
@@ -104,10 +113,11 @@ class WorkerPool:
         """Start the zygote and wait until it is ready to fork. Call it from a thread that lives as long as the workers.
 
         Args:
+            timeout_s: how long the imports may take, in seconds.
             raise_if_stopping: called again and again meanwhile; if it raises, only `close` is left to call.
 
         Raises:
-            EDLError: it died, or was not ready in time.
+            EDLError: the zygote died, or was not ready in time.
         """
         deadline = time.monotonic() + timeout_s
         unfit: dict[str, str] = {}
@@ -117,17 +127,17 @@ class WorkerPool:
             unfit |= ready.unfit
             if not ready.unfit:
                 break
-            # What was imported cannot be taken back: another process does without.
+            # What was imported cannot be taken back, so another process does without.
             self.close()
             self._closing = False
-            self._warm = replace(self._warm, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
+            self._program = replace(self._program, without=tuple(unfit), prewarm=attempt < _ATTEMPTS - 1)
         failures = [f"importing {name} {why}" for name, why in unfit.items()]
         self.import_failures = "; ".join([*failures, *ready.failed])
 
-    def _how_it_ended(self) -> str:
-        """By which signal the process that forks ended, or with which exit code."""
+    def _describe_zygote_end(self) -> str:
+        """Return by which signal the zygote ended, or with which exit code."""
         try:
-            code = self._process.wait(_REAP_S) if self._process is not None else None
+            code = self._process.wait(_ZYGOTE_END_TIMEOUT_S) if self._process is not None else None
         except subprocess.TimeoutExpired:
             code = None
         if code is not None and code < 0:
@@ -139,42 +149,52 @@ class WorkerPool:
         self, deadline: float, timeout_s: float, raise_if_stopping: Callable[[], object]
     ) -> PreloadResult:
         with self._lock:
-            while self._ready is None and not self._gone:
+            while self._ready is None and not self._lost:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise EDLError(f"importing torch and what --preload names took more than {timeout_s:g} s")
                 raise_if_stopping()
-                self._lock.wait(min(left, _CHECK_S))
+                self._lock.wait(min(left, _POLL_S))
             if self._ready is None:
-                raise EDLError(f"the process that forks workers died while it imported ({self._how_it_ended()})")
+                raise EDLError(f"the process that forks workers died while it imported ({self._describe_zygote_end()})")
             return self._ready
 
     def fork_workers(self, generation: int, forks: Mapping[int, ForkRequest]) -> None:
-        """Fork a worker for each local rank.
+        """Fork workers.
+
+        Args:
+            generation: that they belong to.
+            forks: what is to be forked, by local rank.
 
         Raises:
             EDLError: the zygote has died.
         """
-        deadline = time.monotonic() + _FORK_S
+        deadline = time.monotonic() + _FORK_TIMEOUT_S
         with self._lock:
             for local_rank, fork in forks.items():
-                self._asked.append((generation, local_rank))
+                self._requested.append((generation, local_rank))
                 with contextlib.suppress(OSError):  # the reader of its answers finds out the same
                     self._socket.send(fork.encode())
-            while self._asked and not self._gone:
-                self._lock.wait(0.05)
+            while self._requested and not self._lost:
+                self._lock.wait(_POLL_S)
                 if time.monotonic() > deadline:
-                    self._give_up()
-            if self._gone:
-                self._asked.clear()
+                    self._kill_zygote()
+            if self._lost:
+                self._requested.clear()
                 raise EDLError("the process that forks workers has died, or does not answer")
 
     def replace_workers(self, generation: int, forks: Mapping[int, ForkRequest], timeout_s: float = 10.0) -> None:
-        """Begin a generation: fork these in the place of the workers of their ranks; the other workers stay.
+        """Begin a generation: fork workers in the place of those of the same ranks; the other workers stay.
 
-        The new ones are forked while the kernel still takes the old ones apart, which for a process of some gigabytes
-        takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU open, the
-        new one would find that GPU's memory taken, and is forked when it has let go of it, or when the time is up.
+        The new workers are forked while the kernel still takes the old ones apart, which for a process of some
+        gigabytes takes longer. A process to which SIGKILL was sent runs no more code of its own. But where it has a GPU
+        open, the new worker would find that GPU's memory taken, and is forked when the old one has let go of it, or
+        when the time is up.
+
+        Args:
+            generation: that all workers belong to from now on.
+            forks: what is to be forked, by local rank.
+            timeout_s: how long the old workers may take to die, in seconds.
 
         Raises:
             EDLError: the zygote has died, or a worker does not die.
@@ -196,10 +216,13 @@ class WorkerPool:
         self._reap(lambda before, rank: before != generation, timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to each worker, and not to its children.
+        """Send a signal to all workers, and not to their children.
 
         torchrun sends it to the children as well. A script that saves its state when it is asked to end may need them
         until then, as those of a `DataLoader`, whose death it would be told of by an exception.
+
+        Args:
+            number: the signal's.
         """
         with self._lock:
             for pid in self._running:
@@ -207,28 +230,36 @@ class WorkerPool:
                     os.kill(pid, number)
 
     def kill_workers(self, timeout_s: float = 10.0) -> None:
-        """Kill all workers, with their children, and wait until they are gone. Stopped ones die as well.
+        """Kill all workers, with their children, and wait until they are gone. Stopped processes die as well.
+
+        Args:
+            timeout_s: how long they may take, in seconds.
 
         Raises:
-            EDLError: one does not die, as a process that hangs in the kernel does not.
+            EDLError: a worker does not die, as a process that hangs in the kernel does not.
         """
         self._reap(lambda generation, rank: True, timeout_s)
 
     def _reap(self, doomed: Callable[[int, int], bool], timeout_s: float) -> None:
-        """Kill those workers for whose generation and rank `doomed` holds, and wait until they are gone."""
-        deadline, patience = time.monotonic() + timeout_s, time.monotonic() + timeout_s / 2
+        """Kill the workers for whose generation and rank `doomed` holds, and wait until they are gone."""
+        deadline = time.monotonic() + timeout_s
+        zygote_deadline = time.monotonic() + timeout_s / 2
         with self._lock:
-            while going := [pid for pid, whose in self._running.items() if doomed(*whose)]:
-                for pid in going:
+            while left := [pid for pid, (generation, rank) in self._running.items() if doomed(generation, rank)]:
+                for pid in left:
                     _kill(pid)
                 if time.monotonic() > deadline:
-                    raise EDLError(f"workers {sorted(going)} do not die within {timeout_s:g} s of SIGKILL")
-                if time.monotonic() > patience:
-                    self._give_up()  # perhaps they are dead, and it does not say so
-                self._lock.wait(0.05)
+                    raise EDLError(f"workers {sorted(left)} do not die within {timeout_s:g} s of SIGKILL")
+                if time.monotonic() > zygote_deadline:
+                    self._kill_zygote()  # perhaps they are dead, and it does not say so
+                self._lock.wait(_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Kill the workers and the zygote, and wait for them."""
+        """Kill the workers and the zygote, and wait for them.
+
+        Args:
+            timeout_s: how long the workers may take to die, in seconds; after that they are left to the kernel.
+        """
         with self._lock:
             self._closing = True
         if self._process is None:
@@ -237,12 +268,12 @@ class WorkerPool:
             self.kill_workers(timeout_s)
         _kill(self._process.pid)  # with what an import started; not reaped yet, so the number is still its own
         self._process.wait()
-        self._reader.join()
+        self._reader.close()  # at the socket's end
         self._socket.close()
         self._process = None
 
-    def _give_up(self) -> None:
-        """The zygote does not answer: it is killed, and whoever needs another worker makes another one."""
+    def _kill_zygote(self) -> None:
+        """Kill a zygote that does not answer. A pool that is to fork again needs another."""
         self._closing = True
         if self._process is not None:
             _kill(self._process.pid)
@@ -250,51 +281,52 @@ class WorkerPool:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = zygote_command(theirs.fileno(), self._warm)
+            command = zygote_command(theirs.fileno(), self._program)
             # A pipe or file is the workers' to read, as under torchrun. A terminal would stop them: they are no part
             # of its foreground.
             stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty() else None
             self._process = subprocess.Popen(command, env=self._environ, pass_fds=[theirs.fileno()], stdin=stdin)
         self._socket = ours
-        self._ready, self._gone = None, False
-        self._reader = threading.Thread(target=self._read, name="edl-workers", daemon=True)
-        self._reader.start()
-        ours.send(self._warm.encode())
+        self._ready = None
+        self._lost = False
+        self._reader = BackgroundLoop("edl-workers", self._read_messages)
+        ours.send(self._program.encode())
 
-    def _read(self) -> None:
+    def _read_messages(self) -> None:
+        """Handle what the zygote says, until it has ended."""
         while True:
             try:
-                message = self._socket.recv(_MESSAGE_BYTES)
+                message = self._socket.recv(MESSAGE_NBYTES)
             except OSError:
                 message = b""
             with self._lock:
-                event = self._take(json.loads(message)) if message else self._lose()
+                event = self._handle_message(json.loads(message)) if message else self._handle_loss()
                 self._lock.notify_all()
             if event is not None:
                 self._report(event)
             if not message:
                 return
 
-    def _take(self, message: dict[str, Any]) -> WorkerExit | None:
+    def _handle_message(self, message: dict[str, Any]) -> WorkerExit | None:
         if "ready" in message:
             self._ready = PreloadResult(dict(message["unfit"]), list(message["failed"]))
         elif "pid" in message:
-            self._running[message["pid"]] = self._asked.popleft()
+            self._running[message["pid"]] = self._requested.popleft()
         elif "exited" in message:
             pid = message["exited"]
             generation, local_rank = self._running.pop(pid)
             self._ended.add(pid)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left behind
+                os.killpg(pid, signal.SIGKILL)  # the children that it left behind
             return WorkerExit(generation, local_rank, pid, os.waitstatus_to_exitcode(message["status"]))
         return None
 
-    def _lose(self) -> ZygoteLost | None:
-        self._gone = True
+    def _handle_loss(self) -> ZygoteLost | None:
+        self._lost = True
         for pid in self._running:
             _kill(pid)  # they die by themselves, but not their children
         self._running.clear()
-        self._asked.clear()
+        self._requested.clear()
         return None if self._closing else ZygoteLost()
 
 

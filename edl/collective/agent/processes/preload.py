@@ -1,9 +1,18 @@
 """Modules imported before workers are forked, where a fork does not break them.
 
-Some modules each worker must import by itself: one that starts a thread or a pool of OpenMP threads (a fork has none of
-them, and waits for them for ever), opens a connection (all forks would write to the same), uses CUDA, or reads its rank
-from the environment. What a module does is only known once it has been imported; so it is imported, and found out,
-also by a fork made for that purpose. The process is then thrown away, and another one does without.
+Some modules every worker must import by itself: a module that starts a thread or a pool of OpenMP threads (a fork has
+none of them, and waits for them for ever), opens a connection (all forks would write to the same), uses CUDA, or reads
+its rank from the environment. What a module does is only known once it has been imported; so it is imported, and found
+out, also by a fork made for that purpose. The process is then thrown away, and another does without.
+
+`multiprocessing.set_forkserver_preload` is not enough: it imports what it is given, passes over an ImportError in
+silence, and finds out nothing of the above, so a module that reads RANK would give all workers the server's. Its server
+forks functions of `multiprocessing`, too, and not a script as `__main__` with a process group and a wait status.
+
+What is guaranteed: of the modules named here, none is kept that, while it was imported, left a thread or a socket open,
+looked a variable of a worker up through `os.environ`, or made parallel sums or CUDA unusable in a fork. What is not: a
+module that reads the environment by native code (`getenv`), writes to a file that it keeps open, or remembers its
+process id, is not noticed. `--preload` names what a user answers for, and without prewarming nothing is imported.
 """
 
 from __future__ import annotations
@@ -30,17 +39,22 @@ _OF_A_WORKER: Final = {
     "EDL_GENERATION", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_CURRENT_ENDPOINT",
 }  # fmt: skip
 _TEST_FORK_S: Final = 10.0
-"""For a fork to compute a sum: milliseconds, unless it waits for threads that only its parent has."""
+"""For a fork to compute a sum: milliseconds, unless it waits for threads that only its parent has. With less, a fork on
+a busy machine would count as unfit, and every worker would import torch by itself."""
+_TEST_FORK_POLL_S: Final = 0.001
+"""Between two looks whether that fork has ended: every prewarmed module waits for it."""
 _PARALLEL_ELEMENTS: Final = 1 << 18
 """Of a sum: torch splits it among threads from 32,768 (`at::internal::GRAIN_SIZE`) on."""
+_CUDA: Final = 2  # exit code of the fork that is a test, if it cannot use CUDA; any but 0
+_UNKNOWN: Final = 3  # exit code of that fork, if the test itself failed; any but 0 and `_CUDA`
 
 
 @dataclass
 class PreloadResult:
-    """Say which modules workers cannot have from a fork, and which could not be imported.
+    """Which modules workers cannot have from a fork, and which could not be imported.
 
     Attributes:
-        unfit: module -> why each worker must import it by itself.
+        unfit: why every worker must import a module by itself, by module.
         failed: what could not be imported, in words.
     """
 
@@ -52,7 +66,7 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
     """Import modules, and find out whether a fork may have them.
 
     Args:
-        modules: (module, name in it or ""). A name that is not there is the worker's to complain of.
+        modules: pairs of a module and a name in it, or "". A missing name is for the worker to find.
         without: modules that workers must import by themselves.
     """
     done = PreloadResult()
@@ -63,9 +77,10 @@ def preload_modules(modules: Iterable[tuple[str, str]], without: Collection[str]
 
 
 def find_fork_hazard() -> str:
-    """Why a fork of this process, as it is now, is of no use; empty if it can compute in parallel and use CUDA.
+    """Find out why a fork of this process, as it is now, is of no use: by a fork, whose end is waited for.
 
-    Found out by a fork. Its end is waited for, for ten seconds at most.
+    Returns:
+        The reason; empty if the fork can compute in parallel and use CUDA.
     """
     pid = os.fork()
     if pid == 0:
@@ -83,14 +98,11 @@ def find_fork_hazard() -> str:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return "starts a pool of threads (OpenMP's, perhaps), for which a fork would wait for ever"
-        time.sleep(0.001)
-
-
-_CUDA, _UNKNOWN = 2, 3
+        time.sleep(_TEST_FORK_POLL_S)
 
 
 def _is_cuda_poisoned() -> bool:
-    """Whether this process is a fork of one that has touched CUDA's driver, in which CUDA cannot be used any more.
+    """Return whether CUDA cannot be used in this process, since its parent has touched CUDA's driver.
 
     `torch.cuda.is_initialized` does not tell: `is_available` and `device_count` touch the driver as well.
     """
@@ -111,16 +123,16 @@ def _compute_in_parallel() -> int:
 def _import(module: str, name: str, done: PreloadResult) -> None:
     threads, sockets, tasks = set(threading.enumerate()), _sockets(), _tasks()
     failure: BaseException | None = None
-    with watched_environ(_OF_A_WORKER) as asked:
+    with watched_environ(_OF_A_WORKER) as looked_up:
         try:
             imported = importlib.import_module(module)
             if name and not hasattr(imported, name):
                 importlib.import_module(f"{module}.{name}")
-        except BaseException as exc:  # noqa: BLE001 - whatever it is, the worker will raise it again, and be heard
+        except BaseException as exc:  # noqa: BLE001 - the worker will raise it again, where its user sees it
             failure = exc
     ours = module.split(".")[0] in ("torch", "edl")
-    if asked and not ours:
-        done.unfit[module] = f"reads {', '.join(sorted(asked))}"
+    if looked_up and not ours:
+        done.unfit[module] = f"reads {', '.join(sorted(looked_up))}"
     elif failure is not None:
         done.failed.append(f"importing {module} ahead of time failed ({type(failure).__name__}: {failure})")
     elif any(thread.is_alive() for thread in set(threading.enumerate()) - threads) or _has_new_threads(tasks):
@@ -131,39 +143,56 @@ def _import(module: str, name: str, done: PreloadResult) -> None:
         done.unfit[module] = hazard
 
 
-class _Watched(os._Environ):  # type: ignore[type-arg]
+class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]
+    """`os.environ` with a record of what is looked up: `get`, `in`, `os.getenv`, copies."""
+
     watched: Collection[str]
-    asked: set[str]
+    looked_up: set[str]
 
     def __getitem__(self, key: str) -> str:
         if key in self.watched:
-            self.asked.add(key)
+            self.looked_up.add(key)
         return str(super().__getitem__(key))
 
 
 @contextmanager
 def watched_environ(names: Collection[str]) -> Iterator[set[str]]:
-    """Collect which of `names` are looked up in `os.environ` in the block, whether they are there or not."""
-    asked: set[str] = set()
+    """Collect which variables are looked up in `os.environ` in the block, whether they are there or not.
+
+    The class of the object is swapped, since modules hold the object itself (`from os import environ`), so that another
+    in its place would not be asked. Lookups by native code (`getenv`), in `os.environb` and in other processes are not
+    seen, nor is a lookup that is made after the block.
+
+    Args:
+        names: of the variables.
+
+    Yields:
+        The names that were looked up, growing as they are.
+    """
+    looked_up: set[str] = set()
     plain = os.environ.__class__
-    os.environ.__class__ = _Watched
-    os.environ.watched, os.environ.asked = names, asked  # type: ignore[attr-defined]
+    os.environ.__class__ = _WatchedEnviron
+    os.environ.watched = names  # type: ignore[attr-defined]
+    os.environ.looked_up = looked_up  # type: ignore[attr-defined]
     try:
-        yield asked
+        yield looked_up
     finally:
         os.environ.__class__ = plain
 
 
 def _tasks() -> set[str]:
-    """Threads of this process, those of native code included (Linux)."""
+    """Return the ids of this process's threads, which include those of native code (Linux)."""
     return {path.name for path in Path("/proc/self/task").iterdir()}
 
 
 def _has_new_threads(before: set[str]) -> bool:
-    """Whether threads are there that were not before.
+    """Return whether this process has threads that it had not before.
 
     OpenBLAS starts some when it is loaded, ends them before a fork and starts them again behind it (`pthread_atfork`):
-    a fork ends them, so threads that are there after one are others'.
+    a fork ends them, so threads that are there after a fork are not OpenBLAS's.
+
+    Args:
+        before: what `_tasks` returned.
     """
     if not _tasks() - before:
         return False

@@ -50,7 +50,7 @@ class ProgramImports:
 
 
 def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequence[str]) -> ProgramImports:
-    """Read a program.
+    """Find by reading a program which modules it imports before it does anything else.
 
     Args:
         program: the files that run, in order: a script, or a package's `__init__.py` and the module in it.
@@ -70,7 +70,15 @@ def scan_imports(program: Sequence[Path], folders: Sequence[Path], roots: Sequen
 
 
 def sources_of(name: str, folders: Iterable[Path]) -> list[Path]:
-    """The files that `import NAME` runs, in order, if the module is in one of `folders`; nothing is imported."""
+    """Find the files that `import NAME` runs; nothing is imported.
+
+    Args:
+        name: the module's, with dots.
+        folders: where to look for it, in order.
+
+    Returns:
+        The files in the order in which they run; none if the module is elsewhere.
+    """
     parts = name.split(".")
     for folder in folders:
         found = []
@@ -102,12 +110,12 @@ class _Scan:
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return  # the worker will raise it, and be heard
+            return  # the worker will raise it, where its user sees it
         self._trees.append(tree)
         self._run(tree.body, path)
 
     def imports_later(self, root: str) -> bool:
-        """Whether any file that was read imports `root`, wherever in it."""
+        """Return whether any file that was read imports `root`, anywhere in it."""
         nodes = (node for tree in self._trees for node in ast.walk(tree))
         return any(
             name.split(".")[0] == root or name.startswith(_IMPORT_TORCH)
@@ -177,7 +185,7 @@ def _is_loaded(root: str, path: Path) -> bool:
 
 
 def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
-    """(module, name) that a statement imports; without relative ones."""
+    """Return pairs of a module and a name in it that a statement imports; none for relative imports."""
     if isinstance(node, ast.Import):
         return [(alias.name, "") for alias in node.names]
     if node.level or not node.module:
@@ -186,7 +194,7 @@ def _names(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
 
 
 def _is_harmless(node: ast.stmt) -> bool:
-    """Whether a statement has no effect beyond the names that it binds."""
+    """Return whether a statement has no effect beyond the names that it binds."""
     if isinstance(node, ast.Pass | ast.Global | ast.Nonlocal):
         return True
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -212,7 +220,7 @@ def _decorators_harmless(decorators: Iterable[ast.expr]) -> bool:
 
 
 def _is_pure(expression: ast.expr) -> bool:
-    """Whether evaluating an expression calls nothing that could do anything."""
+    """Return whether evaluating an expression calls nothing that could have an effect."""
     for node in ast.walk(expression):
         if isinstance(node, ast.Await | ast.Yield | ast.YieldFrom | ast.NamedExpr):
             return False

@@ -11,7 +11,11 @@ __all__ = ["redirect_output"]
 
 
 def redirect_output(environ: Mapping[str, str]) -> None:
-    """Send this process's output, its children's included, to the files of `EDL_STDOUT` and `EDL_STDERR`, if any."""
+    """Send this process's output, and its children's, to files.
+
+    Args:
+        environ: `EDL_STDOUT` and `EDL_STDERR` name the files, where they are set.
+    """
     for name, stream, descriptor in (("EDL_STDOUT", sys.stdout, 1), ("EDL_STDERR", sys.stderr, 2)):
         path = environ.get(name)
         if path:

@@ -1,4 +1,4 @@
-"""Where a worker's Python code is, asked from outside: the worker arms a signal, its agent sends it and reads a file.
+"""The stacks of a worker, asked for from outside: the worker arms a signal, its agent sends it and reads a file.
 
 `faulthandler` writes from within the signal handler, without the interpreter's lock, so a worker that hangs in native
 code, or holds that lock, answers as well. A stopped process (SIGSTOP) runs no handler, and one in an uninterruptible
@@ -21,8 +21,11 @@ __all__ = ["arm_stack_dump", "dump_stacks"]
 
 _SIGNAL: Final = signal.SIGUSR2
 _POLL_S: Final = 0.01
+"""Between two looks at the file: a dump of some threads takes a few milliseconds."""
 _QUIET_S: Final = 0.05
-_MAX_BYTES: Final = 200_000
+"""A dump that has grown no more for so long is complete; `faulthandler` says nothing at its end."""
+_MAX_NBYTES: Final = 200_000
+"""Of a dump: some hundred threads. What follows is left out of the agent's log."""
 _DESCRIPTOR: Final = 200
 """Above what scripts count on, below the lowest limit of open files that is usual (256)."""
 
@@ -30,14 +33,17 @@ _armed: IO[bytes] | None = None
 
 
 def arm_stack_dump(path: Path) -> None:
-    """From now on this process writes the stacks of all its threads to `path` when it gets SIGUSR2.
+    """Have this process write the stacks of all its threads to a file when it gets SIGUSR2.
 
     Call it in the worker, after the fork, before the script can hang. Calling it again replaces the file.
+
+    Args:
+        path: of the file, which is appended to.
     """
     global _armed
     with path.open("ab", buffering=0) as file:
-        # Not the lowest free number: the script's own files have the same ones as under torchrun, and one that closes
-        # all it knows of, as daemons do, has no other file written to.
+        # Not the lowest free number: so the script's own files have the same numbers as under torchrun, and a script
+        # that closes all it knows of, as daemons do, has no other file written to.
         number = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, _DESCRIPTOR)
     before, _armed = _armed, os.fdopen(number, "ab", buffering=0)
     faulthandler.register(_SIGNAL, file=_armed, all_threads=True, chain=False)
@@ -46,11 +52,15 @@ def arm_stack_dump(path: Path) -> None:
 
 
 def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> list[str]:
-    """What the workers execute, or in words why that cannot be had; never later than `timeout_s` in all.
+    """Ask workers for their stacks.
 
     Args:
-        workers: process id, and the path that it gave to `arm_stack_dump`. Only children of this process, or others
-            whose id cannot have gone to another process meanwhile.
+        workers: pairs of a process id and the path that the process gave to `arm_stack_dump`. Only children of this
+            process, or others whose id cannot have gone to another process meanwhile.
+        timeout_s: how long all of them may take together, in seconds.
+
+    Returns:
+        For every worker its stacks, or in words why they cannot be had.
     """
     deadline = time.monotonic() + timeout_s
     asked = [_ask(pid, path) for pid, path in workers]
@@ -61,7 +71,7 @@ def dump_stacks(workers: Sequence[tuple[int, Path]], timeout_s: float = 2.0) -> 
 
 
 def _ask(pid: int, path: Path) -> int | str:
-    """Send the signal; returns where in the file the answer will begin, or why nothing was sent."""
+    """Send the signal. Returns where in the file the answer will begin, or why nothing was sent."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         state = _field(status, "State")
@@ -82,7 +92,8 @@ def _ask(pid: int, path: Path) -> int | str:
 
 def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
     """Wait until something was written after `begin` and nothing more comes."""
-    size, quiet_since = begin, time.monotonic()
+    size = begin
+    quiet_since = time.monotonic()
     while (now := time.monotonic()) < deadline:
         newest = path.stat().st_size if path.exists() else 0
         if newest != size:
@@ -94,7 +105,7 @@ def _collect(pid: int, path: Path, begin: int, deadline: float) -> str:
         return f"process {pid} did not show its stack: {_excuse(pid)}"
     with path.open("rb") as file:
         file.seek(begin)
-        return file.read(_MAX_BYTES).decode(errors="replace").strip()
+        return file.read(_MAX_NBYTES).decode(errors="replace").strip()
 
 
 def _excuse(pid: int) -> str:

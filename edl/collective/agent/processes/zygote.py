@@ -31,14 +31,16 @@ from edl.collective.agent.processes.preload import PreloadResult, find_fork_haza
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports, sources_of
 from edl.collective.agent.processes.redirection import redirect_output
 
-__all__ = ["ForkRequest", "ProgramSpec", "main", "zygote_command"]
+__all__ = ["MESSAGE_NBYTES", "ForkRequest", "ProgramSpec", "main", "zygote_command"]
 
-_PR_SET_PDEATHSIG = 1
-_MESSAGE_BYTES = 1 << 20
+MESSAGE_NBYTES: Final = 1 << 20
+"""Room to receive a message: more than a socket's buffer (212,992 bytes as Linux comes), which bounds what is sent."""
+_PR_SET_PDEATHSIG: Final = 1  # of prctl(2)
+_WAKE_NBYTES: Final = 4096  # signals are counted by the processes that have ended, so any number of bytes will do
 _OPTIMIZER: Final = "torch.optim"
-_OF_EVERYBODY: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
-"""Variables that are looked up again when their values are used."""
-_UNHEEDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_COMMON: Final = {"CI", "HOME", "LNAME", "LOGNAME", "PATH", "TEMP", "TMP", "TMPDIR", "USER", "USERNAME"}
+"""Variables of every environment: libraries look them up again when they use their values."""
+_JOB_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What Ctrl-C, Slurm and systemd send to all processes of a job. The agent acts on it, and so do the workers."""
 _COMMAND: Final = (
     # Neither the current folder nor this file's may hide a module of the standard library; the last entry of `sys.path`
@@ -50,11 +52,12 @@ _COMMAND: Final = (
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What workers will run, said once.
+    """The program that workers run.
 
     Attributes:
         kind: `script` (a Python file), `module` (as `python -m` runs) or `program` (any other, run by exec).
         target: the file, module or program.
+        arguments: what follows it in the command line.
         prewarm: whether to import anything ahead of time: the framework and numpy, where the program imports them
             before it does anything else (see `edl.collective.agent.processes.program_imports`), and `preload`.
         framework: what the workers train with, `torch` or `paddle`.
@@ -71,15 +74,17 @@ class ProgramSpec:
     without: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
+        """Return the message that begins a zygote's work."""
         return json.dumps({"warm": asdict(self)}).encode()
 
 
 @dataclass(frozen=True)
 class ForkRequest:
-    """One worker.
+    """The request for a worker.
 
     Attributes:
-        environ: its environment, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files that it writes to.
+        environ: the worker's environment, added to the zygote's. `EDL_STDOUT` and `EDL_STDERR` are files that it writes
+            to.
         stacks: a file for its stacks, when SIGUSR2 asks for them; empty for none.
     """
 
@@ -87,43 +92,47 @@ class ForkRequest:
     stacks: str = ""
 
     def encode(self) -> bytes:
+        """Return the message that has a zygote fork."""
         return json.dumps({"fork": asdict(self)}).encode()
 
 
-def zygote_command(descriptor: int, warm: ProgramSpec) -> list[str]:
+def zygote_command(descriptor: int, program: ProgramSpec) -> list[str]:
     """Return the command that starts a zygote.
 
     Args:
         descriptor: the zygote's end of the socket, which it inherits.
-        warm: the program's name and arguments stand in the command for people who look for it with `ps`.
+        program: its name and arguments stand in the command for people who look for it with `ps`.
+
+    Returns:
+        The command's words.
     """
     package = Path(__file__).parents[3]
-    shown = [warm.target, *warm.arguments]
+    shown = [program.target, *program.arguments]
     return [sys.executable, "-u", "-c", _COMMAND, str(descriptor), str(os.getpid()), str(package), *shown]
 
 
 def main() -> None:
-    """Be the zygote, with the arguments of `zygote_command`. Returns, in a worker, when the script has ended."""
+    """Run the zygote, with the arguments of `zygote_command`. Returns, in a worker, when the script has ended."""
     descriptor, parent = map(int, sys.argv[1:3])
     os.setpgid(0, 0)  # so that it is killed together with what an import started
     _die_with(parent)
     agent = socket.socket(fileno=descriptor)
     arm_interruption()
-    handlers = {number: signal.getsignal(number) for number in _UNHEEDED}
+    handlers = {number: signal.getsignal(number) for number in _JOB_SIGNALS}
     for number, handler in handlers.items():
         if handler is not signal.SIG_IGN:  # what is ignored stays so in all that this process starts
             signal.signal(number, _leave_to_agent)
-    request = json.loads(agent.recv(_MESSAGE_BYTES) or "{}")
+    request = json.loads(agent.recv(MESSAGE_NBYTES) or "{}")
     if "warm" not in request:
         return
-    warm = ProgramSpec(**request["warm"])
-    done = _warm_up(warm)
+    program = ProgramSpec(**request["warm"])
+    preloaded = _warm_up(program)
     gc.collect()
     gc.freeze()  # what is here now will not be written to by a worker's collector, and so stays shared
-    agent.send(json.dumps({"ready": True, "unfit": done.unfit, "failed": done.failed}).encode())
+    agent.send(json.dumps({"ready": True, "unfit": preloaded.unfit, "failed": preloaded.failed}).encode())
     zygote = os.getpid()
     # From here on the end of `agent` tells of the agent's death, and the workers' children can still be killed then. A
-    # zygote that somebody stopped has to be woken for that.
+    # zygote that was stopped (SIGSTOP) has to be woken for that.
     _die_with(parent, signal.SIGCONT)
     fork = _serve(agent)
     agent.close()
@@ -133,12 +142,12 @@ def main() -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEEDED)
-    _become(warm, fork)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
+    _become_worker(program, fork)
 
 
 def _leave_to_agent(number: int, frame: object) -> None:
-    """Do nothing: programs that this process starts heed the signal, which they would not if it were ignored here."""
+    """Do nothing: programs that this process starts act on the signal, which they would not if it were ignored here."""
 
 
 def _serve(agent: socket.socket) -> ForkRequest:
@@ -149,43 +158,44 @@ def _serve(agent: socket.socket) -> ForkRequest:
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     for _ in _reap():
-        pass  # what an imported module had started may have ended before anybody listened
+        pass  # what an imported module had started may have ended before there was a handler
     workers: set[int] = set()
     try:
         while True:
             readable, _, _ = select.select([agent.fileno(), wake], [], [])
             if wake in readable:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(wake, 4096)
+                    os.read(wake, _WAKE_NBYTES)
                 for pid, status in _reap():
                     if pid in workers:  # and not a process that an imported module had started
                         workers.discard(pid)
                         agent.send(json.dumps({"exited": pid, "status": status}).encode())
             if agent.fileno() in readable:
-                message = agent.recv(_MESSAGE_BYTES)
+                message = agent.recv(MESSAGE_NBYTES)
                 if not message:
                     break
                 fork = ForkRequest(**json.loads(message)["fork"])
-                signal.pthread_sigmask(signal.SIG_BLOCK, _UNHEEDED)  # the worker heeds them from its beginning
+                signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)  # until the worker has its handlers
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)
                     os.close(wake)
                     os.close(woken)
                     return fork
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _UNHEEDED)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _JOB_SIGNALS)
                 workers.add(pid)
                 agent.send(json.dumps({"pid": pid}).encode())
     except OSError:
-        pass  # the agent has gone while it was told something
+        pass  # the agent has gone while a message was sent
     for pid in workers:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # one without a group of its own yet dies with this process
+            os.killpg(pid, signal.SIGKILL)  # a worker without a group of its own yet dies with this process
     os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def _reap() -> Iterator[tuple[int, int]]:
+    """Yield process id and wait status of the children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -194,73 +204,77 @@ def _reap() -> Iterator[tuple[int, int]]:
             yield pid, status
 
 
-def _warm_up(warm: ProgramSpec) -> PreloadResult:
+def _warm_up(program: ProgramSpec) -> PreloadResult:
     """Import what may be imported ahead of time."""
-    if warm.kind == "program":
+    if program.kind == "program":
         return PreloadResult()
-    first = _first_in_path(warm)
+    first = _first_in_path(program)
     if not getattr(sys.flags, "safe_path", False):  # `-P` or PYTHONSAFEPATH, since Python 3.11
         sys.path.insert(0, first)
-    sys.argv = [warm.target, *warm.arguments]  # as a module finds them that a worker imports
-    if not warm.prewarm:
+    sys.argv = [program.target, *program.arguments]  # as a module finds them that a worker imports
+    if not program.prewarm:
         return PreloadResult()
-    scan = _scan(warm, Path(first))
-    named = [(module, "") for module in warm.preload]
-    done = PreloadResult()
+    scan = _scan(program, Path(first))
+    named = [(module, "") for module in program.preload]
+    preloaded = PreloadResult()
     with _nvml_check():
-        if scan.framework or warm.framework in warm.preload:
-            unfit = _import_framework(warm, scan.variables)
-            done = preload_modules([*scan.modules, *named], warm.without)
-            done.unfit |= unfit
+        if scan.framework or program.framework in program.preload:
+            unfit = _import_framework(program, scan.variables)
+            preloaded = preload_modules([*scan.modules, *named], program.without)
+            preloaded.unfit |= unfit
         else:
-            done = preload_modules(named, warm.without)
-        if not done.unfit and (hazard := find_fork_hazard()):
-            done.unfit[warm.framework] = hazard
-    if scan.obstacle and warm.framework not in warm.preload:
-        what = f"{scan.obstacle} runs before {warm.framework} is imported"
-        done.failed.append(f"{what} (--preload {warm.framework} has it imported ahead of time all the same)")
-    return done
+            preloaded = preload_modules(named, program.without)
+        if not preloaded.unfit and (hazard := find_fork_hazard()):
+            preloaded.unfit[program.framework] = hazard
+    if scan.obstacle and program.framework not in program.preload:
+        what = f"{scan.obstacle} runs before {program.framework} is imported"
+        preloaded.failed.append(f"{what} (--preload {program.framework} has it imported ahead of time all the same)")
+    return preloaded
 
 
-def _first_in_path(warm: ProgramSpec) -> str:
+def _first_in_path(program: ProgramSpec) -> str:
     """Return what the interpreter puts first into `sys.path`."""
-    if warm.kind == "module":
+    if program.kind == "module":
         return str(Path.cwd())
-    if pkgutil.get_importer(warm.target) is not None:  # a folder or an archive, with a `__main__.py`
-        return absolute_path(warm.target)
-    return str(Path(warm.target).resolve().parent)
+    if pkgutil.get_importer(program.target) is not None:  # a folder or an archive, with a `__main__.py`
+        return absolute_path(program.target)
+    return str(Path(program.target).resolve().parent)
 
 
-def _scan(warm: ProgramSpec, folder: Path) -> ProgramImports:
-    """What the program imports before it does anything else. A module is looked for without importing its packages."""
-    roots = ("torch" if warm.framework == "torch" else "paddle", "numpy", "edl")
+def _scan(program: ProgramSpec, folder: Path) -> ProgramImports:
+    """Find what the program imports before it does anything else; nothing is imported for that."""
+    roots = ("torch" if program.framework == "torch" else "paddle", "numpy", "edl")
     folders = [folder, *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
-    if warm.kind == "script":
-        return scan_imports([Path(warm.target)], folders, roots)
-    files = sources_of(warm.target, [*folders, *map(Path, filter(None, sys.path))])
+    if program.kind == "script":
+        return scan_imports([Path(program.target)], folders, roots)
+    files = sources_of(program.target, [*folders, *map(Path, filter(None, sys.path))])
     if files and files[-1].name == "__init__.py":
         files.append(files[-1].with_name("__main__.py"))  # which `python -m PACKAGE` runs
     return scan_imports(files, folders, roots)
 
 
-def _import_framework(warm: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
-    """Import the framework and what the first optimizer imports; return what of it workers must import by themselves.
+def _import_framework(program: ProgramSpec, variables: frozenset[str]) -> dict[str, str]:
+    """Import the framework and what the first optimizer imports.
 
     Args:
+        program: says which framework, and what to leave out.
         variables: names of variables of the environment that the program may set after it has imported the framework.
+
+    Returns:
+        Why every worker must import a module by itself, by module.
     """
     import torch
     import torch.distributed
 
-    if warm.framework == "paddle":
+    if program.framework == "paddle":
         import edl.collective.paddle.training  # noqa: F401 - with all of Paddle
-    elif _OPTIMIZER not in warm.without:
+    elif _OPTIMIZER not in program.without:
         import torch.nn.parallel
 
-        with undo_side_effects(), watched_environ(variables - _OF_EVERYBODY) as asked:
-            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first one imports torch._dynamo
-        if asked:  # some 200 variables have their effect when torch._dynamo and torch._inductor are imported
-            return {_OPTIMIZER: f"reads {', '.join(sorted(asked))}, which the program may set before"}
+        with undo_side_effects(), watched_environ(variables - _COMMON) as looked_up:
+            torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer imports torch._dynamo
+        if looked_up:  # some 200 variables have their effect when torch._dynamo and torch._inductor are imported
+            return {_OPTIMIZER: f"reads {', '.join(sorted(looked_up))}, which the program may set before"}
     return {}
 
 
@@ -282,15 +296,15 @@ def _nvml_check() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _become(warm: ProgramSpec, fork: ForkRequest) -> None:
-    """This process, just forked, becomes a worker and runs the script."""
+def _become_worker(program: ProgramSpec, fork: ForkRequest) -> None:
+    """Make this process, just forked, a worker, and run the script."""
     os.environ.update(fork.environ)
     redirect_output(os.environ)
-    if warm.kind == "program":
-        os.execvpe(warm.target, [warm.target, *warm.arguments], os.environ)
+    if program.kind == "program":
+        os.execvpe(program.target, [program.target, *program.arguments], os.environ)
     renew_state()
     limit_threads(fork.environ)
-    show_command_line(command_line(warm.kind, warm.target, warm.arguments))
+    show_command_line(command_line(program.kind, program.target, program.arguments))
     if fork.stacks:
         from edl.collective.agent.processes.stack_dump import arm_stack_dump
 
@@ -299,11 +313,16 @@ def _become(warm: ProgramSpec, fork: ForkRequest) -> None:
 
     if "EDL_BOARD" in fork.environ:
         WorkerStatusPage.from_env().record_worker_start(int(fork.environ["EDL_GENERATION"]))
-    run_main(warm.kind, warm.target, warm.arguments)
+    run_main(program.kind, program.target, program.arguments)
 
 
 def _die_with(parent: int, number: int = signal.SIGKILL) -> None:
-    """Be killed, or signalled otherwise, when the process `parent`, which started this one, dies."""
+    """Have the kernel kill this process, or send it another signal, when its parent dies.
+
+    Args:
+        parent: the process that started this one.
+        number: the signal's.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it had died before
         os._exit(1)

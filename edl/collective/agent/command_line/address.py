@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import time
+from collections.abc import Callable
 from typing import Final
 
 from edl.discovery.served.own_host import is_loopback
 from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 
-__all__ = ["own_address"]
+__all__ = ["own_address", "warn_of_slow_name"]
 
 _ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
 """Addresses on no network (RFC 5737, RFC 3849): the way there is the way to other hosts. Nothing is sent to them."""
+
+_SLOW_NAME_S: Final = 2.0
+"""A resolver that does not answer takes 5 s by default. Less than that a busy machine may take for any lookup."""
 
 
 def own_address(store_url: str) -> str:
@@ -47,6 +52,28 @@ def own_address(store_url: str) -> str:
             with contextlib.suppress(OSError):
                 return _towards(elsewhere, 1)
     return address
+
+
+def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
+    """Look up the name of an address in the form that torch asks for at each connection, and tell if that takes long.
+
+    torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines: the
+    first line of /etc/hosts that has the IPv4 address is no answer to that.
+
+    Args:
+        address: the node's own.
+        say: called with a line for the user.
+    """
+    mapped = address if ":" in address else f"::ffff:{address}"
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((mapped, 0, 0, 0), 0)
+    took_s = time.monotonic() - began
+    if took_s >= _SLOW_NAME_S:
+        say(
+            f"DNS took {took_s:.1f} s for the name of {mapped}, which torch asks for at each connection: so much longer "
+            f'do restarts take. The line "{mapped} {socket.gethostname()}" in /etc/hosts of every node answers at once'
+        )
 
 
 def _towards(host: str, port: int) -> str:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
+from edl.background import start_call
 from edl.collective.agent.agent import Agent
-from edl.collective.agent.command_line.address import own_address
+from edl.collective.agent.command_line.address import own_address, warn_of_slow_name
 from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
 from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.slurm import SlurmStep
@@ -77,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         spec = replace(_launch(options, conf, url, stack), slurm=step is not None)
         store = stack.enter_context(_opened(options, endpoint, url, spec))
         spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
+        start_call("edl-own-name", partial(warn_of_slow_name, spec.addr, _say))
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rules.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
             _say(f"others will look for this node at {spec.addr}; on several hosts give each its --local-addr")

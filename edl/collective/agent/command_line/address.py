@@ -57,8 +57,8 @@ def own_address(store_url: str) -> str:
 def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
     """Look up the name of an address in the form that torch asks for at each connection, and tell if that takes long.
 
-    torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines: the
-    first line of /etc/hosts that has the IPv4 address is no answer to that.
+    torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
+    line of /etc/hosts with the IPv4 address is no answer to that.
 
     Args:
         address: the node's own.
@@ -71,8 +71,8 @@ def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
     took_s = time.monotonic() - began
     if took_s >= _SLOW_NAME_S:
         say(
-            f"DNS took {took_s:.1f} s for the name of {mapped}, which torch asks for at each connection: so much longer "
-            f'do restarts take. The line "{mapped} {socket.gethostname()}" in /etc/hosts of every node answers at once'
+            f"DNS took {took_s:.1f} s for the name of {mapped}, which torch asks for at each connection: restarts take "
+            f'so much longer. The line "{mapped} {socket.gethostname()}" in /etc/hosts of every node answers at once'
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 from collections import OrderedDict
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -60,6 +60,13 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
         self._connections: OrderedDict[int, socket.socket] = OrderedDict()
         super().__init__(*args)
+
+    def server_bind(self) -> None:
+        """Bind without asking DNS for the host's full name, which takes seconds where DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name = str(self.server_address[0])
+        self.server_port = int(self.server_address[1])
+        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread of its own; close the oldest connection where there are too many."""

@@ -65,3 +65,17 @@ def test_closing_frees_the_port() -> None:
     server.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), 30)
+
+
+def test_dns_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A teacher starts at once where DNS does not answer."""
+
+    def unanswered(*_: object) -> str:
+        raise AssertionError("asked DNS for a name")
+
+    monkeypatch.setattr(socket, "getfqdn", unanswered)
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
+    try:
+        assert scrape(server) == ""
+    finally:
+        server.close()

@@ -80,6 +80,18 @@ class BackgroundLoop:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def wait_ended(self, timeout_s: float) -> bool:
+        """Wait until a step has ended the loop by returning None, or the loop is closed.
+
+        Args:
+            timeout_s: how long to wait, in seconds.
+
+        Returns:
+            Whether the thread has ended. In a fork of the process, where the thread is not, it has.
+        """
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def _run(self) -> None:
         while not self._closing:
             try:

@@ -31,6 +31,7 @@ def test_loop_waits_wakes_and_is_joined() -> None:
     assert is_soon(lambda: len(calls) == 1)
     loop.wake()
     assert is_soon(lambda: len(calls) == 2)
+    assert not loop.wait_ended(0.01), "a loop that goes on has not ended"
     assert loop.close()
     assert not any(thread.name == "edl-test" for thread in threading.enumerate())
 
@@ -38,7 +39,8 @@ def test_loop_waits_wakes_and_is_joined() -> None:
 def test_loop_ends_with_its_last_step() -> None:
     calls: list[int] = []
     loop = BackgroundLoop("edl-test-ends", lambda: calls.append(1))
-    assert is_soon(lambda: not any(thread.name == "edl-test-ends" for thread in threading.enumerate()))
+    assert loop.wait_ended(WAIT_S)
+    assert not any(thread.name == "edl-test-ends" for thread in threading.enumerate())
     loop.wake()
     assert loop.close()
     assert calls == [1]

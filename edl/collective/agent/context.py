@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from edl.collective.agent.checkpoint_persister import CheckpointPersister, JobRun
 from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
+from edl.collective.agent.job_run import JobRun
 from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
+from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
 from edl.collective.job_records import JobState, Node, World
 from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
@@ -128,14 +129,15 @@ def open_agent_context(
                 worker_group if shutdown.joined else None, timeout_s=_HURRIED_S if signals.urgent else _TELL_LAST_S
             )
         )
-        slots = [host.slots(rank) for rank in range(spec.workers)]
+        slots = [Path(host.slots(rank)) for rank in range(spec.workers)]
         fence = partial(_may_store, membership, signals)
         persister = CheckpointPersister(
-            spec.checkpoint, slots, JobRun(store, spec.job), fence, say, interval_s=spec.checkpoint_interval_s
-        )
+            spec.checkpoint, slots, say, report_stored=say, run=JobRun(store, spec.job), fence=fence,
+            interval_s=spec.checkpoint_interval_s, poll_s=POLL_S,
+        )  # fmt: skip
         stack.callback(lambda: _store_last(persister, signals, say, shutdown, resumable=spec.resumable))
         secret = JobSecret(store, spec.job)
-        replicas = Replicator(name, host.replicas, [Path(each) for each in slots], secret, say, tls=spec.tls)
+        replicas = Replicator(name, host.replicas, slots, secret, say, tls=spec.tls)
         stack.callback(replicas.close)
         peer_connections = PeerConnections(name, lambda node: events.put(PeerLost(node)), spec.tls)
         stack.callback(peer_connections.close)  # not before the workers are gone: others go on at once

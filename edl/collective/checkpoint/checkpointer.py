@@ -18,9 +18,9 @@ from edl.collective.checkpoint.memory.staging import finish_queued_work
 from edl.collective.checkpoint.memory.writer import SlotWriter
 from edl.collective.checkpoint.pace import SaveSchedule
 from edl.collective.checkpoint.state.state import State, WorldChange
+from edl.collective.checkpoint.storage.persister import CheckpointPersister
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
-from edl.collective.checkpoint.storage.run_id import new_run_id
-from edl.collective.checkpoint.storage.worker_persister import Background
+from edl.collective.checkpoint.storage.run_id import new_run_id, run_name
 from edl.collective.ranks import rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
@@ -125,9 +125,10 @@ class Checkpointer:
         self._writer = SlotWriter(overlap=overlap, waiting=lambda: page.in_phase(Phase.SAVE))
         self._run = new_run_id()
         self._slots.remove_mark()
-        self._background: Background | None = None
+        self._persister: CheckpointPersister | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
-            self._background = Background(self._storage, self._slots, keep)
+            self._persister = CheckpointPersister(self._storage, [self._slots.prefix], _log.warning, keep=keep)
+            self._persister.start()
         self._finished: Callable[[int], object] = _nothing
         self._interrupt: Callable[[], object] = _nothing
 
@@ -310,8 +311,8 @@ class Checkpointer:
             if self._keeping is not None:
                 stack.callback(self._keeping.close)
             stack.callback(self._slots.close)
-            if self._background is not None:
-                stack.callback(self._background.close, CLOSE_S)
+            if self._persister is not None:
+                stack.callback(self._persister.close_or_raise, CLOSE_S)
             stack.callback(self._writer.close)
 
     def __enter__(self) -> Checkpointer:
@@ -404,8 +405,8 @@ class Checkpointer:
             saved = self._slots.newest_slot()
             if keeping is not None and saved is not None:
                 keeping.keep_slot(saved)
-            if persist and self._background is not None:
-                self._background.notify()
+            if persist and self._persister is not None:
+                self._persister.wake()
 
         # What goes to storage is read as soon as it is complete, so no doubt may come up later.
         if keeping is not None:
@@ -447,8 +448,8 @@ class Checkpointer:
         store = store and not busy
         self._pace.set_next_save(step, steps)
         self._store_next, self._keep_next = store, keep and alone
-        if self._background is not None:
-            self._background.agreed(self._run)
+        if self._persister is not None:
+            self._persister.set_run(run_name(self._run))
         if store:
             self._stored_at = now
 

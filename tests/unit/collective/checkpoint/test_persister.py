@@ -1,8 +1,9 @@
-"""The agent's thread of storing: what fails is said once and tried again; at its end a job waits for a slow storage."""
+"""The thread that stores: what fails is said once and tried again; at its end a job waits for a slow storage."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 import threading
@@ -17,12 +18,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from edl.collective.agent.checkpoint_persister import CheckpointPersister, JobRun
+from edl.collective.agent.job_run import JobRun
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import SlotPair
 from edl.collective.checkpoint.state.state import State
-from edl.collective.checkpoint.storage import worker_persister as storage_background
-from edl.collective.checkpoint.storage.worker_persister import Background
+from edl.collective.checkpoint.storage import persister as persister_module
+from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.discovery import open_store
 from edl.errors import DiscoveryError, ProtocolError, TemporaryError
@@ -61,8 +61,13 @@ def put(prefix: Path, step: int) -> None:
     saved.put(prefix, State(values=torch.full((10,), step)), step)
 
 
+def agents_persister(url: str, prefix: Path, report: Callable[[str], object], **settings: Any) -> CheckpointPersister:
+    settings = {"run": lambda: RUN, "report_stored": report, "poll_s": POLL_S, **settings}
+    return CheckpointPersister(url, [prefix], report, **settings)
+
+
 def started(url: str, prefix: Path, lines: list[str]) -> CheckpointPersister:
-    persister = CheckpointPersister(url, [str(prefix)], lambda: RUN, lambda: True, lines.append)
+    persister = agents_persister(url, prefix, lines.append)
     persister.start()
     return persister
 
@@ -102,9 +107,7 @@ def test_next_state_is_stored_after_errors(
 def test_unknown_states_are_not_stored(tmp_path: Path, url: str) -> None:
     """Before it is known whose states these are nothing is stored."""
     put(tmp_path / "s", 1)
-    persister = CheckpointPersister(
-        url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lambda line: pytest.fail(line)
-    )
+    persister = agents_persister(url, tmp_path / "s", lambda line: pytest.fail(line))
     persister.store_newest()
     assert persister.close(5.0, patient=True)
     fs, root = fsspec.core.url_to_fs(url)
@@ -240,7 +243,7 @@ def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
     persister = started(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
     wait_for(lambda: bool(lines))
     assert "quota" in lines[0]
-    assert persister._persister.written_nbytes > 0
+    assert persister._writer.written_nbytes > 0
     begin = time.monotonic()
     persister.store_newest()
     assert not persister.close(1.0, patient=True)
@@ -269,7 +272,7 @@ def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
 
     put(tmp_path / "s", 1)
     lines: list[str] = []
-    persister = CheckpointPersister(url, [str(tmp_path / "s")], lambda: RUN, fence, lines.append)
+    persister = agents_persister(url, tmp_path / "s", lines.append, fence=fence)
     persister.start()
     persister.store_newest()
     assert persister.close(20.0, patient=True)
@@ -280,9 +283,10 @@ def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
 # Without an agent, a thread of the worker stores.
 
 
-def worker_storing(url: str, prefix: Path) -> Background:
-    persister = Background(url, SlotPair(prefix), keep=2)
-    persister.agreed(int(RUN, 16))
+def workers_persister(url: str, prefix: Path) -> CheckpointPersister:
+    persister = CheckpointPersister(url, [prefix], logging.getLogger("edl").warning, keep=2)
+    persister.start()
+    persister.set_run(RUN)
     return persister
 
 
@@ -296,7 +300,7 @@ def test_worker_alone_retries_at_the_end(tmp_path: Path, url: str, monkeypatch: 
 
     monkeypatch.setattr(Balky, "before", staticmethod(before))
     put(tmp_path / "s", 1)
-    worker_storing(url, tmp_path / "s").close(20)
+    workers_persister(url, tmp_path / "s").close_or_raise(20)
     fs, root = fsspec.core.url_to_fs(url)
     assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
 
@@ -309,7 +313,7 @@ def test_worker_alone_gives_storage_up(
     put(tmp_path / "s", 1)
     begin = time.monotonic()
     with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
-        worker_storing(url, tmp_path / "s").close(1.2)
+        workers_persister(url, tmp_path / "s").close_or_raise(1.2)
     assert time.monotonic() - begin < 15
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
@@ -338,7 +342,7 @@ def test_worker_alone_ends_well_if_stored(
     url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """Without an agent a script ends well only if its last state is stored."""
-    monkeypatch.setattr(storage_background, "_RETRY_AT_THE_END_S", 0.3)
+    monkeypatch.setattr(persister_module, "_WORKER_RETRY_S", 0.3)
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
     words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"
     ends = {
@@ -362,7 +366,7 @@ def test_worker_alone_ends_well_if_stored(
 def test_a_storage_that_cannot_keep_pace(tmp_path: Path, url: str) -> None:
     """It is said once when it begins, and when it is over."""
     lines: list[str] = []
-    slow = CheckpointPersister(url, [str(tmp_path / "s")], lambda: RUN, lambda: True, lines.append, interval_s=1e-9)
+    slow = agents_persister(url, tmp_path / "s", lines.append, interval_s=1e-9)
     slow.start()
     for step in (1, 2):
         put(tmp_path / "s", step)

@@ -18,6 +18,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # `nohup` has it ignored: torchrun's workers are told otherwise, those of `edl run` are not.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# torch asks DNS for the name of each peer that connects. A question that is lost is asked again after a second, not
+# after five, within which tests of recovery would take a worker for lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
 # An example's time says how busy the machine is.
 hypothesis.settings.register_profile("edl", deadline=None)
 hypothesis.settings.load_profile("edl")

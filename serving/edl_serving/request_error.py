@@ -38,6 +38,10 @@ class RequestError(Exception):
         self.retry_after_ms = retry_after_ms
         self.reason = reason or code.name.lower()
 
+    def copy(self) -> RequestError:
+        """Return an equal error without a traceback."""
+        return RequestError(self.code, self.message, self.retry_after_ms, self.reason)
+
     @property
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata that goes out beside the status."""

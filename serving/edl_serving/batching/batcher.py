@@ -112,9 +112,9 @@ class Batcher:
             await self._compute_in_batch(job)
         if isinstance(job.answer, bytes):
             return job.answer
-        raise job.answer or RequestError(
-            grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed"
-        )
+        if job.answer is None:
+            raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed before it was computed")
+        raise job.answer.copy()  # the traceback's frames hold the job, and with the job's own answer it held them
 
     def _compute_inline(self, job: InferenceJob) -> None:
         if self._closing:

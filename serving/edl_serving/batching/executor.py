@@ -114,7 +114,7 @@ class Executor:
             except ModelFault as fault:
                 job.answer = self._report_fault(fault, job)
             except RequestError as error:
-                job.answer = error
+                job.answer = error.with_traceback(None)  # whose frames hold the job
 
     def _compute(self, jobs: Sequence[InferenceJob]) -> Mapping[str, Array] | None:
         rows = sum(job.rows for job in jobs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from edl_serving.messages.request import DecodedRequest
-from edl_serving.request_error import quote
+from edl_serving.request_error import RequestError, quote
 
 __all__ = ["InferenceJob", "Shapes"]
 
@@ -53,7 +53,7 @@ class InferenceJob:
     started: float = 0.0
     ended: float = 0.0
     id: str = ""
-    answer: bytes | Exception | None = None
+    answer: bytes | RequestError | None = None
 
     @property
     def origin(self) -> str:

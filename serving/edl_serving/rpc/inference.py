@@ -126,9 +126,10 @@ class InferenceHandler:
             header: bytes, raw: list[memoryview], nbytes: int, request_id: str, error: RequestError | None
         ) -> bytes:
             job = None
+            if error is not None:  # raised here it would hold this frame, and so the request, and the frame it
+                self._record_error(error, origin, request_id, nbytes, job)
+                return encode_error(error, self._model.name, request_id)
             try:
-                if error is not None:
-                    raise error
                 request = await self._decoder.decode(header, raw, regions)
                 timeout_s = _minimum(request.plan.timeout_s, context.time_remaining())
                 id_bytes = codec.id_field(request_id) if request_id else b""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import signal
 import threading
@@ -15,6 +16,7 @@ import pytest
 from edl.protocol import bundles, codec, fragments, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array
+from edl_serving.request_error import RequestError
 from tests.integration.serving.conftest import (
     TIMEOUT_S,
     Connect,
@@ -363,6 +365,36 @@ def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect
 
 def claim_of(request_id: str, nbytes: int) -> list[bytes]:
     return list(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
+
+
+def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect) -> None:
+    """A server refuses requests because memory is short: a circle would keep them until the collector comes."""
+    mib = 1 << 20
+    model = Gated()
+    server = inside(model, max_message_bytes=mib, max_client_bytes=mib, max_batch_rows=1, max_queue_rows=1)
+    client = connect(server.target)
+    parked, stream = (Open(client.channel) for _ in range(2))
+    parked.send_bytes(claim_of("parked", mib * 3 // 4)[0])
+    until(lambda: server.metric("edl_teacher_client_bytes") >= mib * 3 // 4)
+    requests = {
+        "whole": ("RESOURCE_EXHAUSTED", message("whole", np.zeros((1, mib // 8), np.float32))),
+        "in fragments": ("RESOURCE_EXHAUSTED", claim_of("in fragments", mib // 2)[0]),
+        "wrong": ("INVALID_ARGUMENT", message("wrong", np.zeros((1, 99), np.float32))),
+        "too many": ("UNAVAILABLE", message("too many", row(0))),
+    }
+    stream.send("computed", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    stream.send("queued", row(0))  # and read before what follows
+    gc.collect()
+    gc.disable()
+    try:
+        for request_id, (status, data) in requests.items():
+            stream.send_bytes(data)
+            assert status_of(stream.read()) == (request_id, status)
+            until(lambda: not any(isinstance(found, RequestError) for found in gc.get_objects()))
+    finally:
+        gc.enable()
+        model.gate.set()
 
 
 def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connect) -> None:

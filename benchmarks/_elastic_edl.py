@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks._elastic_task import Diary, Task, Training
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
-from edl.collective.inprocess.run_in_process import Place, stay
+from edl.collective.inprocess.run_in_process import Place, run_in_process
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
                 diary.saved(step)
 
     if task.stay:
-        stay(train, state=state, checkpointer=checkpointer)
+        run_in_process(train, state=state, checkpointer=checkpointer)
     else:
         local_rank, generation = int(os.environ["LOCAL_RANK"]), int(os.environ["EDL_GENERATION"])
         train(Place(dist.get_rank(), dist.get_world_size(), local_rank, generation, checkpointer.restore()))

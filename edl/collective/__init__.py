@@ -2,13 +2,13 @@
 
 In a training script: `State` and `Checkpointer` keep what must survive, `Evaluator` what was measured of it,
 `ElasticSampler` orders the data, `ElasticTrainer` makes the update; each works without the others, and without
-`edl run`. With `stay` a script goes on in the same process when others are lost. Inside:
+`edl run`. With `run_in_process` (also called `stay`) a script keeps its process when others are lost. Inside:
 
 - `agent`: one node's part of a job, `edl run`; `torchrun`: plain torchrun in our stores;
 - `worker_status`: what a worker and its agent tell each other; `job_records`: what agents tell each other in the Store;
 - `checkpoint`: what survives, in memory and on storage; `replica`: copies of it on other hosts;
 - `training`: what a step trains, and the update that it makes;
-- `inprocess`: `stay`; `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
+- `inprocess`: `run_in_process`; `goodput`: where the time went; `paddle`: the same for PaddlePaddle;
 - `transformers`, `lightning`: callbacks for Hugging Face's and Lightning's `Trainer`; `accelerate`: for loops
   with Accelerate; `loop_position`: what these share.
 
@@ -25,18 +25,29 @@ if TYPE_CHECKING:
     from edl.collective.checkpoint.checkpointer import Checkpointer
     from edl.collective.checkpoint.evaluator import Evaluator
     from edl.collective.checkpoint.state.state import State
-    from edl.collective.inprocess.run_in_process import stay
+    from edl.collective.inprocess.run_in_process import Place, run_in_process, stay
     from edl.collective.training.sampler import ElasticSampler
     from edl.collective.training.trainer import ElasticTrainer
 
-__all__ = ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"]
+__all__ = [
+    "Checkpointer",
+    "ElasticSampler",
+    "ElasticTrainer",
+    "Evaluator",
+    "Place",
+    "State",
+    "run_in_process",
+    "stay",
+]
 
 _HOMES = {
     "Checkpointer": "checkpoint.checkpointer",
     "ElasticSampler": "training.sampler",
     "ElasticTrainer": "training.trainer",
     "Evaluator": "checkpoint.evaluator",
+    "Place": "inprocess.run_in_process",
     "State": "checkpoint.state.state",
+    "run_in_process": "inprocess.run_in_process",
     "stay": "inprocess.run_in_process",
 }
 

@@ -13,7 +13,10 @@ import edl
 PUBLIC = {
     "edl": ["__version__"],
     "edl.cli": ["main"],
-    "edl.collective": ["Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "State", "stay"],
+    "edl.collective": [
+        *("Checkpointer", "ElasticSampler", "ElasticTrainer", "Evaluator", "Place", "State"),
+        *("run_in_process", "stay"),
+    ],
     "edl.collective.paddle": ["Checkpointer", "PaddleState", "init_parallel_env"],
     "edl.collective.training": ["AdaScale", "AutoBatch", "Linear", "SampleSchedule", "SquareRoot"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],

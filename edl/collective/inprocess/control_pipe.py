@@ -1,7 +1,7 @@
-"""How a worker that goes on in the same process hears of the next generation: lines of JSON in a pipe.
+"""The pipe through which an agent announces the next generation to a worker that stays: lines of JSON.
 
-Each line is the whole environment that a new worker would get. The agent opens the pipe, writes a line and closes it.
-A thread reads here, so that a worker that waits for a lost one in a collective can be woken.
+A line is the whole environment that a new worker would get. The agent opens the pipe, writes a line and closes it. A
+thread reads here, so that a worker that waits for a lost peer in a collective can be woken.
 """
 
 from __future__ import annotations
@@ -13,95 +13,112 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
+from edl.background import BackgroundLoop
 from edl.errors import ProtocolError
 from edl.settings import read
 
-__all__ = ["Control", "generation_of"]
+__all__ = ["ControlPipe", "read_generation"]
 
-_READ_NBYTES = 1 << 16
+_READ_NBYTES: Final = 1 << 16
+"""What a pipe holds on Linux: with less, a long environment takes several reads."""
 
 
-class Control:
-    """What the agent says. Without an agent it says nothing. A context: reads from `__enter__` to `__exit__`.
+class ControlPipe:
+    """Receives the environments of new generations, as a context manager; nothing comes where there is no agent.
 
     Args:
         path: the pipe; None where there is no agent.
-        generation: that this worker belongs to; what is said of it or of an earlier one is old.
-        wake: called from a thread of this object when the next generation is known, and before `take` returns it.
+        generation: that this worker belongs to. Environments of it and of earlier ones are passed over.
+        wake: called from a thread of this object when the next generation is known, before `wait_for_environment`
+            returns it.
     """
 
     def __init__(self, path: Path | None, generation: int, wake: Callable[[], object]) -> None:
         self.path = path
         self._wake = wake
         self._generation = generation
-        self._coming = generation
-        self._said: Mapping[str, str] | None = None
+        self._newest = generation
+        self._environ: Mapping[str, str] | None = None
         self._lock = threading.Condition()
-        self._thread = threading.Thread(target=self._follow, name="edl-control", daemon=True)
+        self._partial_line = b""
 
     @classmethod
-    def from_env(cls, wake: Callable[[], object]) -> Control:
-        """The pipe that `EDL_CONTROL` names."""
+    def from_env(cls, wake: Callable[[], object]) -> ControlPipe:
+        """Return the pipe that `EDL_CONTROL` names.
+
+        Args:
+            wake: as for the constructor.
+        """
         return cls(read("EDL_CONTROL", Path), read("EDL_GENERATION", int) or 0, wake)
 
     @property
-    def coming(self) -> bool:
+    def has_next_generation(self) -> bool:
         """Whether there is a generation after the present one. True before `wake` is called."""
-        return self._coming > self._generation
+        return self._newest > self._generation
 
-    def take(self, timeout_s: float) -> Mapping[str, str] | None:
-        """The environment of the newest generation, the present one from now on; None if none comes in time."""
+    def wait_for_environment(self, timeout_s: float) -> Mapping[str, str] | None:
+        """Return the environment of the newest generation, which is the present one from now on.
+
+        Args:
+            timeout_s: how long to wait, in seconds.
+
+        Returns:
+            The environment; None if none comes in time.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self._said is not None, timeout_s)
-            said, self._said = self._said, None
-            if said is not None:
-                self._generation = generation_of(said)
-            return said
+            self._lock.wait_for(lambda: self._environ is not None, timeout_s)
+            environ = self._environ
+            self._environ = None
+            if environ is not None:
+                self._generation = read_generation(environ)
+            return environ
 
-    def __enter__(self) -> Control:
+    def __enter__(self) -> ControlPipe:
         if self.path is not None:
             # Also open for writing, so that the pipe does not end when the agent closes it.
             self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             self._stopped, self._stop = os.pipe2(os.O_CLOEXEC)
-            self._thread.start()
+            self._loop = BackgroundLoop("edl-control", self._read_lines, lambda: os.write(self._stop, b"\0"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path is not None:
-            os.close(self._stop)
-            self._thread.join()
-            os.close(self._stopped)
-            os.close(self._pipe)
+        if self.path is not None and self._loop.close():
+            for descriptor in (self._stop, self._stopped, self._pipe):
+                os.close(descriptor)
 
-    def _follow(self) -> None:
-        left = b""
-        while True:
-            readable, _, _ = select.select([self._pipe, self._stopped], [], [])
-            if self._stopped in readable:
-                return
-            *lines, left = (left + os.read(self._pipe, _READ_NBYTES)).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
+    def _read_lines(self) -> float | None:
+        readable, _, _ = select.select([self._pipe, self._stopped], [], [])
+        if self._stopped in readable:
+            return None
+        *lines, self._partial_line = (self._partial_line + os.read(self._pipe, _READ_NBYTES)).split(b"\n")
+        for line in lines:
+            self._receive(json.loads(line))
+        return 0.0
 
-    def _hear(self, environ: Mapping[str, str]) -> None:
-        if generation_of(environ) <= self._coming:
+    def _receive(self, environ: Mapping[str, str]) -> None:
+        generation = read_generation(environ)
+        if generation <= self._newest:
             return
-        # In this order: whoever makes a group looks at `coming` after `wake` can reach that group.
-        self._coming = generation_of(environ)
+        # In this order: a thread that makes a group looks at `has_next_generation` after `wake` can reach that group.
+        self._newest = generation
         self._wake()
         with self._lock:
-            self._said = environ
+            self._environ = environ
             self._lock.notify_all()
 
 
-def generation_of(environ: Mapping[str, str]) -> int:
-    """Of which generation an environment is.
+def read_generation(environ: Mapping[str, str]) -> int:
+    """Return the generation that an environment is of.
+
+    Args:
+        environ: as an agent makes it for a worker.
 
     Raises:
-        ProtocolError: it does not say so.
+        ProtocolError: it does not name its generation.
     """
     try:
         return int(environ["EDL_GENERATION"])

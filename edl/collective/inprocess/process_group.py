@@ -1,4 +1,4 @@
-"""One generation's process group in a process that outlives it: met for, made, broken from another thread, dropped."""
+"""The process group of a generation, in a process that outlives it: it can be aborted from another thread."""
 
 from __future__ import annotations
 
@@ -13,29 +13,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from edl.collective.inprocess.sockets import GroupSockets, connections
+from edl.collective.inprocess.sockets import GroupSockets, find_connections
 from edl.errors import EDLError, SettingsError
 from edl.settings import read
 
-__all__ = ["LEFT", "BreakableGroup", "doubt"]
+__all__ = ["LEFT", "AbortableProcessGroup", "unsupported_reason"]
 
 LEFT: Final = "EDL: left the process group"
-"""How the message of an error begins that is no fault of the script's; `failures` knows it."""
+"""How the message of an error begins that is no fault of the script's; `agent.health.failures` knows it."""
 _TESTED: Final = ((2, 13), (3, 0))
-"""Versions of torch, from the first until before the second, whose broken groups were seen to let go."""
+"""Versions of torch, from the first until before the second, in which shutting sockets down was seen to end a wait for
+peers. In another version that wait may be for something else, and would last until its timeout."""
 _POLL_S: Final = 0.005
+"""Between two looks for the other ranks: a longer pause adds to each recovery, a shorter one keeps a core busy."""
 _ATTEMPT_S: Final = 3.0
 """For the store to answer, before it is asked whether the generation is over. torch asks DNS for the name of each peer
 that connects, so on a host whose resolver does not answer it takes seconds; asked anew sooner, it has more to do."""
 
 
-class BreakableGroup:
+class AbortableProcessGroup:
     """torch's default process group, of one generation.
 
+    `connect_store` and `wait_for_ranks` come first, where there is an agent; then `track_sockets`, `init_group`, and
+    `end_tracking` when the group was used once. `abort` may come at any time, `destroy` is the end.
+
     Args:
-        rank, size: as they are to be.
+        rank: of this process, as it is to be.
+        size: the number of ranks.
         backend: of torch.
-        timeout_s: of collectives.
+        timeout_s: of collectives, in seconds.
     """
 
     def __init__(self, rank: int, size: int, backend: str, timeout_s: float) -> None:
@@ -44,10 +50,10 @@ class BreakableGroup:
         self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         self._store: Store | None = None
-        self._connection: frozenset[int] = frozenset()
+        self._store_connection: frozenset[int] = frozenset()
         self._sockets: GroupSockets | None = None
 
-    def connect(self, interrupt: Callable[[], object]) -> None:
+    def connect_store(self, interrupt: Callable[[], object]) -> None:
         """Connect to the store that the first node's agent serves for this generation alone.
 
         A store whose generation is over is gone. torch's client would wait for it, asleep for seconds at a time, and
@@ -64,11 +70,11 @@ class BreakableGroup:
         if address is None or port is None:
             raise SettingsError("MASTER_ADDR and MASTER_PORT are not set: start this program with `edl run`")
         deadline = time.monotonic() + self._timeout.total_seconds()
-        before = frozenset(connections())
+        before = frozenset(find_connections())
         while self._store is None:
             interrupt()
             try:
-                _probe(address, port)
+                _probe_port(address, port)
                 self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_ATTEMPT_S))
             except (OSError, dist.DistNetworkError, dist.DistStoreError) as exc:
                 if time.monotonic() > deadline:
@@ -76,20 +82,21 @@ class BreakableGroup:
                     raise EDLError(f"{LEFT}: no store answers at {address}:{port} within {limit_s:g} s") from exc
                 time.sleep(_POLL_S)
         self._store.set_timeout(self._timeout)
-        self._connection = frozenset(connections()) - before
+        self._store_connection = frozenset(find_connections()) - before
 
-    def meet(self, where: str, timeout_s: float, interrupt: Callable[[], object]) -> None:
+    def wait_for_ranks(self, barrier: str, timeout_s: float, interrupt: Callable[[], object]) -> None:
         """Wait in the store until all ranks are there.
 
         Args:
-            where: a name for the meeting.
+            barrier: a name for this wait.
+            timeout_s: how long to wait, in seconds.
             interrupt: called again and again; may raise to leave.
 
         Raises:
-            EDLError: some did not come in time.
+            EDLError: some ranks did not come in time.
         """
         assert self._store is not None
-        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        keys = [f"{barrier}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], "")
         deadline = time.monotonic() + timeout_s
         while not self._store.check(keys):
@@ -99,11 +106,11 @@ class BreakableGroup:
                 raise EDLError(f"{LEFT}: ranks {lacking} did not come within {timeout_s:g} s")
             time.sleep(_POLL_S)
 
-    def prepare(self) -> None:
-        """From here on `shatter` reaches what `make` waits for."""
-        self._sockets = GroupSockets(until_done=self._connection)
+    def track_sockets(self) -> None:
+        """Let `abort` reach what `init_group` waits for, from here on."""
+        self._sockets = GroupSockets(until_end=self._store_connection)
 
-    def make(self) -> None:
+    def init_group(self) -> None:
         """Make torch's default group: through the store, or where there is none as torchrun's environment says."""
         store: Store | None = None if self._store is None else PrefixStore("group", self._store)
         if store is None and read("RANK", int) is None:  # plain `python train.py`
@@ -115,27 +122,27 @@ class BreakableGroup:
                 self._backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
 
-    def done(self) -> None:
-        """The group was used: whatever connects from now on is somebody else's."""
+    def end_tracking(self) -> None:
+        """Take no connection from now on for the group's: it was used, and has all that it needs."""
         if self._sockets is not None:
-            self._sockets.done()
+            self._sockets.end_tracking()
 
-    def shatter(self) -> None:
-        """Nobody shall wait in a collective of this group any more, here or elsewhere. From any thread."""
+    def abort(self) -> None:
+        """End all waits in collectives of this group, here and on its peers. From any thread."""
         if self._sockets is not None:
             self._sockets.shut_down()
 
-    def drop(self) -> None:
-        """Give the group and its store back. Who else refers to it keeps it."""
+    def destroy(self) -> None:
+        """Give the group and its store back. Other references to the group keep it."""
         self._store = None
         if dist.is_initialized():
             dist.destroy_process_group()
-        # One that could not be made was counted all the same, and torch names groups, and their keys in the store, by
-        # the count: who failed once would never meet a new worker again.
+        # A group that could not be made was counted all the same, and torch names groups, and their keys in the store,
+        # by the count: this process would never meet a new worker again.
         distributed_c10d._world.group_count = 0
 
 
-def _probe(address: str, port: int) -> None:
+def _probe_port(address: str, port: int) -> None:
     """Raise OSError unless something listens there.
 
     The connection is reset, not closed: a server that finds it reset asks DNS for no name.
@@ -144,8 +151,12 @@ def _probe(address: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def doubt(backend: str) -> str:
-    """Why this torch or backend is not trusted to let go of a broken group; empty if it is."""
+def unsupported_reason(backend: str) -> str:
+    """Return why this torch or backend does not let go of a broken group; empty if it does.
+
+    Args:
+        backend: of torch.
+    """
     first, end = _TESTED
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if not first <= version < end:

@@ -1,7 +1,7 @@
-"""Whose live state a new generation goes on from: pure.
+"""From which rank's live state a new generation goes on: pure.
 
-Survivors may differ by one step, since a collective can fail on one rank after it worked on another. The one that got
-furthest gives its state to those behind it, and to new workers, which have none.
+Survivors may differ by a step, since a collective can fail on a rank after it worked on another. The rank that got
+furthest gives its state to the ranks behind it, and to new workers, which have none.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Plan", "Report", "plan"]
+__all__ = ["RankState", "RecoveryPlan", "plan_recovery"]
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank says of its state.
+class RankState:
+    """How far a rank's state is.
 
     Attributes:
-        step: the last finished one, -1 for none.
+        step: the last finished step, -1 for none.
         generation: in which the state was last adjusted to the size of the world.
-        size: of that world.
+        size: ranks of that world.
         live: whether the state is exactly what it was at the end of that step.
     """
 
@@ -30,12 +30,12 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the ranks do.
+class RecoveryPlan:
+    """From which rank's state all ranks go on.
 
     Attributes:
-        step: the last finished one.
-        size: of the world that the state is adjusted to.
+        step: the last finished step of that state.
+        size: ranks of the world that the state is adjusted to.
         source: the rank that gives its state.
         behind: the ranks that lack it.
     """
@@ -46,11 +46,18 @@ class Plan:
     behind: frozenset[int]
 
 
-def plan(reports: Sequence[Report]) -> Plan | None:
-    """What to go on from, given everyone's report by rank; None if nobody's state is live."""
-    live = [report for report in reports if report.live]
+def plan_recovery(states: Sequence[RankState]) -> RecoveryPlan | None:
+    """Choose the newest live state.
+
+    Args:
+        states: of all ranks, by rank.
+
+    Returns:
+        Which rank gives its state to which others; None where no rank's state is live.
+    """
+    live = [state for state in states if state.live]
     if not live:
         return None
-    best = max(live, key=lambda report: (report.step, report.generation))
-    behind = frozenset(rank for rank, report in enumerate(reports) if report != best)
-    return Plan(best.step, best.size, reports.index(best), behind)
+    best = max(live, key=lambda state: (state.step, state.generation))
+    behind = frozenset(rank for rank, state in enumerate(states) if state != best)
+    return RecoveryPlan(best.step, best.size, states.index(best), behind)

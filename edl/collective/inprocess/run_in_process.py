@@ -1,16 +1,16 @@
-"""Going on in the same process when workers come and go: the fastest way to recover, which loses no step.
+"""Training that stays in its process when workers come and go: the fastest way to recover, which loses no step.
 
 The survivors of a generation drop its broken process group and form the next one, in which they agree on the step and
-give their state to whoever lacks it. That works only where torch cooperates: whenever it does not, or takes too long,
+give their state to ranks that lack it. That works only where torch cooperates: where it does not, or takes too long,
 the worker ends, and its agent forks another one, which is the ordinary way to recover and needs nothing of this.
 
 ::
 
-      a peer is lost, or the agent tells of the next generation
-        -> the group's connections are shut down, so that nobody waits in a collective any more (`sockets`)
+      a peer is lost, or the agent announces the next generation
+        -> the group's connections are shut down, so that no rank waits in a collective any more (`sockets`)
         -> `train` ends with an exception; what the failed step changed is undone (`step_snapshot`)
-        -> the agent's word is waited for (`control_pipe`), and all meet in the next generation's store
-        -> a new process group, one state for all (`recovery_plan`, `transfer`), and `train` again
+        -> the worker waits for the agent's announcement (`control_pipe`), then for all ranks, in the new store
+        -> a new process group, the same state on all ranks (`recovery_plan`, `transfer`), and `train` again
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.state.state import State, WorldChange
-from edl.collective.inprocess import recovery_plan as regroup
-from edl.collective.inprocess.control_pipe import Control
-from edl.collective.inprocess.process_group import LEFT, BreakableGroup, doubt
-from edl.collective.inprocess.step_snapshot import Boundary
+from edl.collective.inprocess.control_pipe import ControlPipe
+from edl.collective.inprocess.process_group import LEFT, AbortableProcessGroup, unsupported_reason
+from edl.collective.inprocess.recovery_plan import RankState, plan_recovery
+from edl.collective.inprocess.step_snapshot import StepSnapshot
 from edl.collective.unwrapping import unwrapped
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import SettingsError
 from edl.settings import read
 
-__all__ = ["Place", "stay"]
+__all__ = ["Place", "run_in_process", "stay"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Place:
     """A worker's place in a generation.
 
     Attributes:
-        rank, size: as `torch.distributed` has them.
+        rank: as `torch.distributed` has it.
+        size: the number of ranks.
         local_rank: among the workers of this node.
         generation: grows by one with each change of the world.
         step: the last finished step, -1 for none: go on with the one after it.
@@ -65,7 +66,7 @@ class Place:
     step: int
 
 
-def stay(
+def run_in_process(
     train: Callable[[Place], object],
     *,
     state: State,
@@ -85,21 +86,24 @@ def stay(
 
     Args:
         train: the training loop.
-        state: what the job is, with bare modules; every rank's is the same save for `local` fields.
+        state: of the job, with bare modules; the same on all ranks save for `local` fields.
         checkpointer: of `state`. If no survivor has a whole state, `restore` brings back what was saved.
-        backend: of torch. With others than gloo workers are forked anew, as without `stay`.
-        timeout_s: of collectives. A rank that keeps others waiting for longer counts as lost.
-        patience_s: how long to wait, after contact was lost, for the agent to tell of the next generation.
-        meeting_s: how long to wait for all ranks to come to a new generation, and at the end of the last.
+        backend: of torch. With another than gloo workers are forked anew, as without `run_in_process`.
+        timeout_s: of collectives, in seconds. A rank that keeps others waiting for longer counts as lost.
+        patience_s: how long to wait, after contact was lost, for the agent to announce the next generation, in seconds.
+        meeting_s: how long to wait for all ranks to come to a new generation, and at the end of the last, in seconds.
 
     Raises:
         SettingsError: the state or the arguments cannot be used so.
         Exception: what `train` raised, if it was not for a lost peer, or if no new generation followed.
     """
     if dist.is_initialized():
-        raise SettingsError("stay() makes the process group itself: remove init_process_group() before it")
+        raise SettingsError("run_in_process() makes the process group itself: remove init_process_group() before it")
     _check_state(state)
-    _Stay(train, state, checkpointer, _Settings(backend, timeout_s, patience_s, meeting_s)).run()
+    _InProcessLoop(train, state, checkpointer, _Settings(backend, timeout_s, patience_s, meeting_s)).run()
+
+
+stay = run_in_process
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,12 @@ class _Settings:
     meeting_s: float
 
 
-class _Regroup(BaseException):
+class _NextGeneration(BaseException):
     """Leaves `train` between two steps. No `Exception`, so that no handler of the user's takes it for an error."""
 
 
-class _Stay:
-    """One worker, through its generations."""
+class _InProcessLoop:
+    """A worker's training through its generations."""
 
     def __init__(
         self, train: Callable[[Place], object], state: State, checkpointer: Checkpointer, settings: _Settings
@@ -125,108 +129,108 @@ class _Stay:
         self._checkpointer = checkpointer
         self._settings = settings
         self._status_page = WorkerStatusPage.from_env()
-        self._boundary = Boundary(state)
-        self._report = regroup.Report()
-        self._group: BreakableGroup | None = None
-        self._control = Control.from_env(self._shatter)
+        self._snapshot = StepSnapshot(state)
+        self._rank_state = RankState()
+        self._group: AbortableProcessGroup | None = None
+        self._control = ControlPipe.from_env(self._abort_group)
 
     def run(self) -> None:
         """Train until the end."""
-        mistrust = doubt(self._settings.backend)
-        self._checkpointer.set_step_hooks(self._finished, self._interrupt)
+        unsupported = unsupported_reason(self._settings.backend)
+        self._checkpointer.set_step_hooks(self._finish_step, self._interrupt)
         try:
             with self._control:
-                if mistrust:
-                    _log.warning("%s: workers are forked anew instead of going on in process", mistrust)
+                if unsupported:
+                    logger.warning("%s: workers are forked anew instead of going on in process", unsupported)
                 elif self._control.path is not None:
                     self._status_page.record_in_process()
-                while (lost := self._generation()) is not None:
-                    self._next(lost)
+                while (error := self._run_generation()) is not None:
+                    self._wait_for_next(error)
         finally:
-            self._checkpointer.set_step_hooks(_nothing, _nothing)
-            self._boundary.close()
+            self._checkpointer.set_step_hooks(_ignore, _ignore)
+            self._snapshot.close()
 
-    def _generation(self) -> BaseException | None:
-        """Train in the present generation. Returns None when it is done, else what it was that ended it."""
-        group = BreakableGroup(
+    def _run_generation(self) -> BaseException | None:
+        """Train in the present generation. Returns None when training is done, else the exception that ended it."""
+        group = AbortableProcessGroup(
             read("RANK", int) or 0, read("WORLD_SIZE", int) or 1, self._settings.backend, self._settings.timeout_s
         )
         try:
-            place = self._form(group)
+            place = self._join_generation(group)
             self._checkpointer.finish_evaluations()
             self._train(place)
             if self._control.path is not None:
-                # Should one be lost now, the last steps are not trained again.
+                # Should a rank be lost now, the last steps are not trained again.
                 self._status_page.enter_phase(Phase.EXIT)
-                group.meet("done", self._settings.meeting_s, self._interrupt)
-        except (Exception, _Regroup) as exc:
-            group.shatter()  # others may wait for this rank
+                group.wait_for_ranks("done", self._settings.meeting_s, self._interrupt)
+        except (Exception, _NextGeneration) as exc:
+            group.abort()  # others may wait for this rank
             if not self._recoverable(exc):
                 raise
             return exc
-        group.drop()
+        group.destroy()
         return None
 
-    def _next(self, lost: BaseException) -> None:
-        """Leave the last generation behind, and wait for the next one.
+    def _wait_for_next(self, error: BaseException) -> None:
+        """Leave the last generation behind, and wait for the next.
 
         Raises:
-            Exception: `lost`, or one in its place, if there is no next one.
+            Exception: `error`, or another in its place, if there is no next generation.
         """
         began = time.monotonic()
         self._status_page.enter_phase(Phase.PAUSE)
-        if not isinstance(lost, _Regroup):
-            _log.info("lost contact with another rank (%s)", type(lost).__name__)
-            _log.debug("what was raised", exc_info=lost)
-        _forget_frames(lost)
+        if not isinstance(error, _NextGeneration):
+            logger.info("lost contact with another rank (%s)", type(error).__name__)
+            logger.debug("what was raised", exc_info=error)
+        _clear_frames(error)
         if self._group is not None:
-            self._group.drop()
+            self._group.destroy()
         self._group = None
         gc.collect()  # a DistributedDataParallel lies in cycles, and as long as it lives it hooks into backward
         left = time.monotonic()
-        environ = self._control.take(self._settings.patience_s)
-        kept = any(type(one) is DistributedDataParallel for one in gc.get_objects())
+        environ = self._control.wait_for_environment(self._settings.patience_s)
+        kept = any(type(found) is DistributedDataParallel for found in gc.get_objects())
         if environ is None or kept:
             what = f"no next generation within {self._settings.patience_s:g} s"
             if kept:
                 what = "a DistributedDataParallel of the last generation is still there: keep it in train() only"
-                _log.warning("%s; this worker makes way for a new one", what)
-            raise ConnectionError(f"{LEFT}: {what}") if isinstance(lost, _Regroup) else lost
+                logger.warning("%s; this worker makes way for a new one", what)
+            raise ConnectionError(f"{LEFT}: {what}") if isinstance(error, _NextGeneration) else error
         os.environ.update(environ)
         redirect_output(environ)
-        _log.info("left in %.3f s, told of the next generation %.3f s later", left - began, time.monotonic() - left)
-        if not self._boundary.undo():
-            self._report = regroup.Report()
+        logger.info("left in %.3f s, told of the next generation %.3f s later", left - began, time.monotonic() - left)
+        if not self._snapshot.rollback():
+            self._rank_state = RankState()
 
-    def _form(self, group: BreakableGroup) -> Place:
-        """Be a member of the present generation, with the state that all agree on."""
+    def _join_generation(self, group: AbortableProcessGroup) -> Place:
+        """Form the present generation's group with the other ranks, and agree on a state. Returns this rank's place."""
         began = time.monotonic()
         generation = read("EDL_GENERATION", int) or 0
         if self._control.path is not None:
             # Before it connects: a store that answers late, and new workers that still start, are no reason for the
             # agent to replace this worker, which has let go of the last generation.
             self._status_page.join_generation(generation)
-            group.connect(self._interrupt)
-            group.meet("came", self._settings.meeting_s, self._interrupt)
+            group.connect_store(self._interrupt)
+            group.wait_for_ranks("came", self._settings.meeting_s, self._interrupt)
         met = time.monotonic()
-        group.prepare()
+        group.track_sockets()
         self._group = group
-        self._interrupt()  # now that the other thread can reach the group: see Control
-        group.make()
+        self._interrupt()  # now that the other thread can reach the group: see ControlPipe
+        group.init_group()
         made = time.monotonic()
-        step = self._agree(generation, group)
-        group.done()
-        _log.info("met in %.3f s, group %.3f s, state %.3f s", met - began, made - met, time.monotonic() - made)
+        step = self._share_state(generation, group)
+        group.end_tracking()
+        logger.info("met in %.3f s, group %.3f s, state %.3f s", met - began, made - met, time.monotonic() - made)
         return Place(group.rank, group.size, read("LOCAL_RANK", int) or 0, generation, step)
 
-    def _agree(self, generation: int, group: BreakableGroup) -> int:
-        """Have one state on all ranks. Returns the last finished step."""
+    def _share_state(self, generation: int, group: AbortableProcessGroup) -> int:
+        """Bring the same state to all ranks. Returns the last finished step."""
         self._checkpointer.change_generation(generation)
-        said = [from_json(data) for data in transfer.gather_bytes(to_json(asdict(self._report)))]
-        plan = regroup.plan([regroup.Report(**report) for report in said])
+        states = [from_json(data) for data in transfer.gather_bytes(to_json(asdict(self._rank_state)))]
+        plan = plan_recovery([RankState(**state) for state in states])
         if plan is None or group.rank in plan.behind:  # should it fail half-way, what is here will be good for nothing
-            self._boundary.forget()
-            self._report = regroup.Report()
+            self._snapshot.discard()
+            self._rank_state = RankState()
         if plan is None:
             step = self._checkpointer.restore(evaluate=False)
         else:
@@ -237,42 +241,41 @@ class _Stay:
             if plan.size != group.size:
                 self._state.adjust(WorldChange(plan.size, group.size, step))
             self._status_page.enter_phase(Phase.TRAIN)
-        self._boundary.note()
-        self._report = regroup.Report(step, generation, group.size, live=True)
+        self._snapshot.take()
+        self._rank_state = RankState(step, generation, group.size, live=True)
         return step
 
-    def _finished(self, step: int) -> None:
-        """The checkpointer was told of a finished step."""
-        self._boundary.note()
-        self._report = replace(self._report, step=step)
+    def _finish_step(self, step: int) -> None:
+        """Take a snapshot of the state after a step."""
+        self._snapshot.take()
+        self._rank_state = replace(self._rank_state, step=step)
 
     def _interrupt(self) -> None:
-        """Leave, if the next generation is known."""
-        if self._control.coming:
-            raise _Regroup
+        """Leave `train`, if the next generation is known."""
+        if self._control.has_next_generation:
+            raise _NextGeneration
 
-    def _shatter(self) -> None:
-        """From the thread that listens to the agent: whoever waits in a collective shall wait no more."""
+    def _abort_group(self) -> None:
+        """End waits in collectives, from the thread that reads what the agent writes."""
         if self._group is not None:
-            self._group.shatter()
+            self._group.abort()
 
     def _recoverable(self, exc: BaseException) -> bool:
-        """Whether another generation may follow."""
+        """Return whether another generation may follow."""
         if self._control.path is None:
             return False
-        if isinstance(exc, _Regroup) or self._control.coming:
+        if isinstance(exc, _NextGeneration) or self._control.has_next_generation:
             return True
-        return any(
-            find_exit_cause(1, f"{one}\n{type(one).__name__}: {one}") is ExitCause.CONTACT for one in _chain(exc)
-        )
+        texts = (f"{cause}\n{type(cause).__name__}: {cause}" for cause in _causes(exc))
+        return any(find_exit_cause(1, text) is ExitCause.CONTACT for text in texts)
 
 
 def _check_state(state: State) -> None:
     for name in sorted(state.per_rank()):
         raise SettingsError(
             f"field {name} of the State is each rank's own place in its data: a worker that is forked anew "
-            "cannot be given the place of the lost one in process. Call init_process_group() and train without stay(), "
-            "or use ElasticSampler"
+            "cannot be given the place of the lost one in process. Call init_process_group() and train without "
+            "run_in_process(), or use ElasticSampler"
         )
     for name in state:
         value = getattr(state, name)
@@ -286,12 +289,12 @@ def _check_state(state: State) -> None:
             if any(type(tensor).__name__ == "DTensor" for tensor in tensors):
                 raise SettingsError(
                     f"field {name} of the State is sharded: no survivor has all of it, so it cannot go on in process. "
-                    "Call init_process_group() and train without stay(): workers are then forked anew"
+                    "Call init_process_group() and train without run_in_process(): workers are then forked anew"
                 )
 
 
-def _chain(exc: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that led to it."""
+def _causes(exc: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and the exceptions that led to it."""
     seen: set[int] = set()
     following: BaseException | None = exc
     while following is not None and id(following) not in seen:
@@ -300,11 +303,11 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
         following = following.__cause__ or following.__context__
 
 
-def _forget_frames(exc: BaseException) -> None:
+def _clear_frames(exc: BaseException) -> None:
     """Let go of the local variables of the frames that an exception came through."""
-    for one in _chain(exc):
-        traceback.clear_frames(one.__traceback__)
+    for cause in _causes(exc):
+        traceback.clear_frames(cause.__traceback__)
 
 
-def _nothing(*_: object) -> None:
-    """Nobody attends."""
+def _ignore(*_: object) -> None:
+    """Do nothing after a step."""

@@ -1,10 +1,10 @@
 """The TCP connections of a process group, found from outside, so that they can be shut down.
 
-A rank that waits in one of gloo's collectives can be woken in one way only: its connections break. `ProcessGroup.abort`
-called from another thread wakes it neither from `Work.wait` nor from a backward pass of `DistributedDataParallel`, and
-closing a file descriptor does not wake who waits on it; `shutdown(2)` does. gloo does not say which connections are
-its own, so those count that appeared while the group was made. A listening socket is never touched: gloo takes an
-error of its own for a bug, and aborts the process.
+A rank that waits in a collective of gloo's can be woken in no other way than by a break of its connections.
+`ProcessGroup.abort` called from another thread ends neither `Work.wait` nor a backward pass of
+`DistributedDataParallel`, and closing a file descriptor ends no wait on it; `shutdown(2)` does. gloo does not tell
+which connections are its own, so a group's are the connections that appeared while it was made. A listening socket is
+never touched: gloo takes an error of its own for a bug, and aborts the process.
 
 Linux only: connections are read from `/proc/self/fd`.
 """
@@ -19,62 +19,73 @@ import stat
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-__all__ = ["GroupSockets", "connections", "shut_down"]
+__all__ = ["GroupSockets", "find_connections", "shut_down_connections"]
 
 _LINK = re.compile(r"socket:\[(\d+)\]")
 
 
-def connections() -> dict[int, int]:
-    """This process's TCP sockets that do not listen: inode -> a file descriptor."""
+def find_connections() -> dict[int, int]:
+    """Return this process's TCP sockets that do not listen: inode -> a file descriptor."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed since, or not a socket
             match = _LINK.fullmatch(str(entry.readlink()))
-            if match and _with_socket(int(entry.name), int(match[1]), _connects):
+            if match and _with_socket(int(entry.name), int(match[1]), _is_connection):
                 found[int(match[1])] = int(entry.name)
     return found
 
 
-def shut_down(inodes: Collection[int]) -> int:
-    """Shut the connections down, both ways, whoever waits on them. Returns how many there were."""
-    found = connections()
-    return sum(1 for inode in inodes if inode in found and _with_socket(found[inode], inode, _shut))
+def shut_down_connections(inodes: Collection[int]) -> int:
+    """Shut connections down in both directions, which ends all waits on them.
+
+    Args:
+        inodes: of the connections.
+
+    Returns:
+        How many of them there were.
+    """
+    found = find_connections()
+    return sum(1 for inode in inodes if inode in found and _with_socket(found[inode], inode, _shut_down))
 
 
 class GroupSockets:
-    """The connections of a process group: those that appear while it is made, from now until `done`.
+    """The connections of a process group: those that appear from now until `end_tracking`.
 
     Args:
-        until_done: others that who makes the group may wait on, but nobody afterwards.
-        look: the inodes of all connections of this process now, as keys.
-        shut: shuts those of the given inodes down.
+        until_end: inodes of other connections that a thread may wait on while it makes the group, and not afterwards.
+        find: returns the inodes of all connections of this process now, as keys.
+        shut_down: shuts the connections of the given inodes down, and returns how many there were.
     """
 
     def __init__(
         self,
-        until_done: Collection[int] = (),
+        until_end: Collection[int] = (),
         *,
-        look: Callable[[], Mapping[int, int]] = connections,
-        shut: Callable[[Collection[int]], int] = shut_down,
+        find: Callable[[], Mapping[int, int]] = find_connections,
+        shut_down: Callable[[Collection[int]], int] = shut_down_connections,
     ) -> None:
-        self._look = look
-        self._shut = shut
-        self._until_done = frozenset(until_done)
-        self._before = frozenset(look())
+        self._find = find
+        self._shut_down = shut_down
+        self._until_end = frozenset(until_end)
+        self._before = frozenset(find())
         self._own: frozenset[int] | None = None
 
-    def done(self) -> None:
-        """The group is made: what connects from now on is somebody else's."""
-        self._own = frozenset(self._look()) - self._before
+    def end_tracking(self) -> None:
+        """Take the connections of now for the group's, and none that appear later."""
+        self._own = frozenset(self._find()) - self._before
 
     def shut_down(self) -> int:
-        """Break the group's connections. From any thread, also while the group is being made; returns how many."""
-        making = frozenset(self._look()) - self._before | self._until_done
-        return self._shut(making if self._own is None else self._own)
+        """Shut the group's connections down. From any thread, also while the group is being made.
+
+        Returns:
+            How many there were.
+        """
+        present = frozenset(self._find()) - self._before | self._until_end
+        return self._shut_down(present if self._own is None else self._own)
 
 
-def _with_socket(number: int, inode: int, act: Callable[[socket.socket], bool]) -> bool:
-    """Act on the socket behind a file descriptor, if it is still the one of `inode`. False if it is not."""
+def _with_socket(number: int, inode: int, function: Callable[[socket.socket], bool]) -> bool:
+    """Call a function with the socket behind a file descriptor; False if it is no longer the socket of `inode`."""
     with contextlib.suppress(OSError):
         copy = os.dup(number)  # its owner may close it at any moment; the copy stays what it is
         try:
@@ -82,22 +93,22 @@ def _with_socket(number: int, inode: int, act: Callable[[socket.socket], bool]) 
             if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
                 return False
             with socket.socket(fileno=os.dup(copy)) as own:
-                return act(own)
+                return function(own)
         finally:
             os.close(copy)
     return False
 
 
-def _connects(one: socket.socket) -> bool:
+def _is_connection(found: socket.socket) -> bool:
     return (
-        one.family in (socket.AF_INET, socket.AF_INET6)
-        and one.type == socket.SOCK_STREAM
-        and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        found.family in (socket.AF_INET, socket.AF_INET6)
+        and found.type == socket.SOCK_STREAM
+        and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
 
 
-def _shut(one: socket.socket) -> bool:
-    if not _connects(one):
+def _shut_down(found: socket.socket) -> bool:
+    if not _is_connection(found):
         return False
-    one.shutdown(socket.SHUT_RDWR)  # raises where it is not connected, or no more
+    found.shutdown(socket.SHUT_RDWR)  # raises where it is not connected, or no more
     return True

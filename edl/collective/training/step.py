@@ -90,7 +90,7 @@ class Step:
     def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
         """Whether a new iteration over the sampler, which has this `mark` now, began with the batch of this step.
 
-        So it is after an error that made `stay` call the training loop anew, with a trainer from outside of it.
+        So it is after an error that made `run_in_process` call the training loop anew, with an outer trainer.
         """
         return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.evaluator import Evaluator
 from edl.collective.checkpoint.state.state import State
-from edl.collective.inprocess.run_in_process import Place, stay
+from edl.collective.inprocess.run_in_process import Place, run_in_process
 
 GLOBAL_BATCH = 24
 
@@ -106,7 +106,7 @@ def main(folder: str, steps: int, step_s: float, traits: set[str]) -> None:
 
     # No wait ends by these limits: who is lost is noticed, and on a busy machine who is slow is not.
     limits = {"timeout_s": 120.0, "patience_s": 120.0}
-    stay(cling if "clings" in traits else train, state=state, checkpointer=checkpointer, **limits)
+    run_in_process(cling if "clings" in traits else train, state=state, checkpointer=checkpointer, **limits)
 
 
 if __name__ == "__main__":

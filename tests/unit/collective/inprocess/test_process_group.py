@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
-from edl.collective.inprocess.process_group import BreakableGroup
-from edl.collective.inprocess.run_in_process import stay
+from edl.collective.inprocess.process_group import AbortableProcessGroup
+from edl.collective.inprocess.run_in_process import run_in_process
 from edl.collective.worker_status import WorkerStatusPage
 from edl.errors import EDLError
 
@@ -30,10 +30,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> BreakableGroup:
+def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> AbortableProcessGroup:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    return BreakableGroup(0, 1, "gloo", timeout_s)
+    return AbortableProcessGroup(0, 1, "gloo", timeout_s)
 
 
 def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        group_at(monkeypatch, free_port(), 3600.0).connect(interrupt)
+        group_at(monkeypatch, free_port(), 3600.0).connect_store(interrupt)
 
 
 def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> N
     server = threading.Thread(target=serve)
     server.start()
     group = group_at(monkeypatch, port, 60.0)
-    group.connect(asked.set)
+    group.connect_store(asked.set)
     server.join()
-    group.meet("came", 60.0, lambda: None)
+    group.wait_for_ranks("came", 60.0, lambda: None)
     assert stores[0].check(["came/0"])
     assert group._store is not None
     assert group._store.timeout == timedelta(seconds=60.0), "collectives have the time that the user gave"
@@ -80,11 +80,11 @@ def test_worker_has_come_before_it_connects(monkeypatch: pytest.MonkeyPatch, tmp
         monkeypatch.setenv(name, value)
     state = State(model=torch.nn.Linear(1, 1))
     with pytest.raises(EDLError, match="no store answers"):
-        stay(lambda place: None, state=state, checkpointer=Checkpointer(state), timeout_s=0.1, patience_s=0.1)
+        run_in_process(lambda place: None, state=state, checkpointer=Checkpointer(state), timeout_s=0.1, patience_s=0.1)
     assert status_page.read_status().generation == 7
 
 
 def test_absent_store_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     with pytest.raises(EDLError, match=rf"no store answers at 127.0.0.1:{port} within 0.2 s"):
-        group_at(monkeypatch, port, 0.2).connect(lambda: None)
+        group_at(monkeypatch, port, 0.2).connect_store(lambda: None)

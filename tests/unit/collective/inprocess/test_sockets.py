@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Collection
 
-from edl.collective.inprocess.sockets import GroupSockets, connections, shut_down
+from edl.collective.inprocess.sockets import GroupSockets, find_connections, shut_down_connections
 from tests.descriptors import count_descriptors
 
 
@@ -25,8 +25,8 @@ class Kernel:
         self.shut.append(set(inodes))
         return len(inodes)
 
-    def group(self, until_done: Collection[int] = ()) -> GroupSockets:
-        return GroupSockets(until_done, look=self.look, shut=self.shut_down)
+    def group(self, until_end: Collection[int] = ()) -> GroupSockets:
+        return GroupSockets(until_end, find=self.look, shut_down=self.shut_down)
 
 
 def test_new_sockets_belong_to_the_group() -> None:
@@ -35,7 +35,7 @@ def test_new_sockets_belong_to_the_group() -> None:
     kernel.open = {1: 3}  # somebody's, from before
     group = kernel.group()
     kernel.open |= {2: 4, 3: 5}
-    group.done()
+    group.end_tracking()
     kernel.open |= {4: 6}  # somebody's, from later
     assert group.shut_down() == 2
     assert kernel.shut == [{2, 3}]
@@ -45,10 +45,10 @@ def test_forming_group_is_broken() -> None:
     """A group that is being made is broken with what it waits on."""
     kernel = Kernel()
     kernel.open = {1: 3, 9: 4}
-    group = kernel.group(until_done=[9])
+    group = kernel.group(until_end=[9])
     kernel.open |= {2: 5}
     group.shut_down()
-    group.done()
+    group.end_tracking()
     group.shut_down()
     assert kernel.shut == [{2, 9}, {2}]
 
@@ -70,7 +70,7 @@ def test_only_tcp_connections_are_found() -> None:
     datagram = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     unix, peer = socket.socketpair()
     with listening, one, other, datagram, unix, peer:
-        found = connections()
+        found = find_connections()
         assert {inode(one), inode(other)} <= found.keys()
         assert not {inode(listening), inode(datagram), inode(unix), inode(peer)} & found.keys()
         assert found[inode(one)] == one.fileno()
@@ -82,17 +82,17 @@ def test_who_waits_on_a_connection_is_woken() -> None:
         got: list[bytes] = []
         waiting = threading.Thread(target=lambda: got.append(one.recv(1)))
         waiting.start()
-        assert shut_down([inode(one)]) == 1
+        assert shut_down_connections([inode(one)]) == 1
         waiting.join(10)
         assert got == [b""]
         assert other.recv(1) == b""  # and so is the other end
-        shut_down([inode(one)])  # once more does no harm
+        shut_down_connections([inode(one)])  # once more does no harm
 
 
 def test_a_listening_socket_is_never_touched() -> None:
     listening, one, other = pair()
     with listening, one, other:
-        assert shut_down([inode(listening)]) == 0
+        assert shut_down_connections([inode(listening)]) == 0
         with socket.create_connection(listening.getsockname()):
             listening.accept()[0].close()
 
@@ -105,7 +105,7 @@ def test_reused_descriptor_is_left_alone() -> None:
         one.close()
         with socket.create_connection(listening.getsockname()) as following:
             assert following.fileno() == number
-            assert shut_down([old]) == 0
+            assert shut_down_connections([old]) == 0
             accepted, _ = listening.accept()
             with accepted:
                 accepted.sendall(b"x")
@@ -116,6 +116,6 @@ def test_nothing_is_left_open() -> None:
     listening, one, other = pair()
     with listening, one, other:
         before = count_descriptors("socket:", "anon_inode:[pidfd]", "/proc/")
-        connections()
-        shut_down([inode(one)])
+        find_connections()
+        shut_down_connections([inode(one)])
         assert count_descriptors("socket:", "anon_inode:[pidfd]", "/proc/") == before

@@ -16,44 +16,46 @@ from torch import nn
 from torch.distributed import TCPStore, distributed_c10d
 
 from edl.collective.checkpoint.state.state import State
-from edl.collective.inprocess.control_pipe import Control
-from edl.collective.inprocess.process_group import BreakableGroup, doubt
-from edl.collective.inprocess.recovery_plan import Plan, Report, plan
-from edl.collective.inprocess.step_snapshot import Boundary
+from edl.collective.inprocess.control_pipe import ControlPipe
+from edl.collective.inprocess.process_group import AbortableProcessGroup, unsupported_reason
+from edl.collective.inprocess.recovery_plan import RankState, RecoveryPlan, plan_recovery
+from edl.collective.inprocess.step_snapshot import StepSnapshot
 from tests.descriptors import count_descriptors
 
 
-def live(step: int, generation: int = 0, size: int = 3) -> Report:
-    return Report(step, generation, size, live=True)
+def live(step: int, generation: int = 0, size: int = 3) -> RankState:
+    return RankState(step, generation, size, live=True)
 
 
 def test_furthest_rank_gives_its_state() -> None:
     """The one that got furthest gives its state to the others."""
-    assert plan([live(7), live(8), Report(), live(8)]) == Plan(8, 3, source=1, behind=frozenset({0, 2}))
+    assert plan_recovery([live(7), live(8), RankState(), live(8)]) == RecoveryPlan(
+        8, 3, source=1, behind=frozenset({0, 2})
+    )
 
 
 def test_equal_ranks_have_nobody_behind() -> None:
     """Nobody is behind where all have the same."""
-    assert plan([live(7), live(7)]) == Plan(7, 3, source=0, behind=frozenset())
+    assert plan_recovery([live(7), live(7)]) == RecoveryPlan(7, 3, source=0, behind=frozenset())
 
 
 def test_adjusted_state_counts_first() -> None:
     """A state that was adjusted to a later world counts before one of the same step that was not."""
-    assert plan([live(7, 4, 3), live(7, 5, 2)]) == Plan(7, 2, source=1, behind=frozenset({0}))
+    assert plan_recovery([live(7, 4, 3), live(7, 5, 2)]) == RecoveryPlan(7, 2, source=1, behind=frozenset({0}))
 
 
 def test_no_live_state_no_plan() -> None:
     """Without a live state there is no plan."""
-    assert plan([Report(), Report(9, 1, 3, live=False)]) is None
+    assert plan_recovery([RankState(), RankState(9, 1, 3, live=False)]) is None
 
 
-REPORTS = st.builds(Report, st.integers(-1, 5), st.integers(0, 2), st.integers(1, 2), st.booleans())
+REPORTS = st.builds(RankState, st.integers(-1, 5), st.integers(0, 2), st.integers(1, 2), st.booleans())
 
 
 @given(st.lists(REPORTS, min_size=1, max_size=6))
-def test_everybody_ends_with_the_newest(reports: list[Report]) -> None:
+def test_everybody_ends_with_the_newest(reports: list[RankState]) -> None:
     """Everybody ends with the newest live state."""
-    found = plan(reports)
+    found = plan_recovery(reports)
     if found is None:
         assert not any(report.live for report in reports)
         return
@@ -96,60 +98,60 @@ def test_failure_before_update_is_undone() -> None:
     job = Job()
     job.forward_and_backward()
     job.optimizer.step()
-    boundary = Boundary(job.state)
-    boundary.note()
+    snapshot = StepSnapshot(job.state)
+    snapshot.take()
     wanted = job.all()
     job.forward_and_backward()
-    assert boundary.undo()
+    assert snapshot.rollback()
     assert job.all() == wanted
     assert all(one.grad is None for one in job.model.parameters())
-    assert boundary.undo()  # as often as steps fail
+    assert snapshot.rollback()  # as often as steps fail
     assert job.all() == wanted
 
 
 def test_failure_after_update_is_final() -> None:
     """A step that failed after the update cannot be undone."""
     job = Job()
-    boundary = Boundary(job.state)
-    boundary.note()
+    snapshot = StepSnapshot(job.state)
+    snapshot.take()
     job.forward_and_backward()
     job.optimizer.step()
-    assert not boundary.undo()
-    boundary.note()
-    assert boundary.undo()
+    assert not snapshot.rollback()
+    snapshot.take()
+    assert snapshot.rollback()
 
 
 def test_bare_parameters_are_copied() -> None:
     """Without an optimizer in the state parameters are copied as well."""
     job = Job(optimizer=False)
-    boundary = Boundary(job.state)
-    boundary.note()
+    snapshot = StepSnapshot(job.state)
+    snapshot.take()
     before = job.model.state_dict()["0.weight"].clone()
     job.forward_and_backward()
     job.optimizer.step()
-    assert boundary.undo()
+    assert snapshot.rollback()
     assert torch.equal(job.model.state_dict()["0.weight"], before)
 
 
 def test_no_way_back_without_a_note() -> None:
     """There is no way back before a step was noted or after it was forgotten."""
-    boundary = Boundary(Job().state)
-    assert not boundary.undo()
-    boundary.note()
-    boundary.forget()
-    assert not boundary.undo()
+    snapshot = StepSnapshot(Job().state)
+    assert not snapshot.rollback()
+    snapshot.take()
+    snapshot.discard()
+    assert not snapshot.rollback()
 
 
 def test_tensors_are_put_back_where_they_are() -> None:
     mean = torch.zeros(3)
     state = State(mean=mean, notes={"best": torch.ones(2)})
-    boundary = Boundary(state)
+    snapshot = StepSnapshot(state)
     for value in (1.0, 2.0):  # the second time the first one's memory is used again
         mean.fill_(value)
-        boundary.note()
+        snapshot.take()
         mean.add_(5)
         state.notes["best"].add_(1)
-        assert boundary.undo()
+        assert snapshot.rollback()
         assert state.mean is mean
         assert mean.tolist() == [value] * 3
         assert state.notes["best"].tolist() == [1.0, 1.0]
@@ -158,12 +160,12 @@ def test_tensors_are_put_back_where_they_are() -> None:
 def test_closing_leaves_the_optimizer() -> None:
     """Closing leaves the optimizer as it was."""
     job = Job()
-    boundary = Boundary(job.state)
-    boundary.note()
-    boundary.close()
+    snapshot = StepSnapshot(job.state)
+    snapshot.take()
+    snapshot.close()
     job.forward_and_backward()
     job.optimizer.step()
-    assert boundary.undo()  # it no longer knows
+    assert snapshot.rollback()  # it no longer knows
 
 
 def test_failed_group_keeps_the_next_name(
@@ -175,15 +177,15 @@ def test_failed_group_keeps_the_next_name(
     monkeypatch.setenv("MASTER_PORT", str(store.port))
     names = []
     for size in (1, 2, 1):
-        group = BreakableGroup(0, size, "gloo", timeout_s=0.3 if size == 2 else 20.0)
-        group.connect(lambda: None)
-        group.prepare()
+        group = AbortableProcessGroup(0, size, "gloo", timeout_s=0.3 if size == 2 else 20.0)
+        group.connect_store(lambda: None)
+        group.track_sockets()
         with pytest.raises(RuntimeError) if size == 2 else nullcontext():  # nobody else comes
-            group.make()
+            group.init_group()
             names.append(distributed_c10d._get_default_group().group_name)
-        group.done()
-        group.shatter()
-        group.drop()
+        group.end_tracking()
+        group.abort()
+        group.destroy()
         assert not distributed_c10d.is_initialized()
     assert names[0] == names[1]
 
@@ -207,30 +209,30 @@ def pipe(tmp_path: Path) -> Path:
 def test_only_newest_generation_is_taken(pipe: Path) -> None:
     """The newest generation is taken and older ones are not."""
     woken: list[bool] = []
-    with Control(pipe, 3, lambda: woken.append(control.coming)) as control:
+    with ControlPipe(pipe, 3, lambda: woken.append(control.has_next_generation)) as control:
         say(pipe, line(2) + line(3))
-        assert control.take(0.1) is None
+        assert control.wait_for_environment(0.1) is None
         say(pipe, line(4))
-        said = control.take(10)
-        assert said is not None
-        assert said["EDL_GENERATION"] == "4"
+        environ = control.wait_for_environment(10)
+        assert environ is not None
+        assert environ["EDL_GENERATION"] == "4"
         assert woken == [True]  # before it could be taken
-        assert not control.coming
+        assert not control.has_next_generation
         say(pipe, line(5)[:9])  # a line may come in pieces
         say(pipe, line(5)[9:])
-        assert control.take(10) == json.loads(line(5))
+        assert control.wait_for_environment(10) == json.loads(line(5))
 
 
 def test_nothing_waits_without_an_agent() -> None:
     """Without an agent nothing is said and nothing waits."""
-    with Control(None, 0, lambda: None) as control:
-        assert control.take(0.0) is None
-        assert not control.coming
+    with ControlPipe(None, 0, lambda: None) as control:
+        assert control.wait_for_environment(0.0) is None
+        assert not control.has_next_generation
 
 
 def test_listening_ends_with_the_context(pipe: Path) -> None:
     before = count_descriptors(str(pipe))
-    with Control(pipe, 0, lambda: None):
+    with ControlPipe(pipe, 0, lambda: None):
         pass
     assert count_descriptors(str(pipe)) == before
     with pytest.raises(OSError):
@@ -239,5 +241,5 @@ def test_listening_ends_with_the_context(pipe: Path) -> None:
 
 def test_only_gloo_goes_on_in_process() -> None:
     """An aborted communicator of NCCL ends its kernels as if they had worked, and errors of CUDA stay."""
-    assert doubt("gloo") == ""
-    assert "nccl" in doubt("nccl")
+    assert unsupported_reason("gloo") == ""
+    assert "nccl" in unsupported_reason("nccl")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from edl.collective.checkpoint.storage.run_id import new_run_id, run_name
+from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
 from edl.collective.job_records import prefix
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
@@ -13,7 +13,7 @@ __all__ = ["JobRun"]
 
 
 class JobRun:
-    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.run_id`).
+    """Names the job's run in its checkpoints (`edl.collective.checkpoint.storage.manifest`).
 
     The name lasts as long as the job's records in the Store: a job that is stopped and started again there goes on
     counting generations, so it is the same run.

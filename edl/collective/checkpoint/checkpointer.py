@@ -11,16 +11,16 @@ from typing import Any, Final
 
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending, share_result
 from edl.collective.checkpoint.memory import transfer
+from edl.collective.checkpoint.memory.copying import finish_queued_work
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
 from edl.collective.checkpoint.memory.restore import restore_from_memory
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
-from edl.collective.checkpoint.memory.staging import finish_queued_work
 from edl.collective.checkpoint.memory.writer import SlotWriter
-from edl.collective.checkpoint.pace import SaveSchedule
+from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State, WorldChange
+from edl.collective.checkpoint.storage.manifest import new_run_id, run_name
 from edl.collective.checkpoint.storage.persister import CheckpointPersister
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
-from edl.collective.checkpoint.storage.run_id import new_run_id, run_name
 from edl.collective.ranks import rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError

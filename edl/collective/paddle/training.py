@@ -25,7 +25,7 @@ import torch.distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from edl.collective.checkpoint import checkpointer as checkpoint
-from edl.collective.checkpoint.state.snapshot import StateMetadata
+from edl.collective.checkpoint.state.metadata import StateMetadata
 from edl.collective.checkpoint.state.state import CapturedState, State, StateRestore
 from edl.collective.paddle.fields import PaddleRng, unwrapped, wrapped
 from edl.errors import SettingsError, TemporaryError

@@ -17,10 +17,10 @@ import torch
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
-from edl.collective.checkpoint.memory.choice import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.replica_slots import ReplicaSlots
+from edl.collective.checkpoint.memory.restore_plan import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotCopy, SlotHeader, SlotPair
-from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.ranks import rank_of, world_of
 from edl.errors import ProtocolError

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair
-from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
 

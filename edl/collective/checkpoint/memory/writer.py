@@ -31,10 +31,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.copying import TensorCopier
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair
-from edl.collective.checkpoint.state.sharding import is_sharded
-from edl.collective.checkpoint.state.snapshot import TensorEntry
+from edl.collective.checkpoint.state.metadata import TensorEntry
 from edl.collective.checkpoint.state.state import CapturedState, State
-from edl.collective.checkpoint.state.tensors import view_of
+from edl.collective.checkpoint.state.tensors import is_sharded, view_of
 
 __all__ = ["SlotWriter"]
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.state.sharding import local_box, walk_tensors
 from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, loader_position, resume_loader
+from edl.collective.checkpoint.state.tensors import local_box, walk_tensors
 from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 

@@ -20,16 +20,17 @@ from edl.collective.checkpoint.state.fields import (
     optimizer_parameters,
     parameter_names,
 )
+from edl.collective.checkpoint.state.metadata import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
 from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
-from edl.collective.checkpoint.state.sharding import LiveMeshes, walk_tensors
-from edl.collective.checkpoint.state.snapshot import ShardLayout, StateMetadata, TensorEntry, pack_meta, pack_table
 from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader, prepare_loader
 from edl.collective.checkpoint.state.tensors import (
+    LiveMeshes,
     LiveTensors,
     RestoreTarget,
     TensorCollector,
     unrestorable_error,
     view_of,
+    walk_tensors,
 )
 from edl.collective.ranks import rank_of
 from edl.errors import ProtocolError, SettingsError
@@ -63,7 +64,7 @@ class CapturedState:
     """A state at one moment: metadata, and the live tensors beside it, which the next step will change.
 
     Attributes:
-        meta: as `edl.collective.checkpoint.state.snapshot.parse_meta` reads it.
+        meta: as `edl.collective.checkpoint.state.metadata.parse_meta` reads it.
         entries: where each tensor goes in the data.
         tensors: this rank's parts, on whatever device they are.
         holders: the ranks that hold the same shards, this one among them; this one alone with fields `per_rank`;

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from edl.collective.checkpoint.encoding import decode, from_json
 from edl.collective.checkpoint.memory.slots import SlotCopy
-from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, parse_meta, read_meta
+from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, parse_meta, read_meta
 from edl.collective.checkpoint.state.tensors import view_of
 from edl.collective.checkpoint.storage.filesystem import ChecksumWriter
 from edl.collective.checkpoint.storage.manifest import FileDigest, RankManifest

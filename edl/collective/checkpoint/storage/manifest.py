@@ -1,4 +1,4 @@
-"""What a stored checkpoint says of itself, in JSON: a piece for each rank, and a manifest over all files. Pure.
+"""What a stored checkpoint says of itself, in JSON: a file for each rank, and a manifest over all files. Pure.
 
 ::
 
@@ -8,15 +8,23 @@
         .metadata         the same for torch.distributed.checkpoint
         manifest.json     sizes and checksums of all of these; where it is, the checkpoint is complete
 
-The name carries the step, the generation of the world that saved it, and the run that generation belongs to: pieces of
+The name carries the step, the generation of the world that saved it, and the run that generation belongs to: files of
 two runs, which may count generations alike, never meet in one folder. While a checkpoint is written to a folder, the
 folder's name ends in `.tmp`; a store that has no renaming is written in place, and the manifest comes last. What was
 written before runs had names has none in its own, and loads as well.
+
+A step and a generation do not tell two runs apart: each run counts its generations from its beginning, and without an
+agent there is one only. So every run has a number made of the time at which it began and of random bits, which sorts
+runs. Under `edl run` the job's agents agree on it in their Store. Elsewhere the ranks do, when they agree on the next
+save: each proposes a number, and the largest counts. The environment could not tell: torchrun gives the workers of a
+world that changed the same run id, restart count, address and port as those before them.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +33,30 @@ from typing import Any, Final
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.errors import ProtocolError
 
-__all__ = ["MANIFEST", "METADATA", "Manifest", "CheckpointName", "RankManifest", "FileDigest", "newest_first"]
+__all__ = [
+    "CheckpointName",
+    "FileDigest",
+    "MANIFEST",
+    "METADATA",
+    "Manifest",
+    "RankManifest",
+    "new_run_id",
+    "newest_first",
+    "run_name",
+]
+
+_RANDOM_BITS = 31
+
+
+def new_run_id() -> int:
+    """A number that nobody else has, above that of every run that began a second ago or earlier; 63 bits, above 0."""
+    return int(time.time()) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS) or 1
+
+
+def run_name(run: int) -> str:
+    """As it stands in names: 16 hexadecimal digits, which sort as the numbers do."""
+    return f"{run:016x}"
+
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
@@ -39,7 +70,7 @@ class CheckpointName:
 
     Attributes:
         step: the last one finished.
-        run: 16 hexadecimal digits (`edl.collective.checkpoint.storage.run_id`); empty for what older versions wrote.
+        run: 16 hexadecimal digits (`edl.collective.checkpoint.storage.manifest`); empty for what older versions wrote.
         generation: of the world, counted within the run.
         temporary: whether it is a folder to be renamed when it is complete.
     """

@@ -19,7 +19,7 @@ import torch
 from edl.collective.checkpoint.encoding import from_json, to_json
 from edl.collective.checkpoint.memory import transfer
 from edl.collective.checkpoint.memory.restore import RestoredState
-from edl.collective.checkpoint.state.snapshot import StateMetadata, TensorEntry, box_overlap, read_meta
+from edl.collective.checkpoint.state.metadata import StateMetadata, TensorEntry, box_overlap, read_meta
 from edl.collective.checkpoint.state.state import State, StateRestore
 from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
 from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, Manifest, RankManifest

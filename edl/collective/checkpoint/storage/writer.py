@@ -3,7 +3,7 @@
 The agent uses a `CheckpointWriter`, or a thread of the worker where there is no agent. It needs no process group, and
 never makes a worker wait. Every node writes the files of its own ranks; whoever finds all ranks' pieces there completes
 the checkpoint. A world that was given up must not do that, so `fence` is asked last. What belongs together is told by
-the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage.run_id`).
+the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage.manifest`).
 """
 
 from __future__ import annotations

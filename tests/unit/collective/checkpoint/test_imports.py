@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from edl.collective.checkpoint.state.sharding import is_sharded
 from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
+from edl.collective.checkpoint.state.tensors import is_sharded
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.copying import TensorCopier
-from edl.collective.checkpoint.memory.staging import PinnedStaging
+from edl.collective.checkpoint.memory.copying import PinnedStaging, TensorCopier
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Phase, WorkerStatusPage
 

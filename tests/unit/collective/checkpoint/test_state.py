@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.state.sharding import LiveMeshes
-from edl.collective.checkpoint.state.snapshot import TensorEntry, box_overlap, parse_meta
+from edl.collective.checkpoint.state.metadata import TensorEntry, box_overlap, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
-from edl.collective.checkpoint.state.tensors import LiveTensors, view_of
+from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [

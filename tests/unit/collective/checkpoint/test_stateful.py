@@ -14,7 +14,7 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdat
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info  # noqa: E402
 
 from edl.collective import Checkpointer, ElasticSampler, State, run_in_process  # noqa: E402
-from edl.collective.checkpoint.state.snapshot import parse_meta  # noqa: E402
+from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 uses it

@@ -14,7 +14,7 @@ import torch
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory import copying
 from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
-from edl.collective.checkpoint.state.snapshot import parse_meta
+from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Phase, WorkerStatusPage
 
@@ -249,7 +249,7 @@ def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Hel
             checkpointer.save(step)
         phases = []
         finish = checkpointer._writer._copier.finish_copy
-        checkpointer._writer._copier.finish = lambda: (phases.append(board.read_status().phase), finish())  # type: ignore
+        checkpointer._writer._copier.finish_copy = lambda: (phases.append(board.read_status().phase), finish())  # type: ignore
         helper.go.clear()
         train(state)
         checkpointer.save(3)

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.choice import choose_state
 from edl.collective.checkpoint.memory.replica_slots import (
     NO_VERSION,
     ReplicaFolder,
@@ -23,6 +22,7 @@ from edl.collective.checkpoint.memory.replica_slots import (
     kept_prefix,
     newest_common_state,
 )
+from edl.collective.checkpoint.memory.restore_plan import choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, StateVersion, find_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.job_records import JobState, Member, World

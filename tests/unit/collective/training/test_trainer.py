@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-from edl.collective.checkpoint.state.snapshot import parse_meta  # noqa: E402
+from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.collective.checkpoint.state.state import State  # noqa: E402
 from edl.collective.training.batch_size.objective import AutoBatch  # noqa: E402
 from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.checkpoint.memory.choice import choose_state
+from edl.collective.checkpoint.memory.restore_plan import choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader
-from edl.collective.checkpoint.pace import SaveSchedule
+from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.errors import SettingsError
 
 

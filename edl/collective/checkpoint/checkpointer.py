@@ -28,7 +28,7 @@ from edl.settings import positive_float, positive_int, read
 
 __all__ = ["Checkpointer"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 NO_STEP: Final = -1
 """What `Checkpointer.restore` returns where there is nothing to restore."""
@@ -97,11 +97,11 @@ class Checkpointer:
             overhead = OVERHEAD
         self.state = state
         self.generation = read("EDL_GENERATION", int) or 0
-        self._pace = SaveSchedule(overhead, interval_s, interval_steps)
+        self._schedule = SaveSchedule(overhead, interval_s, interval_steps)
         self._slots = slots or SlotPair.from_env()
         self._status_page = board or WorkerStatusPage.from_env()
         self._group = group
-        self._keeping = ReplicaSlots.from_env(self._slots.prefix)
+        self._replica_slots = ReplicaSlots.from_env(self._slots.prefix)
         self._keep_next = False
         self._holders: frozenset[int] = frozenset()
         self._usual_s = 0.0
@@ -127,7 +127,7 @@ class Checkpointer:
         self._slots.remove_mark()
         self._persister: CheckpointPersister | None = None
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
-            self._persister = CheckpointPersister(self._storage, [self._slots.prefix], _log.warning, keep=keep)
+            self._persister = CheckpointPersister(self._storage, [self._slots.prefix], logger.warning, keep=keep)
             self._persister.start()
         self._finished: Callable[[int], object] = _nothing
         self._interrupt: Callable[[], object] = _nothing
@@ -156,13 +156,13 @@ class Checkpointer:
                 self.state,
                 self._slots,
                 self._group,
-                keeping=self._keeping,
+                replica_slots=self._replica_slots,
                 stored=self._stored,
                 since=read("EDL_SINCE_GENERATION", int) or 0,
             )
             if restored is None and self._storage is not None:
                 restored = restore_from_storage(self.state, self._storage, self._group)
-        self._pace.restart()
+        self._schedule.restart()
         self._last, self._keep_next = None, False
         self._ahead_of = reached
         step = NO_STEP if restored is None else restored.step
@@ -170,7 +170,7 @@ class Checkpointer:
         self._training = step >= reached
         self._status_page.enter_phase(Phase.TRAIN if self._training else Phase.ROLLBACK)
         if restored is not None:
-            _log.info("restored the state after step %d, saved by %d ranks", step, restored.world)
+            logger.info("restored the state after step %d, saved by %d ranks", step, restored.world)
             if restored.world != world_of(self._group):
                 self.state.adjust(WorldChange(restored.world, world_of(self._group), step))
         if evaluate:
@@ -200,14 +200,14 @@ class Checkpointer:
             self._training = True
             self._status_page.enter_phase(Phase.TRAIN)
         pausing = self._status_page.is_pause_requested(step)
-        due = self._pace.is_due(step)
+        due = self._schedule.is_due(step)
         if due or force or pausing:
             finish_queued_work()
             place = world_of(self._group), rank_of(self._group)
             with self._status_page.in_phase(Phase.SAVE):
                 wanted = self._storage is not None and (force or pausing or self._store_next)
-                keeping = self._keeping if due and self._keep_next else None
-                save_s = self._save(step, wanted, place, keeping=keeping, wait=force or pausing)
+                replica_slots = self._replica_slots if due and self._keep_next else None
+                save_s = self._save(step, wanted, place, replica_slots=replica_slots, wait=force or pausing)
             if due:  # on all ranks alike, whether or not a pause was asked of all of them yet
                 self._plan_next(step, save_s)
         if pausing:
@@ -263,7 +263,7 @@ class Checkpointer:
         for evaluator in self._evaluators():
             agree_on_pending(evaluator, self._group)
             if evaluator.pending is not None:
-                _log.info("%s after step %d was broken off: it is made again", evaluator.name, evaluator.pending)
+                logger.info("%s after step %d was broken off: it is made again", evaluator.name, evaluator.pending)
                 self._evaluate(evaluator, evaluator.pending)
 
     def wait_until_finished(self) -> bool:
@@ -278,7 +278,7 @@ class Checkpointer:
         """Belong to another world from now on, without a restart of this process: count the interval anew."""
         self._writer.finish_write()
         self.generation = generation
-        self._pace.restart()
+        self._schedule.restart()
         self._last, self._keep_next = None, False
 
     def set_step_hooks(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
@@ -296,7 +296,7 @@ class Checkpointer:
         try:
             self._let_go()
         except TemporaryError as exc:
-            _log.warning("%s", exc)
+            logger.warning("%s", exc)
 
     def _let_go(self) -> None:
         """Give everything back.
@@ -308,8 +308,8 @@ class Checkpointer:
             return
         self._closed = True
         with ExitStack() as stack:  # each step is taken, whatever becomes of those before it
-            if self._keeping is not None:
-                stack.callback(self._keeping.close)
+            if self._replica_slots is not None:
+                stack.callback(self._replica_slots.close)
             stack.callback(self._slots.close)
             if self._persister is not None:
                 stack.callback(self._persister.close_or_raise, CLOSE_S)
@@ -374,7 +374,7 @@ class Checkpointer:
         """Forget evaluations that began and never ended, since the script caught their errors and went on."""
         for evaluator in self._evaluators():
             if evaluator.pending is not None and evaluator.pending < step:
-                _log.warning("%s after step %d failed, and is left out", evaluator.name, evaluator.pending)
+                logger.warning("%s after step %d failed, and is left out", evaluator.name, evaluator.pending)
                 evaluator.pending = None
 
     def _check_open(self) -> None:
@@ -388,7 +388,7 @@ class Checkpointer:
         return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
 
     def _save(
-        self, step: int, persist: bool, place: tuple[int, int], *, keeping: ReplicaSlots | None = None, wait: bool
+        self, step: int, persist: bool, place: tuple[int, int], *, replica_slots: ReplicaSlots | None = None, wait: bool
     ) -> float:
         """Copy the state into the older one of two slots. Returns the seconds that it held training up.
 
@@ -403,21 +403,21 @@ class Checkpointer:
             self._status_page.record_saved_step(step)
             self._usual_s = seconds
             saved = self._slots.newest_slot()
-            if keeping is not None and saved is not None:
-                keeping.keep_slot(saved)
+            if replica_slots is not None and saved is not None:
+                replica_slots.keep_slot(saved)
             if persist and self._persister is not None:
                 self._persister.wake()
 
         # What goes to storage is read as soon as it is complete, so no doubt may come up later.
-        if keeping is not None:
+        if replica_slots is not None:
             self._writer.finish_write()
-            keeping.free_oldest_slot()
+            replica_slots.free_oldest_slot()
         try:
             self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
         except SettingsError as exc:
-            if self._keeping is None or not self._keeping.stop_keeping():
+            if self._replica_slots is None or not self._replica_slots.stop_keeping():
                 raise
-            _log.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
+            logger.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
             self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
         self._saved, self._place = step, place
         self._saved_for_good = persist or self._storage is None
@@ -431,9 +431,9 @@ class Checkpointer:
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)
-        steps = self._pace.propose_steps(step_s, self._usual_s)
+        steps = self._schedule.propose_steps(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
-        keep = not first and self._keeping is not None and self._keeping.is_state_requested()
+        keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
         alone = self._is_alone()
         # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
         busy = self._slots.has_marked_slot
@@ -446,7 +446,7 @@ class Checkpointer:
                 self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)
             store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
-        self._pace.set_next_save(step, steps)
+        self._schedule.set_next_save(step, steps)
         self._store_next, self._keep_next = store, keep and alone
         if self._persister is not None:
             self._persister.set_run(run_name(self._run))
@@ -469,7 +469,7 @@ class Checkpointer:
         while self._status_page.is_pause_requested(step):
             self._interrupt()
             if time.monotonic() > deadline:
-                _log.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
+                logger.warning("paused after step %d for %.0f s, and nobody came: going on", step, self._pause_s)
                 break
             time.sleep(_POLL_S)
         self._status_page.record_resume()
@@ -482,7 +482,7 @@ class Checkpointer:
         Raises:
             TemporaryError: it was stopped for so long that whoever looks after this host should see an end of it.
         """
-        _log.warning(
+        logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
         )
         with self._status_page.in_phase(Phase.PAUSE):

@@ -29,46 +29,58 @@ StoreTensor = Callable[[Any, Path], int]
 """Takes a tensor or numpy array aside. Returns the number by which decoding asks for it."""
 
 LoadTensor = Callable[[int], Any]
-"""Gives what was taken aside under a number: a tensor, or for a numpy array its bytes as a tensor or array of uint8."""
+"""Returns what was taken aside under a number: a tensor, or the bytes of a numpy array as uint8."""
 
 MAX_DEPTH: Final = 64
-"""Containers within containers that a value may have."""
+"""Containers within containers that a value may have: fewer than Python's recursion allows, and a value that contains
+itself is found by it."""
 _JSON_INT: Final = 1 << 62
-_ARRAY, _TENSOR, _LEAF, _PARAMETER = "array", "tensor", "leaf", "parameter"
+"""From here on integers are written as text: JSON's readers other than Python's may take them for 64-bit or floats."""
+_ARRAY = "array"
+_TENSOR = "tensor"
+_LEAF = "leaf"
+_PARAMETER = "parameter"
 
 
-def encode(value: Any, aside: StoreTensor, path: Path = ()) -> bytes:
-    """`value` as bytes.
+def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
+    """Encode a value as bytes.
 
     Args:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
             frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and
             torch tensors (not in sets, nor as keys), nested at most 64 deep.
         aside: is given each tensor and numpy array.
-        path: where `value` is, for messages and for `aside`.
+        path: where `value` is, for messages and for `store_tensor`.
 
     Raises:
         SettingsError: something of another type is in there. The message says where.
     """
-    return to_json(_encode(value, aside, path))
+    return to_json(_encode(value, store_tensor, path))
 
 
-def decode(form: Any, back: LoadTensor) -> Any:
-    """The value that `encode` was given, from what `from_json` makes of its bytes.
+def decode(form: Any, load_tensor: LoadTensor) -> Any:
+    """Decode what `encode` made of a value.
+
+    Args:
+        form: what `from_json` makes of the bytes.
+        load_tensor: returns the tensor or array with a number.
+
+    Returns:
+        The value that `encode` was given.
 
     Raises:
         ProtocolError: the form is not of `encode`.
     """
-    return _decode(form, back)
+    return _decode(form, load_tensor)
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON of values that JSON has a form for."""
+    """Return compact JSON of values that JSON has a form for."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 def from_json(data: bytes) -> Any:
-    """The value of some JSON.
+    """Parse JSON.
 
     Raises:
         ProtocolError: it is no JSON.
@@ -80,11 +92,11 @@ def from_json(data: bytes) -> Any:
 
 
 def dotted(path: Path) -> str:
-    """`path` with dots between its parts, as `torch.distributed.checkpoint` names what is in a nested dict."""
+    """Join a path with dots, as `torch.distributed.checkpoint` names what is in a nested dict."""
     return ".".join(map(str, path))
 
 
-def _encode(value: Any, aside: StoreTensor, path: Path) -> Any:
+def _encode(value: Any, store_tensor: StoreTensor, path: Path) -> Any:
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -95,32 +107,35 @@ def _encode(value: Any, aside: StoreTensor, path: Path) -> Any:
     if len(path) > MAX_DEPTH:
         raise SettingsError(f"{dotted(path[:3])}…: nested more than {MAX_DEPTH} deep, or contains itself")
     if kind is list:
-        return _encode_all(value, aside, path)
+        return _encode_all(value, store_tensor, path)
     if kind is tuple:
-        return {"tuple": _encode_all(value, aside, path)}
+        return {"tuple": _encode_all(value, store_tensor, path)}
     if kind is dict:
-        return {"dict": _encode_items(value, aside, path)}
+        return {"dict": _encode_items(value, store_tensor, path)}
     for tag, container in _DICTS.items():
         if kind is container:
-            return {tag: _encode_items(value, aside, path)}
+            return {tag: _encode_items(value, store_tensor, path)}
     for tag, container in _SETS.items():
         if kind is container:
             return {tag: _encode_all(value, _no_tensor, path)}
     if kind is collections.deque:
-        return {"deque": [value.maxlen, _encode_all(value, aside, path)]}
+        return {"deque": [value.maxlen, _encode_all(value, store_tensor, path)]}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is complex:
         return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
-    return _encode_numpy(value, aside, path) or _encode_torch(value, aside, path) or _refuse(value, path)
+    return _encode_numpy(value, store_tensor, path) or _encode_torch(value, store_tensor, path) or _refuse(value, path)
 
 
-def _encode_all(values: Iterable[Any], aside: StoreTensor, path: Path) -> list[Any]:
-    return [_encode(one, aside, (*path, index)) for index, one in enumerate(values)]
+def _encode_all(values: Iterable[Any], store_tensor: StoreTensor, path: Path) -> list[Any]:
+    return [_encode(item, store_tensor, (*path, index)) for index, item in enumerate(values)]
 
 
-def _encode_items(value: dict[Any, Any], aside: StoreTensor, path: Path) -> list[Any]:
-    return [[_encode(key, _no_tensor, (*path, key)), _encode(one, aside, (*path, key))] for key, one in value.items()]
+def _encode_items(value: dict[Any, Any], store_tensor: StoreTensor, path: Path) -> list[Any]:
+    return [
+        [_encode(key, _no_tensor, (*path, key)), _encode(item, store_tensor, (*path, key))]
+        for key, item in value.items()
+    ]
 
 
 def _no_tensor(value: Any, path: Path) -> int:
@@ -128,19 +143,19 @@ def _no_tensor(value: Any, path: Path) -> int:
     raise SettingsError(f"{dotted(path[:-1])} has a tensor in a set or as a key, where no restored one is found again")
 
 
-def _encode_numpy(value: Any, aside: StoreTensor, path: Path) -> dict[str, Any] | None:
+def _encode_numpy(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str, Any] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None
     if isinstance(value, numpy.generic) and not value.dtype.hasobject:
         return {"scalar": [_dtype_of(value, path), value.tobytes().hex()]}
     if type(value) is numpy.ndarray and not value.dtype.hasobject:
-        return {_ARRAY: [_dtype_of(value, path), list(value.shape), aside(value, path)]}
+        return {_ARRAY: [_dtype_of(value, path), list(value.shape), store_tensor(value, path)]}
     return None
 
 
 def _dtype_of(value: Any, path: Path) -> str:
-    """The numpy type, in words that make it again."""
+    """Return the text from which numpy makes the dtype again."""
     import numpy as np
 
     text: str = value.dtype.str
@@ -149,14 +164,14 @@ def _dtype_of(value: Any, path: Path) -> str:
     return text
 
 
-def _encode_torch(value: Any, aside: StoreTensor, path: Path) -> dict[str, Any] | None:
+def _encode_torch(value: Any, store_tensor: StoreTensor, path: Path) -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
     if isinstance(value, torch.nn.Parameter):
-        return {_PARAMETER: [aside(value, path), value.requires_grad]}
+        return {_PARAMETER: [store_tensor(value, path), value.requires_grad]}
     if isinstance(value, torch.Tensor):
-        return {_LEAF if value.requires_grad and value.is_leaf else _TENSOR: aside(value, path)}
+        return {_LEAF if value.requires_grad and value.is_leaf else _TENSOR: store_tensor(value, path)}
     if isinstance(value, torch.Size):
         return {"size": list(value)}
     if isinstance(value, torch.dtype):
@@ -174,36 +189,40 @@ def _refuse(value: Any, path: Path) -> Any:
     )
 
 
-def _decode(form: Any, back: LoadTensor) -> Any:
+def _decode(form: Any, load_tensor: LoadTensor) -> Any:
     if isinstance(form, list):
-        return [_decode(one, back) for one in form]
+        return [_decode(item, load_tensor) for item in form]
     if not isinstance(form, dict):
         return form
     if len(form) != 1:
         raise ProtocolError(f"a tagged value has the tags {sorted(form)[:5]}: one is wanted")
     ((tag, content),) = form.items()
     try:
-        return _DECODERS[tag](content, back)
+        return _DECODERS[tag](content, load_tensor)
     except (KeyError, TypeError, ValueError, AttributeError, struct.error) as exc:
         raise ProtocolError(f"a value tagged {tag!r} cannot be read: {exc!r}") from exc
 
 
-def _decode_items(items: Any, back: LoadTensor) -> dict[Any, Any]:
-    return {_decode(key, back): _decode(one, back) for key, one in items}
+def _decoder(load_tensor: LoadTensor) -> Callable[[Any], Any]:
+    return lambda form: _decode(form, load_tensor)
 
 
-def _decode_scalar(content: Any, back: LoadTensor) -> Any:
+def _decode_items(items: Any, load_tensor: LoadTensor) -> dict[Any, Any]:
+    return {_decode(key, load_tensor): _decode(item, load_tensor) for key, item in items}
+
+
+def _decode_scalar(content: Any, load_tensor: LoadTensor) -> Any:
     import numpy as np
 
     dtype, data = content
     return np.ndarray((), _plain_dtype(dtype), bytes.fromhex(data))[()]
 
 
-def _decode_array(content: Any, back: LoadTensor) -> Any:
+def _decode_array(content: Any, load_tensor: LoadTensor) -> Any:
     import numpy as np
 
     dtype, shape, number = content
-    return np.ndarray(tuple(shape), _plain_dtype(dtype), np.asarray(back(number)))
+    return np.ndarray(tuple(shape), _plain_dtype(dtype), np.asarray(load_tensor(number)))
 
 
 def _plain_dtype(text: str) -> Any:
@@ -215,7 +234,7 @@ def _plain_dtype(text: str) -> Any:
     return dtype
 
 
-def _decode_dtype(content: Any, back: LoadTensor) -> Any:
+def _decode_dtype(content: Any, load_tensor: LoadTensor) -> Any:
     import torch
 
     dtype = getattr(torch, content)
@@ -224,46 +243,46 @@ def _decode_dtype(content: Any, back: LoadTensor) -> Any:
     return dtype
 
 
-def _decode_size(content: Any, back: LoadTensor) -> Any:
+def _decode_size(content: Any, load_tensor: LoadTensor) -> Any:
     import torch
 
     return torch.Size(content)
 
 
-def _decode_device(content: Any, back: LoadTensor) -> Any:
+def _decode_device(content: Any, load_tensor: LoadTensor) -> Any:
     import torch
 
     return torch.device(content)
 
 
-def _decode_parameter(content: Any, back: LoadTensor) -> Any:
+def _decode_parameter(content: Any, load_tensor: LoadTensor) -> Any:
     import torch
 
     number, requires_grad = content
-    tensor = back(number)
+    tensor = load_tensor(number)
     return tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, requires_grad)
 
 
 _DICTS: Final = {"ordered": collections.OrderedDict, "counter": collections.Counter}
 _SETS: Final = {"set": set, "frozenset": frozenset}
 _DECODERS: Final[dict[str, Callable[[Any, LoadTensor], Any]]] = {
-    "int": lambda content, back: int(content, 16),
-    "float": lambda content, back: struct.unpack(">d", bytes.fromhex(content))[0],
-    "complex": lambda content, back: complex(*struct.unpack(">dd", bytes.fromhex(content))),
-    "bytes": lambda content, back: base64.b64decode(content, validate=True),
-    "tuple": lambda content, back: tuple(_decode(one, back) for one in content),
+    "int": lambda content, load_tensor: int(content, 16),
+    "float": lambda content, load_tensor: struct.unpack(">d", bytes.fromhex(content))[0],
+    "complex": lambda content, load_tensor: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "bytes": lambda content, load_tensor: base64.b64decode(content, validate=True),
+    "tuple": lambda content, load_tensor: tuple(map(_decoder(load_tensor), content)),
     "dict": _decode_items,
-    "ordered": lambda content, back: collections.OrderedDict(_decode_items(content, back)),
-    "counter": lambda content, back: collections.Counter(_decode_items(content, back)),
-    "set": lambda content, back: {_decode(one, back) for one in content},
-    "frozenset": lambda content, back: frozenset(_decode(one, back) for one in content),
-    "deque": lambda content, back: collections.deque((_decode(one, back) for one in content[1]), content[0]),
+    "ordered": lambda content, load_tensor: collections.OrderedDict(_decode_items(content, load_tensor)),
+    "counter": lambda content, load_tensor: collections.Counter(_decode_items(content, load_tensor)),
+    "set": lambda content, load_tensor: set(map(_decoder(load_tensor), content)),
+    "frozenset": lambda content, load_tensor: frozenset(map(_decoder(load_tensor), content)),
+    "deque": lambda content, load_tensor: collections.deque(map(_decoder(load_tensor), content[1]), content[0]),
     "scalar": _decode_scalar,
     "size": _decode_size,
     "dtype": _decode_dtype,
     "device": _decode_device,
     _ARRAY: _decode_array,
-    _TENSOR: lambda content, back: back(content),
-    _LEAF: lambda content, back: back(content).requires_grad_(),
+    _TENSOR: lambda content, load_tensor: load_tensor(content),
+    _LEAF: lambda content, load_tensor: load_tensor(content).requires_grad_(),
     _PARAMETER: _decode_parameter,
 }

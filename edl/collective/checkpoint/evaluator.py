@@ -93,7 +93,7 @@ def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> An
     form = encode(result, _refuse_tensor, (evaluator.name,))
     if world_of(group) > 1:
         gathered = transfer.gather_bytes(form, group)
-        form = next((one for one in gathered if one != b"null"), form)
+        form = next((form for form in gathered if form != b"null"), form)
     return decode(from_json(form), _no_tensor)
 
 
@@ -109,8 +109,8 @@ def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
     if step == _NONE_PENDING:
         return
     known = encode([evaluator.results[step]] if step in evaluator.results else None, _refuse_tensor)
-    results = [from_json(one) for one in transfer.gather_bytes(known, group)]
-    found = next((one for one in results if one is not None), None)
+    results = [from_json(form) for form in transfer.gather_bytes(known, group)]
+    found = next((form for form in results if form is not None), None)
     if found is None:
         evaluator.pending = step
     elif step not in evaluator.results:

@@ -30,8 +30,8 @@ class SaveSchedule:
     _warm: bool = False
 
     def __post_init__(self) -> None:
-        given = [one for one in (self.overhead, self.interval_s, self.interval_steps) if one is not None]
-        if len(given) != 1 or not 0 < given[0] < math.inf:
+        rates = [rate for rate in (self.overhead, self.interval_s, self.interval_steps) if rate is not None]
+        if len(rates) != 1 or not 0 < rates[0] < math.inf:
             raise SettingsError(
                 f"overhead={self.overhead}, interval_s={self.interval_s}, interval_steps={self.interval_steps}: "
                 "give exactly one of them, above 0"

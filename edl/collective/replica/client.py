@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaRefusedError", "send_states"]
 
 _OPERATION_S: Final = 10.0
+"""How long a read or write may take: a receiver that clears memory for gigabytes takes some seconds."""
 
 
 class ReplicaRefusedError(PermanentError):
-    """The receiver does not want the state, and says why."""
+    """The receiver refuses the state, and says why."""
 
 
 def send_states(
@@ -46,17 +47,18 @@ def send_states(
 
     Args:
         address: host and port of the receiver.
+        secret: of the job.
         node: this node's name.
-        states: of each worker, by local rank.
-        stopping: asked between any two megabytes; true to give up.
-        tls: for the connection, None to send what whoever reads the network can read.
-        operation_s: how long each operation on the connection may take.
+        states: of the workers, by local rank.
+        stopping: is asked between any two megabytes; true to give up.
+        tls: for the connection; without it the states can be read from the network.
+        operation_s: how long an operation on the connection may take, in seconds.
 
     Raises:
         TemporaryError: the receiver does not answer, went away, or a state was overwritten meanwhile. The receiver has
             what it had before.
         ProtocolError: it is not an agent of this job.
-        Refused: it has no room.
+        ReplicaRefusedError: it has no room.
     """
     where = f"the agent at {address[0]}:{address[1]}"
     with translate_errors(where), ExitStack() as stack:
@@ -79,7 +81,7 @@ def _send(
     if meta is None:
         raise TemporaryError(f"{state.path} was overwritten before it was sent")
     header = state.header
-    others = [one.header.version for one in find_slots(state.path.with_suffix("")) if one != state]
+    others = [slot.header.version for slot in find_slots(state.path.with_suffix("")) if slot != state]
     announcement = ReplicaAnnouncement(
         node,
         local_rank,
@@ -95,7 +97,7 @@ def _send(
 
 
 def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
-    """The data and the metadata. Raises before the end if it was overwritten, so that it is worth nothing there."""
+    """Yield the data and the metadata. Raises before the end if they were overwritten: the receiver drops them then."""
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
         for begin in range(0, len(whole), CHUNK_NBYTES):

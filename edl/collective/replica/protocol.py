@@ -5,20 +5,20 @@
     receiver -> sender   32 random bytes
     sender -> receiver   32 random bytes, HMAC(secret, "sender" | both)
     receiver -> sender   HMAC(secret, "receiver" | both)
-    then, for each part of the state
+    then, for every part of the state
     sender -> receiver   frame: JSON that says what comes (`ReplicaAnnouncement`)
     receiver -> sender   frame: `GO_ON`, or `PRESENT` if it has that, or else why it refuses it
     sender -> receiver   the data and the metadata as they are, and their tag; not if it is present
     receiver -> sender   frame: `GO_ON`, now that it has all
 
-A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. The key of those is made of the secret
-and both sides' random bytes, and each HMAC counts in how many were sent before it, so that nothing can be changed,
+A frame is its length (4 bytes, little-endian), so many bytes, and their HMAC. The key of HMACs is made of the secret
+and both sides' random bytes, and every HMAC counts in how many were sent before it, so that nothing can be changed,
 repeated or left out. All HMACs are HMAC-SHA256. Nothing is believed, and no memory taken, before the other side has
-shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is one of
+shown that it knows the secret. What is sent can be read by whoever reads the network, unless the connection is
 TLS (`edl.protocol.tls.peers`), within which all of this is said.
 
-One core makes some 1.8 GB/s of HMACs where it has instructions for SHA-256, and a third of that where not. So the tag
-of data is that of a tree: the HMAC of the HMACs of its pieces, each with its number, which threads make while the next
+A core makes some 1.8 GB/s of HMACs where it has instructions for SHA-256, and a third of that where not. So the tag
+of data is that of a tree: the HMAC of the HMACs of its pieces and their numbers, which threads make while the next
 pieces are on their way. TLS has made sure of every byte already, and of who sent it: there the tag is of the length.
 
 Every operation on the socket has a deadline.
@@ -52,30 +52,32 @@ __all__ = [
 ]
 
 CHUNK_NBYTES: Final = 1 << 20
-"""Of a piece that is sent, and of one that is authenticated by itself: both sides must cut alike."""
+"""Bytes of a piece, which is sent and authenticated by itself: both sides must cut alike. A tenth of it would make ten
+times as many HMACs, each with its cost in Python; ten times it would leave the caches of the cores."""
 _HASHERS: Final = 4
 """Threads that make the HMACs of pieces: as many as keep pace with 50 Gbit/s."""
 _AHEAD: Final = 16
 """Pieces that wait for these threads at most, since each is held in memory until then."""
 GO_ON: Final = b""
 PRESENT: Final = b"present"
-_NONCE_NBYTES: Final = 32
-_MAC_NBYTES: Final = 32
-_FRAME_MOST_NBYTES: Final = 1 << 16
-_META_MOST_NBYTES: Final = 1 << 30
+_NONCE_NBYTES: Final = 32  # 256 bits of chance: no nonce comes twice
+_MAC_NBYTES: Final = 32  # of SHA-256
+_FRAME_MOST_NBYTES: Final = 1 << 16  # an announcement has some 300 bytes; more memory is not taken on another's word
+_META_MOST_NBYTES: Final = 1 << 30  # some 150 bytes a tensor; more is not taken on another's word
 HANDSHAKE_S: Final = 5.0
+"""How long the other side may take to show that it knows the secret: a stranger (a port scan) stays so long."""
 _NODE: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}")
 
 
 @dataclass(frozen=True)
 class ReplicaAnnouncement:
-    """What is sent next: the state of one worker.
+    """What is sent next: the state of a worker.
 
     Attributes:
-        node: who sends it.
+        node: the name of the sending node.
         local_rank: of the worker on that node.
-        generation, step, world, rank: the label of its slot.
-        data_nbytes, meta_nbytes: how much will come.
+        generation, step, world, rank: the header of its slot.
+        data_nbytes, meta_nbytes: how many bytes of tensors and of metadata will come.
         before: generation, step and world of the state that the sender holds besides; newer ones that the receiver has
             were given up.
     """
@@ -91,54 +93,58 @@ class ReplicaAnnouncement:
     before: tuple[int, int, int]
 
     def encode(self) -> bytes:
-        """JSON."""
+        """Return the announcement as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> ReplicaAnnouncement:
-        """The inverse of `encode`.
+        """Parse what `encode` made.
 
         Raises:
             ProtocolError: the bytes are something else, or say what cannot be.
         """
         try:
             fields = json.loads(data)
-            told = cls(**{**fields, "before": tuple(fields["before"])})
+            decoded = cls(**{**fields, "before": tuple(fields["before"])})
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not the announcement of a replica: {data[:200]!r} ({exc})") from exc
-        numbers = (told.local_rank, told.generation, told.step, told.world, told.rank, told.data_nbytes)
+        place = (decoded.local_rank, decoded.generation, decoded.step, decoded.world, decoded.rank)
+        numbers = (*place, decoded.data_nbytes)
         possible = (
-            isinstance(told.node, str)
-            and _NODE.fullmatch(told.node) is not None
-            and all(type(one) is int for one in (*numbers, told.meta_nbytes, *told.before))
-            and all(0 <= one < 1 << 62 for one in numbers)
-            and told.rank < told.world
-            and 0 <= told.meta_nbytes <= _META_MOST_NBYTES
-            and len(told.before) == 3
+            isinstance(decoded.node, str)
+            and _NODE.fullmatch(decoded.node) is not None
+            and all(type(number) is int for number in (*numbers, decoded.meta_nbytes, *decoded.before))
+            and all(0 <= number < 1 << 62 for number in numbers)
+            and decoded.rank < decoded.world
+            and 0 <= decoded.meta_nbytes <= _META_MOST_NBYTES
+            and len(decoded.before) == 3
         )
         if not possible:
-            raise ProtocolError(f"an impossible announcement of a replica: {told}")
-        return told
+            raise ProtocolError(f"an impossible announcement of a replica: {decoded}")
+        return decoded
 
 
 class AuthenticatedConnection:
-    """An authenticated connection. Whatever is raised, it is good for nothing afterwards.
+    """A connection between two agents that know the job's secret. After an error it is good for nothing.
+
+    The constructor shakes hands.
 
     Args:
-        connection: stays the caller's to close.
-        timeout_s: of each operation on it.
+        connection: to the other agent; the caller closes it.
+        secret: of the job.
+        sending: whether this side sends states, rather than receiving them.
+        timeout_s: how long an operation on the connection may take, in seconds.
+
+    Raises:
+        ProtocolError: the other side does not know the secret, or speaks something else.
+        OSError: the connection failed, or an operation took too long.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, sending: bool, timeout_s: float) -> None:
-        """Shake hands.
-
-        Raises:
-            ProtocolError: the other side does not know the secret, or speaks something else.
-            OSError: the connection failed, or an operation took too long.
-        """
         self._connection = connection
         self._private = isinstance(connection, ssl.SSLSocket)
-        self._sent = self._received = 0
+        self._sent = 0
+        self._received = 0
         deadline = time.monotonic() + HANDSHAKE_S
         mine = secrets.token_bytes(_NONCE_NBYTES)
         if sending:
@@ -155,18 +161,18 @@ class AuthenticatedConnection:
             raise ProtocolError("the other side does not know the secret of this job")
         if not sending:
             connection.sendall(_mac(secret, b"receiver", both))
-        kinds = (b"to receiver", b"to sender") if sending else (b"to sender", b"to receiver")
-        self._send_key, self._receive_key = (_mac(secret, kind, both) for kind in kinds)
+        self._send_key = _mac(secret, b"to receiver" if sending else b"to sender", both)
+        self._receive_key = _mac(secret, b"to sender" if sending else b"to receiver", both)
         connection.settimeout(timeout_s)
 
     def send_frame(self, data: bytes) -> None:
-        """Send a message of up to 64 KiB."""
+        """Send a message of at most 64 KiB."""
         mac = self._next_sent()
         mac.update(data)
         self._connection.sendall(len(data).to_bytes(4, "little") + data + mac.digest())
 
     def receive_frame(self) -> bytes:
-        """The next message.
+        """Receive the next message.
 
         Raises:
             ProtocolError: it was changed on the way.
@@ -180,22 +186,27 @@ class AuthenticatedConnection:
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
-        """Send pieces of bytes, of which the other side knows how many there are, each but the last of a target of
-        `CHUNK_NBYTES`. Nothing is valid there before all were sent.
+        """Send pieces of bytes, which are valid on the other side once all were sent.
+
+        Args:
+            parts: of `CHUNK_NBYTES`, the last of a target excepted. The other side knows how many bytes there are.
         """
-        with _Tree(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
+        with _TreeMac(self._next_sent(), self._send_key, self._sent, hashing=not self._private) as tree:
             for part in parts:
                 tree.add(part)
                 self._connection.sendall(part)
             self._connection.sendall(tree.tag())
 
     def receive_bulk(self, *targets: memoryview) -> None:
-        """Fill the targets. What is in them is not to be used before this returns.
+        """Fill memory with what is sent; it must not be used before this returns.
+
+        Args:
+            targets: memory for as many bytes as the other side sends.
 
         Raises:
             ProtocolError: something was changed on the way.
         """
-        with _Tree(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
+        with _TreeMac(self._next_received(), self._receive_key, self._received, hashing=not self._private) as tree:
             for target in targets:
                 for begin in range(0, len(target), CHUNK_NBYTES):
                     piece = target[begin : begin + CHUNK_NBYTES]
@@ -231,8 +242,8 @@ class AuthenticatedConnection:
             got += more
 
 
-class _Tree:
-    """The tag of many pieces: threads make each one's HMAC, and `tag` the HMAC of all of these.
+class _TreeMac:
+    """The tag of many pieces: threads make the HMACs of pieces, and `tag` the HMAC of all of these.
 
     A piece's HMAC begins with its number and has a key of its own, so that it can stand for nothing else.
 
@@ -244,13 +255,14 @@ class _Tree:
     """
 
     def __init__(self, root: hmac.HMAC, key: bytes, count: int, *, hashing: bool) -> None:
-        self._root, self._count = root, count
+        self._root = root
+        self._count = count
         self._key = _mac(key, b"pieces")
         self._pool = ThreadPoolExecutor(_HASHERS, thread_name_prefix="edl-hash") if hashing else None
         self._leaves: list[Future[bytes]] = []
         self._nbytes = 0
 
-    def __enter__(self) -> _Tree:
+    def __enter__(self) -> _TreeMac:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -258,7 +270,7 @@ class _Tree:
             self._pool.shutdown(cancel_futures=True)  # nothing of the other side's memory is looked at afterwards
 
     def add(self, piece: bytes | memoryview) -> None:
-        """Count a piece in, which stays as it is until `tag`. Waits where the threads are far behind."""
+        """Count a piece in, which must not change until `tag`. Waits where the threads are far behind."""
         self._nbytes += len(piece)
         if self._pool is not None:
             number = len(self._leaves)
@@ -267,7 +279,7 @@ class _Tree:
                 self._leaves[number - _AHEAD].result()
 
     def tag(self) -> bytes:
-        """Of all pieces."""
+        """Return the tag of all pieces."""
         self._root.update(self._nbytes.to_bytes(8, "little"))
         for leaf in self._leaves:
             self._root.update(leaf.result())
@@ -284,7 +296,7 @@ def translate_errors(what: str) -> Iterator[None]:
     """Turn the errors of a connection into EDL's.
 
     Raises:
-        TemporaryError: in place of an OSError, with `what` in front.
+        TemporaryError: instead of an OSError, with `what` in front.
     """
     try:
         yield

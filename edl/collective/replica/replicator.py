@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from edl.background import BackgroundLoop
 from edl.collective.checkpoint.memory.replica_slots import (
     NO_VERSION,
     ReplicaFolder,
@@ -33,13 +34,20 @@ if TYPE_CHECKING:
 
 __all__ = ["JobSecret", "Replicator", "replica_peer"]
 
-_LOOK_EVERY_S: Final = 0.2
+_POLL_S: Final = 0.2
+"""How often to look for kept states: they are kept every ten seconds or so, and a look reads some pages of memory."""
 _CLOSE_S: Final = 1.0
-_SECRET_NBYTES: Final = 32
+"""How long to wait for a transfer under way, which may wait for a peer that does not answer: the node is leaving."""
+_SECRET_NBYTES: Final = 32  # 256 bits, as many as the HMACs have that it is for
 
 
 def replica_peer(world: World, node: str) -> Member | None:
-    """Who keeps the replica of a node's state: the next member that takes any, None if there is no other."""
+    """Return the member that keeps the replica of a node's state: the next that takes any, None if there is no other.
+
+    Args:
+        world: the members, in order.
+        node: the name of the node.
+    """
     place = world.position(node)
     if place is None:
         return None
@@ -48,7 +56,12 @@ def replica_peer(world: World, node: str) -> Member | None:
 
 
 class JobSecret:
-    """What all agents of a job know, and nobody who cannot read its Store. Made by whoever needs it first."""
+    """What the agents of a job know, and no process that cannot read the job's Store. The first agent makes it.
+
+    Args:
+        store: of the job.
+        job: the name of the job.
+    """
 
     def __init__(self, store: Store, job: str) -> None:
         self._store = store
@@ -56,7 +69,7 @@ class JobSecret:
         self._known = b""
 
     def __call__(self) -> bytes:
-        """The secret.
+        """Return the secret.
 
         Raises:
             DiscoveryError: the store does not answer.
@@ -73,14 +86,15 @@ class JobSecret:
 
 
 class Replicator:
-    """Runs from now until `close`, in threads of its own.
+    """Sends states to the peer and receives those of another node, in threads, until `close`.
 
     Args:
         node: this node's name.
         folder: for what concerns replicas, in memory; what a dead agent left there is used.
-        slots: `EDL_SLOTS` of each worker of this node.
-        secret: gives the job's secret.
-        say: called with each line that a person should see.
+        slots: `EDL_SLOTS` of the workers of this node, by local rank.
+        secret: returns the job's secret.
+        say: is called with every line that a person should see.
+        pace: how often states are sent.
         tls: for connections between agents, None for none.
     """
 
@@ -101,22 +115,23 @@ class Replicator:
         self._slots = list(slots)
         self._secret = secret
         self._say = say
-        self._course = ReplicationSchedule(pace or ReplicaPace.from_env())
+        self._schedule = ReplicationSchedule(pace or ReplicaPace.from_env())
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._peer: Member | None = None
         self._world = 0
-        self._handing = self._handed = self._silent = self._closing = False
+        self._handing_over = False
+        self._handed_over = False
+        self._silent = False
+        self._closing = False
         self._replicated_us = 0
         self._noticed: tuple[StateVersion, int] = (NO_VERSION, 0)
         self._tls = tls
         self._server = ReplicaServer(self._folder, secret, say, tls=tls)
-        self._thread = threading.Thread(target=self._run, name="edl-replication", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("edl-replication", self._replicate)
 
     @property
     def port(self) -> int:
-        """Where other agents send their states."""
+        """The port to which other agents send their states."""
         return self._server.port
 
     @property
@@ -125,76 +140,74 @@ class Replicator:
         return self._replicated_us
 
     def change_world(self, world: World) -> None:
-        """Have the peer of another world from now on. Call it before that world's workers begin."""
+        """Have the peer of another world from now on; to be called before that world's workers begin."""
         peer = replica_peer(world, self._node)
         with self._lock:
             same = peer is not None and self._peer is not None and peer.id == self._peer.id
             self._peer = peer
             self._world += 1
-            self._handing = self._handed = False
+            self._handing_over = False
+            self._handed_over = False
             self._folder.request_newer_than(None)
-            self._course.start_world(same_peer=same)
+            self._schedule.start_world(same_peer=same)
             if not same:
                 self._replicated_us = 0
-        self._wake.set()
+        self._loop.wake()
 
     def hand_over_state(self) -> bool:
-        """Give the newest state of all workers to the peer, now that they have paused and this node is to leave.
+        """Send the newest state of all workers to the peer, now that they have paused and this node is to leave.
 
         Returns at once; to be called until it returns True: the peer has it, does not take it, or needs none of it.
         """
-        if not self._handing:
-            self._handing = True
-            self._wake.set()
-        return self._handed
+        if not self._handing_over:
+            self._handing_over = True
+            self._loop.wake()
+        return self._handed_over
 
     def close(self) -> None:
         """Stop sending and receiving, in the middle of a state if there is one. What is complete stays."""
         self._closing = True
-        self._wake.set()
         self._server.close()
-        self._thread.join(_CLOSE_S)  # it may wait for a peer that does not answer
+        self._loop.close(_CLOSE_S)
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._wake.wait(_LOOK_EVERY_S)
-            self._wake.clear()
-            with self._lock:
-                peer, world = self._peer, self._world
-            try:
-                if self._handing and not self._handed:
-                    self._hand_over(peer, world)
-                elif peer is not None:
-                    self._follow(peer, world)
-            except OSError as exc:  # of the host's own memory
-                self._complain(f"no replica of this node's state is made ({exc})")
+    def _replicate(self) -> float:
+        with self._lock:
+            peer, world = self._peer, self._world
+        try:
+            if self._handing_over and not self._handed_over:
+                self._hand_over(peer, world)
+            elif peer is not None:
+                self._follow_schedule(peer, world)
+        except OSError as exc:  # of the host's own memory
+            self._report_failure(f"no replica of this node's state is made ({exc})")
+        return _POLL_S
 
-    def _follow(self, peer: Member, world: int) -> None:
-        """Do what is next."""
+    def _follow_schedule(self, peer: Member, world: int) -> None:
+        """Do what the schedule says is next."""
         held = [find_slots(kept_prefix(slots)) for slots in self._slots]
         states = newest_common_state(held)
         common = states[0].header.version if states else NO_VERSION
         if self._noticed[0] != common:
             self._noticed = (common, time.time_ns() // 1000)
         noticed_us = self._noticed[1]
-        newest = max((one.header.version for found in held for one in found), default=NO_VERSION)
+        newest = max((slot.header.version for found in held for slot in found), default=NO_VERSION)
         with self._lock:
             if world != self._world:
                 return
-            act = self._course.next_action(time.monotonic(), common, newest)
-            if act is ReplicaAction.WANT and self._folder.requested_version() != newest:
+            action = self._schedule.next_action(time.monotonic(), common, newest)
+            if action is ReplicaAction.WANT and self._folder.requested_version() != newest:
                 self._folder.request_newer_than(newest)
-        if act is ReplicaAction.SEND:
+        if action is ReplicaAction.SEND:
             began = time.monotonic()
             done = self._send(peer, world, states)
             with self._lock:
                 if world != self._world:
                     return
                 if done:
-                    self._course.record_sent(common, began, time.monotonic())
+                    self._schedule.record_sent(common, began, time.monotonic())
                     self._replicated_us = noticed_us
                 else:
-                    self._course.record_failure(time.monotonic())
+                    self._schedule.record_failure(time.monotonic())
 
     def _hand_over(self, peer: Member | None, world: int) -> None:
         held = [[*find_slots(slots), *find_slots(kept_prefix(slots))] for slots in self._slots]
@@ -204,7 +217,7 @@ class Replicator:
                 self._send(peer, world, states)
         finally:
             with self._lock:
-                self._handed = self._handing and world == self._world
+                self._handed_over = self._handing_over and world == self._world
 
     def _send(self, peer: Member, world: int, states: Sequence[CompleteSlot]) -> bool:
         """Send states of all workers. Returns whether the peer has them."""
@@ -217,15 +230,15 @@ class Replicator:
             send_states(address, self._secret(), self._node, states, stopping=stopping, tls=self._tls)
         except EDLError as exc:
             if not stopping():
-                self._complain(f"node {peer.id} did not take a replica of this node's state ({exc})")
+                self._report_failure(f"node {peer.id} did not take a replica of this node's state ({exc})")
             return False
         if self._silent:
             self._silent = False
             self._say(f"node {peer.id} takes replicas of this node's state")
         return True
 
-    def _complain(self, what: str) -> None:
-        """Say what does not work, once."""
+    def _report_failure(self, what: str) -> None:
+        """Report what does not work, once."""
         if not self._silent:
             self._silent = True
             self._say(f"{what}: tried again later")

@@ -1,4 +1,4 @@
-"""When a node's agent sends a state to its peer, and when it has the workers keep another one: pure."""
+"""When a node's agent sends a state to its peer, and when it has the workers keep another: pure."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from edl.collective.checkpoint.memory.slots import StateVersion
 from edl.errors import SettingsError
 from edl.settings import positive_float, read
 
-__all__ = ["ReplicaAction", "ReplicationSchedule", "ReplicaPace"]
+__all__ = ["ReplicaAction", "ReplicaPace", "ReplicationSchedule"]
 
 
 @dataclass(frozen=True)
 class ReplicaPace:
-    """How often.
+    """How often states are sent.
 
     Attributes:
-        interval_s: from the beginning of one transfer to the next, at least.
-        share: of the time that transfers may take, at most. A replica is as old as two transfers by 1 / share and one
-            more at worst: with a half, three times what a transfer takes.
-        retry_s: how long to leave a peer alone that did not take a state.
-        patience_s: how long to wait for workers of this node that have not kept what others have. After that the state
-            is passed over: they died, or saved it elsewhere.
+        interval_s: seconds from the beginning of a transfer to the next, at least.
+        share: of the time that transfers may take, at most. A replica is as old as two transfers by 1 / share and
+            another transfer at worst: with a half, three times what a transfer takes.
+        retry_s: how long to leave a peer alone that did not take a state, in seconds.
+        patience_s: how long to wait for workers of this node that have not kept what others have, in seconds. After
+            that the state is passed over: they died, or saved it elsewhere.
+
+    Raises:
+        SettingsError: a duration is negative, or the share not above 0 and up to 1.
     """
 
     interval_s: float = 10.0
@@ -34,10 +37,10 @@ class ReplicaPace:
 
     @classmethod
     def from_env(cls) -> ReplicaPace:
-        """As `EDL_REPLICA_SHARE` says, or else as it is.
+        """Read `EDL_REPLICA_SHARE`; the rest is as it is.
 
         Raises:
-            SettingsError: it is not above 0 and up to 1.
+            SettingsError: the share is not above 0 and up to 1.
         """
         return cls(share=read("EDL_REPLICA_SHARE", positive_float) or cls.share)
 
@@ -53,47 +56,64 @@ class ReplicaAction(Enum):
     SEND = "send"
     """Send the newest state that all workers have kept."""
     WANT = "want"
-    """Have the workers keep a newer one than any has."""
+    """Have the workers keep a newer state than any has."""
 
 
 class ReplicationSchedule:
-    """What one node has sent to its present peer, and what comes next. All times are of one clock, in seconds."""
+    """What a node has sent to its present peer, and what comes next. All times are of the same clock, in seconds.
+
+    Args:
+        pace: how often states are sent.
+    """
 
     def __init__(self, pace: ReplicaPace) -> None:
         self._pace = pace
         self._sent = NO_VERSION
-        self._due = self._retry = -math.inf
+        self._due = -math.inf
+        self._retry = -math.inf
         self._passed_over: tuple[StateVersion, float] = (NO_VERSION, -math.inf)
 
     def start_world(self, *, same_peer: bool) -> None:
-        """A new world: its first state is kept at once, and a new peer gets what there is before that."""
-        if not same_peer:
-            self._sent = NO_VERSION
-        self._due = self._retry = -math.inf
-
-    def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
-        """What to do.
+        """Begin another world: its first state is kept at once, and a new peer gets what there is before that.
 
         Args:
+            same_peer: whether the peer is that of the world before.
+        """
+        if not same_peer:
+            self._sent = NO_VERSION
+        self._due = -math.inf
+        self._retry = -math.inf
+
+    def next_action(self, now: float, common: StateVersion, newest: StateVersion) -> ReplicaAction:
+        """Return what to do.
+
+        Args:
+            now: the time.
             common: the newest state that all workers of this node have kept.
             newest: the newest that any of them has.
         """
         if common > self._sent:
             return ReplicaAction.SEND if now >= self._retry else ReplicaAction.WAIT
         if newest > max(common, self._sent):
-            stamp, since = self._passed_over
-            if stamp != newest:
+            version, since = self._passed_over
+            if version != newest:
                 self._passed_over = (newest, now)
                 return ReplicaAction.WAIT
             if now - since < self._pace.patience_s:
                 return ReplicaAction.WAIT
         return ReplicaAction.WANT if now >= self._due else ReplicaAction.WAIT
 
-    def record_sent(self, stamp: StateVersion, began: float, ended: float) -> None:
-        """The peer has this state of all workers."""
-        self._sent = stamp
+    def record_sent(self, version: StateVersion, began: float, ended: float) -> None:
+        """Record that the peer has this state of all workers.
+
+        Args:
+            version: of the state.
+            began: when the transfer began.
+            ended: when the peer had it all.
+        """
+        self._sent = version
         self._due = max(began + self._pace.interval_s, began + (ended - began) / self._pace.share)
 
     def record_failure(self, now: float) -> None:
-        """The peer did not take it."""
+        """Record that the peer did not take a state."""
         self._retry = now + self._pace.retry_s

@@ -1,4 +1,4 @@
-"""The receiving side of replicas: takes the states that another agent sends into this host's memory, whole or not."""
+"""The receiving side of replicas: takes the states that another agent sends into this host's memory, wholly or not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from edl.background import BackgroundLoop
 from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find_slots
 from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, AuthenticatedConnection, ReplicaAnnouncement
@@ -22,19 +23,23 @@ if TYPE_CHECKING:
 __all__ = ["ReplicaServer"]
 
 _OPERATION_S: Final = 10.0
+"""How long the sender may leave this side waiting: it reads from memory, and another sender waits for its turn."""
 _SHARE_OF_FREE: Final = 0.5
+"""Of the free memory for a worker's replica: the other half is for the workers here, which may be about to save."""
+_ACCEPT_RETRY_S: Final = 0.1
+"""The wait after a connection that could not be accepted, where no file descriptor is left for instance."""
 
 
 class ReplicaServer:
-    """Listens until `close`. One agent at a time is served; another waits for its turn.
+    """Listens until `close`. A single agent at a time is served; another waits for its turn.
 
     Args:
         folder: where the states go.
-        secret: gives the job's secret; called from a thread of this object, may raise DiscoveryError.
-        say: called with each line that a person should see.
+        secret: returns the job's secret; called from a thread of this object, may raise DiscoveryError.
+        say: is called with every line that a person should see.
         tls: for connections, None for none.
-        operation_s: how long the other side may leave this one waiting.
-        share_of_free: of the free memory, what one more worker's state may take; the rest is for the workers here.
+        operation_s: how long the other side may leave this side waiting, in seconds.
+        share_of_free: of the free memory, what another worker's state may take, 0 to 1.
 
     Attributes:
         port: where it listens, on all addresses of this host.
@@ -61,91 +66,92 @@ class ReplicaServer:
         self._lock = threading.Lock()
         self._serving: socket.socket | None = None
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="edl-replica-server", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop("edl-replica-server", self._serve_next, self._interrupt)
 
     def close(self) -> None:
         """Stop, in the middle of a state if there is one."""
-        with self._lock:
-            self._closing = True
-            for one in (self._listening, self._serving):
-                if one is not None:
-                    with contextlib.suppress(OSError):  # not connected any more
-                        # Not that of TLS, which first forgets its keys: the thread would go on without them.
-                        socket.socket.shutdown(one, socket.SHUT_RDWR)
-        self._thread.join()
+        self._loop.close()
         self._listening.close()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, address = self._listening.accept()
-            except OSError:
+    def _interrupt(self) -> None:
+        """Have the thread return from whatever it waits for on a socket."""
+        with self._lock:
+            self._closing = True
+            for connection in (self._listening, self._serving):
+                if connection is not None:
+                    with contextlib.suppress(OSError):  # not connected any more
+                        # Not that of TLS, which first forgets its keys: the thread would go on without them.
+                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+    def _serve_next(self) -> float | None:
+        """Serve the next agent. Returns the seconds until the next, None when this server is closed."""
+        try:
+            connection, address = self._listening.accept()
+        except OSError:
+            return None if self._closing else _ACCEPT_RETRY_S
+        try:
+            if self._tls is not None:
+                connection = self._tls.accepted(connection)
+        except OSError:  # it has hung up, as a check of health does, or no file descriptor is left
+            connection.close()
+            return 0.0
+        with connection:
+            with self._lock:
                 if self._closing:
-                    return
-                continue
+                    return None
+                self._serving = connection
             try:
-                if self._tls is not None:
-                    connection = self._tls.accepted(connection)
-            except OSError:  # it has hung up, as a check of health does, or no file descriptor is left
-                connection.close()
-                continue
-            with connection:
+                if self._tls is not None and isinstance(connection, ssl.SSLSocket):
+                    self._tls.handshake(connection, HANDSHAKE_S)
+                self._serve(connection)
+            except (OSError, EDLError) as exc:
+                if not self._closing:
+                    self._say(f"a replica from {address[0]} did not arrive: {exc or type(exc).__name__}")
+            finally:
                 with self._lock:
-                    if self._closing:
-                        return
-                    self._serving = connection
-                try:
-                    if self._tls is not None and isinstance(connection, ssl.SSLSocket):
-                        self._tls.handshake(connection, HANDSHAKE_S)
-                    self._serve(connection)
-                except (OSError, EDLError) as exc:
-                    if not self._closing:
-                        self._say(f"a replica from {address[0]} did not arrive: {exc or type(exc).__name__}")
-                finally:
-                    with self._lock:
-                        self._serving = None
+                    self._serving = None
+        return 0.0
 
     def _serve(self, connection: socket.socket) -> None:
         link = AuthenticatedConnection(connection, self._secret(), sending=False, timeout_s=self._operation_s)
         while True:
             try:
-                told = ReplicaAnnouncement.decode(link.receive_frame())
+                announcement = ReplicaAnnouncement.decode(link.receive_frame())
             except ConnectionError:
                 return  # that was all
-            pair = SlotPair(self._folder.slot_prefix(told.node, told.local_rank))
+            pair = SlotPair(self._folder.slot_prefix(announcement.node, announcement.local_rank))
             try:
-                answer = self._answer(told, pair)
+                answer = self._answer(announcement, pair)
                 link.send_frame(answer)
                 if answer == GO_ON:
-                    self._receive(link, told, pair)
+                    self._receive(link, announcement, pair)
                     link.send_frame(GO_ON)
             finally:
                 pair.close()
 
-    def _answer(self, told: ReplicaAnnouncement, pair: SlotPair) -> bytes:
-        if any(one.header == _label(told) for one in pair.find_complete()):
+    def _answer(self, announcement: ReplicaAnnouncement, pair: SlotPair) -> bytes:
+        if any(slot.header == _header_of(announcement) for slot in pair.find_complete()):
             return PRESENT  # taken a second time, it would replace the one before it
-        return self._no_room(told).encode()
+        return self._no_room(announcement).encode()
 
-    def _receive(self, link: AuthenticatedConnection, told: ReplicaAnnouncement, pair: SlotPair) -> None:
+    def _receive(self, link: AuthenticatedConnection, announcement: ReplicaAnnouncement, pair: SlotPair) -> None:
         for found in pair.find_complete()[1:]:
-            if found.header.version == told.before:
+            if found.header.version == announcement.before:
                 pair.keep_only_slot(found)
-        _, memory = pair.begin_write(told.data_nbytes, told.meta_nbytes)
-        meta = bytearray(told.meta_nbytes)
-        with memoryview(memory) as whole, whole[HEADER_NBYTES : HEADER_NBYTES + told.data_nbytes] as data:
+        _, memory = pair.begin_write(announcement.data_nbytes, announcement.meta_nbytes)
+        meta = bytearray(announcement.meta_nbytes)
+        with memoryview(memory) as whole, whole[HEADER_NBYTES : HEADER_NBYTES + announcement.data_nbytes] as data:
             link.receive_bulk(data, memoryview(meta))
-        pair.commit_write(_label(told), told.data_nbytes, bytes(meta))
-        # Of whoever is heard of no more nothing is needed that is older than both states of whoever is.
+        pair.commit_write(_header_of(announcement), announcement.data_nbytes, bytes(meta))
+        # A node that sends no more is gone: of its states none is needed that is older than both of a node that sends.
         both = find_slots(pair.prefix)
         if len(both) == 2:
             self._folder.drop_older_than(both[1].header.version)
 
-    def _no_room(self, told: ReplicaAnnouncement) -> str:
-        """Why the state is not taken, empty if it is."""
-        nbytes = 2 * (HEADER_NBYTES + told.data_nbytes + told.meta_nbytes)
-        prefix = self._folder.slot_prefix(told.node, told.local_rank)
+    def _no_room(self, announcement: ReplicaAnnouncement) -> str:
+        """Return why the state is not taken, "" if it is."""
+        nbytes = 2 * (HEADER_NBYTES + announcement.data_nbytes + announcement.meta_nbytes)
+        prefix = self._folder.slot_prefix(announcement.node, announcement.local_rank)
         there = sum(path.stat().st_size for path in self._folder.path.glob(f"{prefix.name}.[01]"))
         memory = os.statvfs(self._folder.path)
         free = memory.f_bavail * memory.f_frsize
@@ -154,5 +160,5 @@ class ReplicaServer:
         return ""
 
 
-def _label(told: ReplicaAnnouncement) -> SlotHeader:
-    return SlotHeader(told.generation, told.step, told.world, told.rank, sharded=True)
+def _header_of(announcement: ReplicaAnnouncement) -> SlotHeader:
+    return SlotHeader(announcement.generation, announcement.step, announcement.world, announcement.rank, sharded=True)

@@ -26,7 +26,7 @@ from edl.settings import positive_int, read
 
 __all__ = ["PinnedStaging", "TensorCopier", "finish_queued_work"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _BUFFER_NBYTES: Final = 32 << 20
 """Of each buffer: some milliseconds of a GPU's bus, beside which a copy's start of some microseconds is nothing."""
@@ -151,7 +151,7 @@ def _pinned(nbytes: int) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
-        _log.warning("no pinned memory for copies from the GPU (%s): they will be slower", exc)
+        logger.warning("no pinned memory for copies from the GPU (%s): they will be slower", exc)
         return torch.empty(nbytes, dtype=torch.uint8)
 
 

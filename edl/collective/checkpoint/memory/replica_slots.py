@@ -51,7 +51,7 @@ def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[Complete
     Args:
         held: what each worker's slots hold.
     """
-    parts = [{one.header.version: one for one in found} for found in held]
+    parts = [{slot.header.version: slot for slot in found} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
     return [each[max(common)] for each in parts] if common else []
 
@@ -72,7 +72,7 @@ class ReplicaFolder:
 
     def find_replicas(self) -> list[CompleteSlot]:
         """All complete states of other nodes' workers."""
-        return [one for prefix in self.slot_prefixes() for one in find_slots(prefix)]
+        return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
         """Have the workers keep a state that is newer than this one; None: none at all."""
@@ -90,10 +90,10 @@ class ReplicaFolder:
             return generation, step, world
         return None
 
-    def drop_older_than(self, stamp: StateVersion) -> None:
-        """Remove the states of workers of whom there is none as new as `stamp`."""
+    def drop_older_than(self, version: StateVersion) -> None:
+        """Remove the states of workers of whom there is none as new as `version`."""
         for prefix in self.slot_prefixes():
-            if all(one.header.version < stamp for one in find_slots(prefix)):
+            if all(slot.header.version < version for slot in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
                     path.unlink(missing_ok=True)
 
@@ -126,14 +126,14 @@ class ReplicaSlots:
     def is_state_requested(self) -> bool:
         """Whether the agent wants another state, having sent all that are here."""
         word = self._folder.requested_version() if not self._given_up else None
-        return word is not None and all(one.header.version <= word for one in self.slots.find_complete())
+        return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
     def free_oldest_slot(self) -> None:
         """All ranks will keep the next save: of two kept states the older one is not needed any more."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
-            stamps = {found.path: found.header.version for found in self.slots.find_complete()}
-            oldest = min(there, key=lambda path: stamps.get(path, NO_VERSION))
+            versions = {found.path: found.header.version for found in self.slots.find_complete()}
+            oldest = min(there, key=lambda path: versions.get(path, NO_VERSION))
             if oldest.stat().st_nlink == 1 and not self._spare.exists():
                 oldest.rename(self._spare)
             else:
@@ -156,10 +156,10 @@ class ReplicaSlots:
         """The states of other nodes' workers that can be restored from here."""
         return self._folder.find_replicas()
 
-    def drop_newer_than(self, stamp: StateVersion) -> None:
+    def drop_newer_than(self, version: StateVersion) -> None:
         """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
         found = self.slots.find_complete()
-        older = [one for one in found if one.header.version <= stamp]
+        older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):
             self.slots.keep_only_slot(older[0])
 

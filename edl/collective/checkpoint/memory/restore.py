@@ -29,7 +29,7 @@ __all__ = ["RestoredState", "restore_from_memory"]
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RestoredState:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LocalSlots:
     """What this rank finds in its host's memory: in its own slots, in those for what is kept, and replicas."""
 
     own: list[CompleteSlot]
@@ -49,7 +49,7 @@ class _Held:
 
     def find(self, choice: RestorePlan, part: int) -> CompleteSlot | None:
         """The slot with that part, preferably one of this rank's own."""
-        return next((one for one in (*self.own, *self.replicas) if choice.matches_slot(one.header, part)), None)
+        return next((slot for slot in (*self.own, *self.replicas) if choice.matches_slot(slot.header, part)), None)
 
 
 def restore_from_memory(
@@ -57,7 +57,7 @@ def restore_from_memory(
     slots: SlotPair,
     group: transfer.Group = None,
     *,
-    keeping: ReplicaSlots | None = None,
+    replica_slots: ReplicaSlots | None = None,
     stored: Callable[[], tuple[int, int]] | None = None,
     since: int = 0,
 ) -> RestoredState | None:
@@ -73,7 +73,7 @@ def restore_from_memory(
     Returns:
         What was restored, or None if there is nothing in memory, or something newer on storage.
     """
-    held = _look(slots, keeping)
+    held = _look(slots, replica_slots)
     own, replicas, same, first = _offers(held, since, group)
     choice = choose_state(own, replicas, same)
     if choice is None:
@@ -82,41 +82,37 @@ def restore_from_memory(
     if stored is not None and (choice.from_replicas or inherited):
         there = stored()
         if there > (choice.generation, choice.step):
-            _log.info("storage has step %d, memory an older state, after step %d", there[1], choice.step)
+            logger.info("storage has step %d, memory an older state, after step %d", there[1], choice.step)
             return None
     if choice.from_replicas:
-        _log.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
+        logger.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
     if choice.sources:
         _hand_over(choice, held, slots, group)
-        found = _adopt(choice, choice.parts[rank_of(group)], slots, keeping)
+        found = _adopt(choice, choice.parts[rank_of(group)], slots, replica_slots)
         _load(state, found, local=choice.world == world_of(group) and found.header.rank == rank_of(group))
     else:
         _put_together(state, choice, held, group)
-        for pair in _pairs(slots, keeping):
+        for pair in _pairs(slots, replica_slots):
             for found in pair.find_complete():
                 if any(choice.matches_slot(found.header, part) for part in range(choice.world)):
                     pair.keep_only_slot(found)
-    if keeping is not None:
-        keeping.drop_newer_than((choice.generation, choice.step, choice.world))
+    if replica_slots is not None:
+        replica_slots.drop_newer_than((choice.generation, choice.step, choice.world))
     return RestoredState(choice.step, choice.world)
 
 
-def _pairs(slots: SlotPair, keeping: ReplicaSlots | None) -> list[SlotPair]:
-    return [slots] if keeping is None else [slots, keeping.slots]
+def _pairs(slots: SlotPair, replica_slots: ReplicaSlots | None) -> list[SlotPair]:
+    return [slots] if replica_slots is None else [slots, replica_slots.slots]
 
 
-def _look(slots: SlotPair, keeping: ReplicaSlots | None) -> _Held:
-    own = [
-        found for pair in _pairs(slots, keeping) for found in pair.find_complete() if found.read_metadata() is not None
-    ]
-    replicas = (
-        [] if keeping is None else [found for found in keeping.find_replicas() if found.read_metadata() is not None]
-    )
-    return _Held(own, replicas)
+def _look(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _LocalSlots:
+    own = [slot for pair in _pairs(slots, replica_slots) for slot in pair.find_complete()]
+    replicas = [] if replica_slots is None else replica_slots.find_replicas()
+    return _LocalSlots(*([slot for slot in held if slot.read_metadata() is not None] for held in (own, replicas)))
 
 
 def _offers(
-    held: _Held, since: int, group: transfer.Group
+    held: _LocalSlots, since: int, group: transfer.Group
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
     """What each rank has in slots of its own, of which it finds replicas, who held the same shards as those that are
     offered, and since when any agent has taken part.
@@ -126,14 +122,16 @@ def _offers(
         [_holders(found, group) for found in held.own],
         since,
     ]
-    said = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)] if world_of(group) > 1 else [mine]
-    own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in said] for kind in (0, 1))
+    offers = [mine]
+    if world_of(group) > 1:
+        offers = [from_json(data) for data in transfer.gather_bytes(to_json(mine), group)]
+    own, replicas = ([[SlotHeader(*row) for row in offer[kind]] for offer in offers] for kind in (0, 1))
     same = {
         header: ranks
-        for headers, offer in zip(own, said, strict=True)
+        for headers, offer in zip(own, offers, strict=True)
         for header, ranks in zip(headers, offer[2], strict=True)
     }
-    return own, replicas, same, min(offer[3] for offer in said)
+    return own, replicas, same, min(offer[3] for offer in offers)
 
 
 def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
@@ -146,22 +144,22 @@ def _row(header: SlotHeader) -> list[int | bool]:
     return [header.generation, header.step, header.world, header.rank, False, header.sharded]
 
 
-def _adopt(choice: RestorePlan, part: int, slots: SlotPair, keeping: ReplicaSlots | None) -> CompleteSlot:
+def _adopt(choice: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
     """The slot of this rank's own that has its part; a replica on this host is copied into one."""
-    for pair in _pairs(slots, keeping):
+    for pair in _pairs(slots, replica_slots):
         for found in pair.find_complete():
             if choice.matches_slot(found.header, part):
                 pair.keep_only_slot(found)
                 return found
-    replica = _found(_look(slots, keeping), choice, part)
+    replica = _found(_look(slots, replica_slots), choice, part)
     copy = _unchanged(replica.copy_contents(), replica)
     _, memory = slots.begin_write(len(copy.data), len(copy.meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
     slots.commit_write(copy.header, len(copy.data), copy.meta)
-    return _adopt(choice, part, slots, keeping)
+    return _adopt(choice, part, slots, replica_slots)
 
 
-def _found(held: _Held, choice: RestorePlan, part: int) -> CompleteSlot:
+def _found(held: _LocalSlots, choice: RestorePlan, part: int) -> CompleteSlot:
     found = held.find(choice, part)
     if found is None:
         raise ProtocolError(
@@ -177,7 +175,7 @@ def _load(state: State, found: CompleteSlot, local: bool) -> None:
     loading.finish()
 
 
-def _hand_over(choice: RestorePlan, held: _Held, slots: SlotPair, group: transfer.Group) -> None:
+def _hand_over(choice: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
     """Copy slots to those who lack them, one after the other in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
@@ -193,7 +191,7 @@ def _hand_over(choice: RestorePlan, held: _Held, slots: SlotPair, group: transfe
             data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
             transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
-            _log.info("taking the state after step %d from rank %d", choice.step, src)
+            logger.info("taking the state after step %d from rank %d", choice.step, src)
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
@@ -215,7 +213,7 @@ def _unchanged(read: T | None, found: CompleteSlot) -> T:
     return read
 
 
-def _put_together(state: State, choice: RestorePlan, held: _Held, group: transfer.Group) -> None:
+def _put_together(state: State, choice: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
     """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(choice.holders) if holder >= 0]
@@ -240,6 +238,6 @@ def _put_together(state: State, choice: RestorePlan, held: _Held, group: transfe
     loading.finish()
 
 
-def _give(held: _Held, choice: RestorePlan, part: int) -> SlotCopy:
+def _give(held: _LocalSlots, choice: RestorePlan, part: int) -> SlotCopy:
     found = _found(held, choice, part)
     return _unchanged(found.copy_contents(), found)

@@ -67,7 +67,7 @@ def choose_state(
             and better than a replica, which costs the same and has to be asked storage about.
     """
     held = _by_state(offers)
-    copied = _by_state([[one for one in headers if one.sharded] for headers in replicas])
+    copied = _by_state([[header for header in headers if header.sharded] for headers in replicas])
     sharded = {header.version for headers in (*offers, *replicas) for header in headers if header.sharded}
     for state in sorted(held.keys() | copied.keys(), reverse=True):
         parts = held.get(state, {})

@@ -150,8 +150,8 @@ def find_slots(prefix: Path) -> list[CompleteSlot]:
     Args:
         prefix: what `EDL_SLOTS` says; the files end in `.0` and `.1`.
     """
-    found = [one for one in map(read_slot, slot_paths(prefix)) if one is not None]
-    return sorted(found, key=lambda one: (one.header, one.sequence), reverse=True)
+    found = [slot for slot in map(read_slot, slot_paths(prefix)) if slot is not None]
+    return sorted(found, key=lambda slot: (slot.header, slot.sequence), reverse=True)
 
 
 def slot_nbytes(prefix: Path) -> int:

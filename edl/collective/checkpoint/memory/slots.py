@@ -237,7 +237,7 @@ class SlotPair:
 
     def newest_slot(self) -> CompleteSlot | None:
         """The complete slot that was written last."""
-        return max((one for one in map(read_slot, self._paths) if one), key=lambda one: one.sequence, default=None)
+        return max((slot for slot in map(read_slot, self._paths) if slot), key=lambda slot: slot.sequence, default=None)
 
     def _room(self, number: int, nbytes: int) -> mmap.mmap:
         """The mapping of a slot with at least `nbytes`, its pages in place."""

@@ -103,7 +103,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     padded = _tensor_of(data.ljust(longest, b"\0")).to(device)
     gathered = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(gathered, padded, group)
-    return [one.cpu()[: int(length)].numpy().tobytes() for one, length in zip(gathered, lengths, strict=True)]
+    return [data.cpu()[: int(length)].numpy().tobytes() for data, length in zip(gathered, lengths, strict=True)]
 
 
 def agree_on_most(values: Sequence[int], group: Group = None) -> list[int]:
@@ -134,7 +134,7 @@ def send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, gro
 def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
     """Receive a slot's contents from the global rank `src` into the one that is older here."""
     head, meta = (_receive_bytes(src, group) for _ in range(2))
-    generation, step, world, rank, sharded, nbytes = (int(one) for one in from_json(head))
+    generation, step, world, rank, sharded, nbytes = map(int, from_json(head))
     _, memory = slots.begin_write(nbytes, len(meta), hurry=True)
     if nbytes:
         _receive(slot_bytes(memory, nbytes), src, group)

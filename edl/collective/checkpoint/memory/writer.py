@@ -37,7 +37,7 @@ from edl.collective.checkpoint.state.tensors import is_sharded, view_of
 
 __all__ = ["SlotWriter"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SAMPLED_EACH_NBYTES: Final = 256 << 10
 _SAMPLE_NBYTES: Final = 64
@@ -166,7 +166,7 @@ class SlotWriter:
                     self._complete = False
                     self._retract()
                 self._overlap = False
-                _log.warning(
+                logger.warning(
                     "parameters or an optimizer's state were written to between a save and the next step of an "
                     "optimizer: that save is dropped, and from now on saves wait for the copy, as without overlap=True"
                 )
@@ -220,7 +220,7 @@ class SlotWriter:
 
 def _tensors_of(optimizer: Optimizer) -> list[Any]:
     parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [value for one in optimizer.state.values() for value in one.values()]
+    states = [value for values in optimizer.state.values() for value in values.values()]
     return [value for value in (*parameters, *states) if isinstance(value, torch.Tensor)]
 
 

@@ -88,8 +88,8 @@ def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tens
     if isinstance(value, torch.optim.Optimizer):
         return {
             f"{field}.state.{name}.{key}": tensor
-            for name, one in taken["state"].items()
-            for key, tensor in one.items()
+            for name, values in taken["state"].items()
+            for key, tensor in values.items()
             if isinstance(tensor, torch.Tensor)
         }
     if field_kind(value) == "object":
@@ -131,8 +131,8 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
     current = module.state_dict()
     inplace = in_place_tensors(field, module, current)
     if current.keys() == form.keys() and all(
-        isinstance(one, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(one, current[key])
-        for key, one in form.items()
+        isinstance(saved, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(saved, current[key])
+        for key, saved in form.items()
     ):
         return  # each tensor was filled where it is
     try:
@@ -167,10 +167,10 @@ def _load_object(field: str, value: Any, form: Any) -> None:
         ) from exc
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other:
+def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    if tensor is other:
         return True
-    mine, theirs = local_box(one)[0], local_box(other)[0]
+    mine, theirs = local_box(tensor)[0], local_box(other)[0]
     return (
         mine.shape == theirs.shape
         and mine.stride() == theirs.stride()
@@ -189,7 +189,7 @@ def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[An
 def _by_name(optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
     form = dict(optimizer.state_dict())
     name_of = [name for name, _ in _parameters(optimizer, names)]
-    form["state"] = {name_of[number]: one for number, one in form["state"].items()}
+    form["state"] = {name_of[number]: values for number, values in form["state"].items()}
     form["param_groups"] = [
         {**group, "params": [name_of[number] for number in group["params"]]} for group in form["param_groups"]
     ]
@@ -212,10 +212,10 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
             odd = sorted(map(str, here ^ set(saved["params"])))[:5]
             raise SettingsError(f"{field}: its parameters differ from the saved ones, among them {', '.join(odd)}")
         groups.append({**saved, "params": list(numbers)})
-    state = {number_of[name]: dict(one) for name, one in form["state"].items()}
+    state = {number_of[name]: dict(values) for name, values in form["state"].items()}
     optimizer.load_state_dict({**form, "state": state, "param_groups": groups})
-    for number, one in state.items():
-        _keep_types(optimizer.state[parameters[number][1]], one)
+    for number, values in state.items():
+        _keep_types(optimizer.state[parameters[number][1]], values)
 
 
 def _keep_types(loaded: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -136,7 +136,7 @@ def pack_table(
     rows = [
         [e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes, e.device, e.layout] for e in entries
     ]
-    forms = [[one.names, one.mesh_shape, one.ranks, one.placements] for one in layouts]
+    forms = [[layout.names, layout.mesh_shape, layout.ranks, layout.placements] for layout in layouts]
     return b'"tensors":%b,"layouts":%b,"holders":%b' % (to_json(rows), to_json(forms), to_json(holders))
 
 
@@ -195,7 +195,7 @@ def _entry(row: Sequence[Any]) -> TensorEntry:
 
 def _layout(row: Sequence[Any]) -> ShardLayout:
     names, mesh_shape, ranks, placements = row
-    words = tuple(tuple(map(int, one)) for one in placements)
+    words = tuple(tuple(map(int, placement)) for placement in placements)
     return ShardLayout(None if names is None else tuple(names), tuple(mesh_shape), tuple(map(int, ranks)), words)
 
 

@@ -37,7 +37,7 @@ from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["CapturedState", "StateRestore", "State", "WorldChange"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 _RNG: Final = "rng"
 
 
@@ -306,7 +306,7 @@ class StateRestore:
         if _RNG in self._forms and self._state._rng:
             restore_random_states(decode(self._forms[_RNG], self._back))
         for name in set(self._state) - self._meta.kinds.keys():
-            _log.warning("the saved state has no field %s: it stays as it is", name)
+            logger.warning("the saved state has no field %s: it stays as it is", name)
 
     def _load_field(self, name: str, form: Any) -> None:
         if name in self._state._fields:
@@ -318,7 +318,7 @@ class StateRestore:
         elif self._meta.kinds.get(name) == "value":
             self._state._fields[name] = form
         else:
-            _log.warning("the saved state has a field %s that this State lacks: it is left out", name)
+            logger.warning("the saved state has a field %s that this State lacks: it is left out", name)
 
     def _back(self, number: int) -> Any:
         target = self._targets[self._meta.entries[number].key]

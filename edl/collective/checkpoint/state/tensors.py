@@ -73,11 +73,11 @@ def shard_layout(tensor: Any) -> ShardLayout:
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
-    return ShardLayout(names, tuple(mesh.mesh.shape), ranks, tuple(_words_of(one) for one in tensor.placements))
+    return ShardLayout(names, tuple(mesh.mesh.shape), ranks, tuple(map(_encode_placement, tensor.placements)))
 
 
-def _words_of(placement: Any) -> tuple[int, ...]:
-    """Nothing for a replica, the dimension of a shard, and with FSDP over tensor parallelism its split factor."""
+def _encode_placement(placement: Any) -> tuple[int, ...]:
+    """Return () for a replica, the dimension of a shard, and with FSDP over tensor parallelism its split factor."""
     if placement.is_replicate():
         return ()
     if placement.is_shard():

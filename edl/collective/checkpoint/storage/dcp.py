@@ -93,11 +93,11 @@ def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str
     paths: dict[str, tuple[Any, ...]] = {}
     for name, value in tree.items():
         try:
-            one, its = flatten_state_dict({name: value})
+            fields, field_paths = flatten_state_dict({name: value})
         except ValueError:  # keys that differ in type only
-            one, its = {name: value}, {name: (name,)}
-        flat.update(one)
-        paths.update(its)
+            fields, field_paths = {name: value}, {name: (name,)}
+        flat.update(fields)
+        paths.update(field_paths)
     return flat, paths
 
 

@@ -115,7 +115,7 @@ class CheckpointFolder:
 
     def list_checkpoints(self) -> list[CheckpointName]:
         """All checkpoints, complete or not, newest first; last those that their run has given up."""
-        found = [CheckpointName.parse(one) for one in self._listed(self._root)]
+        found = [CheckpointName.parse(name) for name in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
     def working_name(self, step: int, run: str, generation: int) -> CheckpointName:
@@ -249,7 +249,7 @@ class CheckpointFolder:
                 paths = self._fs.ls(path, detail=False)
         except FileNotFoundError:
             return set()
-        return {posixpath.basename(str(one).rstrip("/")) for one in paths}
+        return {posixpath.basename(str(name).rstrip("/")) for name in paths}
 
     def _path(self, name: CheckpointName) -> str:
         return f"{self._root.rstrip('/')}/{name}"

@@ -210,7 +210,7 @@ class Manifest:
         """
         form = _form(data)
         try:
-            files = {str(name): FileDigest(**one) for name, one in form["files"].items()}
+            files = {str(name): FileDigest(**digest) for name, digest in form["files"].items()}
             step, generation, world = (int(form[key]) for key in ("step", "generation", "world"))
             return cls(step, generation, world, files, run=str(form.get("run", "")))
         except (KeyError, TypeError, ValueError, AttributeError) as exc:

@@ -28,7 +28,7 @@ from edl.errors import ProtocolError, TemporaryError
 
 __all__ = ["newest_stored", "restore_from_storage"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SPAN_NBYTES: Final = 32 << 20
 """Items up to so many bytes are read at once: enough for a storage to be busy with, and in a broadcast to be quick."""
@@ -130,8 +130,8 @@ def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[Checkpo
 
 def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
     """What each rank stored of a checkpoint, as the first rank here reads it; none if it is incomplete or damaged."""
-    said = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
-    found = from_json(transfer.broadcast_bytes(said, transfer.global_rank(0, group), group))
+    answer = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
+    found = from_json(transfer.broadcast_bytes(answer, transfer.global_rank(0, group), group))
     if "failed" in found:
         raise OSError(found["failed"])
     if "wrong" in found:
@@ -171,7 +171,7 @@ def _fits(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
 
 
 def _warn(folder: CheckpointFolder, name: CheckpointName, wrong: str) -> None:
-    _log.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
+    logger.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
 
 
 def _load(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WriteOutcome", "CheckpointWriter"]
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _WRITERS = 4
 """Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
@@ -128,7 +128,9 @@ class CheckpointWriter:
         name = self._folder.working_name(step, run, generation)
         try:
             if not self._store(name, dict(zip(slots, found, strict=True))):
-                _log.warning("the state after step %d was overwritten before it was stored: the next one will be", step)
+                logger.warning(
+                    "the state after step %d was overwritten before it was stored: the next one will be", step
+                )
                 return None
             committed = self._complete(name, world)
             self._done = state
@@ -253,12 +255,12 @@ class CheckpointWriter:
                 return self._folder.is_published(name)
             manifest = self._manifest(name, world)
             if not self._fence():
-                _log.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
+                logger.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
                 return None
             self._folder.replace_file(name, MANIFEST, manifest.pack())
             self._folder.publish_checkpoint(name)
         except ProtocolError as exc:
-            _log.info("not complete yet: %s", exc)  # another node is just writing its piece
+            logger.info("not complete yet: %s", exc)  # another node is just writing its piece
             return False
         except FileNotFoundError:
             if not self._folder.is_published(name):

@@ -73,21 +73,21 @@ def test_workers_keep_wanted_states(tmp_path: Path) -> None:
     """Workers keep a state when it is wanted and all that are kept were sent."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
-    keeping = ReplicaSlots(tmp_path / "slots-0", folder)
-    assert not keeping.is_state_requested()
+    replica_slots = ReplicaSlots(tmp_path / "slots-0", folder)
+    assert not replica_slots.is_state_requested()
     folder.request_newer_than(NO_VERSION)
-    assert keeping.is_state_requested()
-    keep(keeping.slots.prefix, 3)
-    assert not keeping.is_state_requested()
+    assert replica_slots.is_state_requested()
+    keep(replica_slots.slots.prefix, 3)
+    assert not replica_slots.is_state_requested()
     folder.request_newer_than((0, 3, 2))
-    assert keeping.is_state_requested()
-    keep(keeping.slots.prefix, 6)
-    keeping.drop_newer_than((0, 5, 2))
-    assert keeping.is_state_requested(), "step 6 was given up"
-    assert steps(keeping.slots.prefix) == [3]
+    assert replica_slots.is_state_requested()
+    keep(replica_slots.slots.prefix, 6)
+    replica_slots.drop_newer_than((0, 5, 2))
+    assert replica_slots.is_state_requested(), "step 6 was given up"
+    assert steps(replica_slots.slots.prefix) == [3]
     folder.request_newer_than(None)
-    assert not keeping.is_state_requested()
-    keeping.close()
+    assert not replica_slots.is_state_requested()
+    replica_slots.close()
 
 
 def memory_of(folder: Path) -> int:
@@ -98,22 +98,24 @@ def memory_of(folder: Path) -> int:
 @pytest.mark.parametrize(("between", "states"), [(0, 2), (1, 3), (3, 4)], ids=["each", "every other", "every fourth"])
 def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> None:
     """Where each save is kept for a replica, two slots are enough; elsewhere it takes two more at most."""
-    keeping, slots = ReplicaSlots(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
+    replica_slots, slots = ReplicaSlots(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
     most, inodes = 0, set()
     for step in range(40):
         kept = step % (between + 1) == 0
-        before = [one.header.step for one in keeping.slots.find_complete()]
+        before = [one.header.step for one in replica_slots.slots.find_complete()]
         if kept:
-            keeping.free_oldest_slot()
+            replica_slots.free_oldest_slot()
         saved = save(slots, step, 300_000)
         if step >= 2 * (between + 1):
-            assert set(before[:1]) <= {one.header.step for one in keeping.slots.find_complete()}, "the newer one stays"
+            assert set(before[:1]) <= {one.header.step for one in replica_slots.slots.find_complete()}, (
+                "the newer one stays"
+            )
         if kept:
-            keeping.keep_slot(saved)
+            replica_slots.keep_slot(saved)
         most = max(most, memory_of(tmp_path))
         inodes |= {path.stat().st_ino for path in tmp_path.glob("slots-0*") if step > 12}
         assert steps(slots.prefix) == [step, step - 1][: step + 1]
-        assert steps(keeping.slots.prefix) == [one for one in range(step, -1, -1) if one % (between + 1) == 0][:2]
+        assert steps(replica_slots.slots.prefix) == [one for one in range(step, -1, -1) if one % (between + 1) == 0][:2]
     assert most < (states + 0.9) * 300_000 + states * 70_000
     assert len(inodes) <= 4, "the same pages are used again"
     slots.close()
@@ -127,23 +129,23 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
     slots = SlotPair(tmp_path / "slots-0")
     with Checkpointer(State(rng=False, w=torch.zeros(9)), interval_steps=1, slots=slots) as checkpointer:
-        keeping = checkpointer._keeping
-        assert keeping is not None
+        replica_slots = checkpointer._replica_slots
+        assert replica_slots is not None
         for step in range(4):
             checkpointer.save(step)
             if step == 2:
-                keeping.keep_slot(slots.find_complete()[0])
+                replica_slots.keep_slot(slots.find_complete()[0])
         full, allocate = [True], os.posix_fallocate
 
         def allocate_until_full(file: int, offset: int, length: int) -> None:
-            if full and os.fstat(file).st_size < length and keeping.slots.find_complete():
+            if full and os.fstat(file).st_size < length and replica_slots.slots.find_complete():
                 raise OSError(errno.ENOSPC, "full")
             allocate(file, offset, length)
 
         monkeypatch.setattr(os, "posix_fallocate", allocate_until_full)
         checkpointer.save(4)
-        assert not keeping.is_state_requested()
-        assert keeping.slots.find_complete() == []
+        assert not replica_slots.is_state_requested()
+        assert replica_slots.slots.find_complete() == []
         assert [one.header.step for one in slots.find_complete()] == [4, 3]
 
 

@@ -6,10 +6,10 @@ queue. `context` is what an agent holds, `join` what it does before it joins, `r
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import time
-from collections.abc import Callable
 
 from edl.collective.agent.context import AgentContext, EventQueue, PeerLost, open_agent_context
 from edl.collective.agent.health.step_times import StepTimes
@@ -22,94 +22,93 @@ from edl.errors import DiscoveryError
 
 __all__ = ["Agent"]
 
-_TICK_S = 0.1
-_PAUSING_TICK_S = 0.01
-_REREAD_S = 1.0
-_WINDOW_S = 5.0
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1  # workers that are stopped or late are found this soon; `RegroupTimer` counts on it
+_PAUSING_TICK_S = 0.01  # while all wait for a pause: what this adds, every rank waits
+_REREAD_S = 1.0  # should a watch of the store have missed a change; more often would load a store of hundreds of nodes
+_STEP_TIMES_S = 5.0  # a rank is compared by its mean over this time: some tens of steps of the usual length
 
 
 class Agent:
     """Runs one node of a job until the job has ended or this node shall leave.
 
+    What happens is logged: from INFO on, a person should see it.
+
     Args:
         spec: this node's part.
         store: shared by all nodes; stays the caller's to close.
-        say: called with each line that a person should see.
     """
 
-    def __init__(self, spec: LaunchSpec, store: Store, say: Callable[[str], None]) -> None:
+    def __init__(self, spec: LaunchSpec, store: Store) -> None:
         self._spec = spec
         self._store = store
-        self._say = say
         self._events: EventQueue = queue.SimpleQueue()
         self._signals = StopSignals(lambda: self._events.put(None), slurm=spec.slurm)
         self._step_times = StepTimes()
         self._shared_at = time.monotonic()
         self._read_at = -math.inf
-        self._said_leaving = False
-        self._gone: set[str] = set()
+        self._leave_announced = False
+        self._lost_peers: set[str] = set()
 
     def run(self) -> int:
-        """Take part until the end. Returns the exit code, an `ExitCode`.
+        """Take part in the job until the end.
 
         Call it from the main thread: signals are handled here, and workers die with the thread that started them.
+
+        Returns:
+            The exit code, an `ExitCode`; 128 and the signal's number where a signal asked this node to leave.
 
         Raises:
             SettingsError: checkpoints cannot be stored where they shall be.
             DiscoveryError: the store cannot be reached when this node comes.
             EDLError: the process that forks workers died while it imported, or took too long.
         """
-        with (
-            self._signals,
-            open_agent_context(self._spec, self._store, self._say, self._signals, self._events) as context,
-        ):
+        with self._signals, open_agent_context(self._spec, self._store, self._signals, self._events) as context:
             try:
                 code = join_job(context)
                 reconciler = NodeReconciler(context)
                 while code is None:
-                    code = self._turn(context, reconciler)
+                    code = self._take_turn(context, reconciler)
             except AskedToLeaveError:
-                self._say("asked to leave: leaving")
+                logger.info("asked to leave: leaving")
                 if context.shutdown.joined:
                     context.status.record_event("leave", "asked to")
                 code = self._signals.exit_code
             context.shutdown.code = code
-        ended = context.shutdown.exit_code
-        assert ended is not None
-        return ended
+        exit_code = context.shutdown.exit_code
+        assert exit_code is not None
+        return exit_code
 
-    def _turn(self, context: AgentContext, reconciler: NodeReconciler) -> int | None:
-        """Wait for something to happen, or a moment, and act on it."""
-        woken = self._drain(context, _PAUSING_TICK_S if reconciler.pausing else _TICK_S)
+    def _take_turn(self, context: AgentContext, reconciler: NodeReconciler) -> int | None:
+        """Wait for an event, or a moment, and act on it. Returns the exit code if this node's part is over."""
+        woken = self._handle_events(context, _PAUSING_TICK_S if reconciler.pausing else _TICK_S)
         if self._signals.urgent:
-            self._say("asked a second time: leaving at once")
+            logger.info("asked a second time: leaving at once")
             return self._signals.exit_code
-        if self._signals.stopping and not self._said_leaving:
-            self._said_leaving = True
-            self._say("asked to leave: the others are told, and this node goes after the next steps")
-        context.worker_group.check_workers()
-        context.status.observe(reconciler.agent_state, context.worker_group, context.replicas.replicated_us)
-        self._share_times(context)
-        reread_s = _REREAD_S if context.worker_group.running and not reconciler.pausing else _TICK_S
+        if self._signals.stopping and not self._leave_announced:
+            self._leave_announced = True
+            logger.info("asked to leave: the others are told, and this node goes after the next steps")
+        worker_group = context.worker_group
+        worker_group.check_workers()
+        context.status.charge_time(reconciler.agent_state, context.replicas.replicated_us)
+        self._share_step_times(context)
+        reread_s = _REREAD_S if worker_group.running and not reconciler.pausing else _TICK_S
         due = time.monotonic() - self._read_at >= reread_s
-        if not (woken or due or reconciler.paused_unsaid or context.worker_group.failing):
+        if not (woken or due or reconciler.pause_unpublished or worker_group.failing):
             return None
         asked_at = time.monotonic()
         try:
-            for node in list(self._gone):
-                context.membership.delete_node(
-                    node
-                )  # an error leaves it for the next turn: it may have served the store
-                self._gone.discard(node)
+            self._delete_lost_peers(context)
             records = context.membership.read_records()
             self._read_at = time.monotonic()
             code = reconciler.reconcile(records)
         except DiscoveryError as exc:
-            code = reconciler.without_store(exc)
-        context.worker_group.allow_heartbeat(asked_at, reconciler.until)
+            code = reconciler.handle_store_outage(exc)
+        worker_group.allow_heartbeat(asked_at, reconciler.workers_may_run_until)
         return code
 
-    def _drain(self, context: AgentContext, timeout_s: float) -> bool:
+    def _handle_events(self, context: AgentContext, timeout_s: float) -> bool:
         """Take in all events. Returns whether there were any."""
         woken = False
         try:
@@ -117,22 +116,32 @@ class Agent:
             while True:
                 woken = True
                 if isinstance(event, PeerLost):
-                    self._gone.add(event.node)
+                    self._lost_peers.add(event.node)
                 elif event is not None:
                     context.worker_group.handle_event(event)
                 event = self._events.get_nowait()
         except queue.Empty:
             return woken
 
-    def _share_times(self, context: AgentContext) -> None:
-        """Every window, tell the others what this node's ranks took for a step."""
+    def _delete_lost_peers(self, context: AgentContext) -> None:
+        """Delete the records of nodes whose agents are gone.
+
+        Raises:
+            DiscoveryError: the store does not answer: it may have been such an agent that served it. The next turn
+                tries again.
+        """
+        for node in list(self._lost_peers):
+            context.membership.delete_node(node)
+            self._lost_peers.discard(node)
+
+    def _share_step_times(self, context: AgentContext) -> None:
+        """Every `_STEP_TIMES_S`, publish what this node's ranks took for a step."""
         now = time.monotonic()
-        if not context.worker_group.running or now - self._shared_at < _WINDOW_S:
+        if not context.worker_group.running or now - self._shared_at < _STEP_TIMES_S:
             return
         self._shared_at = now
         first = context.worker_group.first_rank
-        own_s = self._step_times.measure_window(
-            {first + rank: one for rank, one in context.worker_group.read_statuses().items()}
-        )
+        statuses = {first + rank: status for rank, status in context.worker_group.read_statuses().items()}
+        own_s = self._step_times.measure_window(statuses)
         if own_s:
             context.status.share_step_times(context.worker_group.generation, own_s, leads=first == 0)

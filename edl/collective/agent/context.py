@@ -1,26 +1,25 @@
-"""What an agent holds while it takes part in a job: acquired in order, and given back in the opposite order."""
+"""What an agent holds while it takes part in a job: opened in order, and closed in the opposite order."""
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import socket
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.peer_monitor import PeerConnections
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.job_run import JobRun
 from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
+from edl.collective.agent.shutdown import ShutdownState, release_host_folder, store_last_state
 from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.worker_group import WorkerGroup
@@ -30,60 +29,52 @@ from edl.collective.replica.replicator import JobSecret, Replicator
 from edl.discovery.store import Store
 from edl.errors import ClosedError
 
-__all__ = ["ShutdownState", "AgentEvent", "EventQueue", "PeerLost", "AgentContext", "is_member", "open_agent_context"]
+__all__ = ["AgentContext", "AgentEvent", "EventQueue", "PeerLost", "is_member", "open_agent_context"]
 
-_STORE_LAST_S = 30.0
-_TELL_LAST_S = 5.0
-_HURRIED_S = 0.5
-_LOOK_S = 0.05
+logger = logging.getLogger(__name__)
+
+_PUBLISH_TIMEOUT_S = 5.0  # a store that does not answer at the end must not keep the agent; an election takes 3 s
+_URGENT_PUBLISH_TIMEOUT_S = 0.5  # of a node that was asked a second time: a store that is well answers within it
 
 
 @dataclass(frozen=True)
 class PeerLost:
-    """The agent of another node is gone, its process at any rate."""
+    """The end of another node's agent, its process at any rate.
+
+    Attributes:
+        node: its name.
+    """
 
     node: str
 
 
 AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
-"""None: something changed that has to be looked at."""
+"""What wakes an agent; None: something changed that has to be looked at."""
 EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 @dataclass
-class ShutdownState:
-    """What has to be known when everything is given back.
+class AgentContext:
+    """What one node's agent holds.
 
     Attributes:
-        code: the exit code, None while there is none.
-        joined: the others have seen this node.
-        alone: no other node was there last that was to stay.
-        stored: nothing was left that had to be taken to storage.
+        spec: this node's part of the job.
+        store: shared by all nodes.
+        signals: that ask this node to leave.
+        events: to be acted on.
+        host: the folder in this host's memory.
+        membership: this node's and the job's records in the store.
+        status: publishes where the time goes.
+        persister: takes states to storage.
+        replicas: keeps copies of states on other nodes.
+        peer_connections: by which the end of other nodes' agents is known at once.
+        worker_group: this node's workers.
+        next_master: where the ranks of the next world meet that this node is first in.
+        shutdown: how this node's part ends.
     """
-
-    code: int | None = None
-    joined: bool = False
-    alone: bool = True
-    stored: bool = True
-
-    @property
-    def exit_code(self) -> int | None:
-        """What the process is to end with: a job that is done is not a success while its result is in no storage."""
-        return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
-
-    @property
-    def job_over(self) -> bool:
-        """The job has ended, and this node was there."""
-        return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
-
-
-@dataclass
-class AgentContext:
-    """One node's part in a job; `spare` is where the next world that this node is first in will meet."""
 
     spec: LaunchSpec
     store: Store
-    say: Callable[[str], None]
     signals: StopSignals
     events: EventQueue
     host: HostFolder
@@ -93,8 +84,8 @@ class AgentContext:
     replicas: Replicator
     peer_connections: PeerConnections
     worker_group: WorkerGroup
-    spare: MasterEndpoint
-    shutdown: ShutdownState = field(default_factory=ShutdownState)
+    next_master: MasterEndpoint
+    shutdown: ShutdownState
 
     @property
     def id(self) -> str:
@@ -104,11 +95,21 @@ class AgentContext:
 
 @contextmanager
 def open_agent_context(
-    spec: LaunchSpec, store: Store, say: Callable[[str], None], signals: StopSignals, events: EventQueue
+    spec: LaunchSpec, store: Store, signals: StopSignals, events: EventQueue
 ) -> Iterator[AgentContext]:
-    """Everything that one node needs for its part in a job. The block says in `AgentContext.shutdown` how it ended.
+    """Open everything that a node needs for its part in a job, and close it after the block.
 
-    Whatever happens, nothing of it is left behind but a state in memory that somebody may go on from.
+    The block records in `AgentContext.shutdown` how it ended. Whatever happens, nothing is left behind but a state in
+    memory that a later start may go on from.
+
+    Args:
+        spec: this node's part of the job.
+        store: shared by all nodes; stays the caller's to close.
+        signals: that ask this node to leave.
+        events: where everything that happens is put.
+
+    Yields:
+        What is open.
 
     Raises:
         SettingsError: checkpoints cannot be stored where they shall be.
@@ -118,103 +119,69 @@ def open_agent_context(
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     with ExitStack() as stack:
         host = HostFolder(f"{spec.store} {spec.job}", name)
-        stack.callback(lambda: _give_up(host, spec, shutdown))
-        spare = open_master_endpoint(spec)
-        node = Node(name, spec.addr, spare.port, spec.workers)
-        membership = Membership(store, spec.job, node, spec.ttl_s, lambda: events.put(None))
+        stack.callback(release_host_folder, host, spec, shutdown)
+        next_master = open_master_endpoint(spec)
+        node = Node(name, spec.addr, next_master.port, spec.workers)
+        membership = Membership(store, spec.job, node, spec.ttl_s, partial(events.put, None))
         stack.callback(membership.close)
-        status = StatusPublisher(store, spec.job, name, spec.workers, say)
-        stack.callback(
-            lambda: status.close(
-                worker_group if shutdown.joined else None, timeout_s=_HURRIED_S if signals.urgent else _TELL_LAST_S
-            )
-        )
+        status = StatusPublisher(store, spec.job, name, spec.workers)
+        stack.callback(_close_status, status, signals)
         slots = [Path(host.slots(rank)) for rank in range(spec.workers)]
-        fence = partial(_may_store, membership, signals)
         persister = CheckpointPersister(
-            spec.checkpoint, slots, say, report_stored=say, run=JobRun(store, spec.job), fence=fence,
-            interval_s=spec.checkpoint_interval_s, poll_s=POLL_S,
-        )  # fmt: skip
-        stack.callback(lambda: _store_last(persister, signals, say, shutdown, resumable=spec.resumable))
+            spec.checkpoint,
+            slots,
+            logger.warning,
+            report_stored=logger.info,
+            run=JobRun(store, spec.job),
+            fence=partial(_may_complete_checkpoint, membership, signals),
+            interval_s=spec.checkpoint_interval_s,
+            poll_s=POLL_S,
+        )
+        stack.callback(store_last_state, persister, signals, shutdown, resumable=spec.resumable)
         secret = JobSecret(store, spec.job)
-        replicas = Replicator(name, host.replicas, slots, secret, say, tls=spec.tls)
-        stack.callback(replicas.close)
-        peer_connections = PeerConnections(name, lambda node: events.put(PeerLost(node)), spec.tls)
-        stack.callback(peer_connections.close)  # not before the workers are gone: others go on at once
+        replicas = stack.enter_context(
+            closing(Replicator(name, host.replicas, slots, secret, logger.info, tls=spec.tls))
+        )
+        # Closed after the workers are gone: other nodes go on as soon as a connection breaks.
+        peer_connections = stack.enter_context(
+            closing(PeerConnections(name, lambda peer: events.put(PeerLost(peer)), spec.tls))
+        )
         membership.update_node(replica_port=replicas.port, tether_port=peer_connections.port)
-        worker_group = WorkerGroup(spec, host, events.put, say, signals.raise_if_stopping)
-        stack.callback(worker_group.close)
+        worker_group = stack.enter_context(closing(WorkerGroup(spec, host, events.put, signals.raise_if_stopping)))
         yield AgentContext(
-            spec, store, say, signals, events, host, membership, status, persister, replicas, peer_connections,
-            worker_group, spare, shutdown,
-        )  # fmt: skip
+            spec=spec,
+            store=store,
+            signals=signals,
+            events=events,
+            host=host,
+            membership=membership,
+            status=status,
+            persister=persister,
+            replicas=replicas,
+            peer_connections=peer_connections,
+            worker_group=worker_group,
+            next_master=next_master,
+            shutdown=shutdown,
+        )
 
 
 def is_member(world: World, node: str) -> bool:
-    """Whether a node is in a world."""
+    """Return whether a node is in a world."""
     return world.position(node) is not None
 
 
-def _may_store(membership: Membership, signals: StopSignals) -> bool:
-    """Whether a state of this node's still counts: the others have not gone on without it. Asked by a thread.
+def _close_status(status: StatusPublisher, signals: StopSignals) -> None:
+    status.close(timeout_s=_URGENT_PUBLISH_TIMEOUT_S if signals.urgent else _PUBLISH_TIMEOUT_S)
+
+
+def _may_complete_checkpoint(membership: Membership, signals: StopSignals) -> bool:
+    """Return whether a state of this node still counts: the others have not gone on without it. For any thread.
 
     Raises:
-        DiscoveryError: the store does not answer, so nobody knows.
+        DiscoveryError: the store does not answer, so it is not known.
     """
     try:
         world = membership.read_world()
     except ClosedError:
         return False
     return signals.stopping or world.state is not JobState.RUNNING or is_member(world, membership.node.id)
-
-
-def _give_up(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
-    """Whoever leaves last, or could not store what it had to, keeps the state in memory for a later start here."""
-    if shutdown.exit_code == ExitCode.NOT_STORED:
-        host.unstored = True
-        host.close(keep=spec.resumable)
-        return
-    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.alone and spec.resumable
-    host.close(keep, used=shutdown.joined, ended=shutdown.job_over)
-
-
-def _store_last(
-    persister: CheckpointPersister,
-    signals: StopSignals,
-    say: Callable[[str], None],
-    shutdown: ShutdownState,
-    *,
-    resumable: bool,
-) -> None:
-    """Wait until the last checkpoint is stored, for a while, or until somebody does not want to wait any more."""
-    done = shutdown.code == ExitCode.DONE
-    # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
-    patient = done or (signals.slurm and signals.stopping)
-    if done:
-        persister.store_newest()
-    # In a thread, since a storage that hangs cannot be called back. That one ends with the process; what it has not
-    # completed by then is left incomplete, which readers know.
-    shutdown.stored = False
-
-    def close() -> None:
-        shutdown.stored = persister.close(_STORE_LAST_S, patient=patient)
-
-    closing = threading.Thread(target=close, name="edl-store-last", daemon=True)
-    closing.start()
-    began, warned = time.monotonic(), False
-    while closing.is_alive() and not signals.urgent:
-        closing.join(_LOOK_S)
-        if signals.stopping and not warned and time.monotonic() - began > 1.0 and closing.is_alive():
-            warned = True
-            until = (
-                "Slurm waits for it as long as its KillWait"
-                if signals.slurm
-                else "asked once more, this node leaves without it"
-            )
-            say(f"the last checkpoint is being stored; {until}")
-    if closing.is_alive():
-        say("the last checkpoint was not stored; what was stored before is as it was")
-    if shutdown.exit_code == ExitCode.NOT_STORED:
-        say(f"the job is done, its last state is not stored: exit code {ExitCode.NOT_STORED:d}")
-        if resumable:
-            say("it stays in this host's memory for an hour: the same command stores it, once the storage takes it")

@@ -1,10 +1,11 @@
-"""What a node does before it joins: it looks whether there is something to do, is tested, and imports."""
+"""What a node does before it joins a job: it looks whether there is something to do, is tested, and imports."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +22,23 @@ from edl.errors import SettingsError
 
 __all__ = ["join_job"]
 
-_POLL_S = 0.1
-_SILENT_S = 2.0
-_PROVE_S = 20.0
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1  # until the nodes of a failed job have left; a tenth of the time that a lease takes to end
+_SILENT_S = 2.0  # torch alone is imported in less, and then nothing need be written about it
+_STORAGE_TIMEOUT_S = (
+    20.0  # for an object storage that is far away and wakes up; without an answer the job begins anyway
+)
 
 
 def join_job(context: AgentContext) -> int | None:
-    """Join the job. Returns the exit code where this node has no part in it.
+    """Join the job.
+
+    Args:
+        context: what this node's agent holds.
+
+    Returns:
+        The exit code where this node has no part in the job, None once it has joined.
 
     Raises:
         AskedToLeaveError: a signal came first.
@@ -35,86 +46,98 @@ def join_job(context: AgentContext) -> int | None:
         DiscoveryError: the store does not answer.
         EDLError: the process that forks workers died, or took too long.
     """
-    code = _too_late(context)
+    code = _check_job_state(context)
     if code == ExitCode.DONE:
-        _store_what_was_left(context)
-    if code is None and _is_left_out(context):
+        _store_leftover_state(context)
+    if code is None and _is_excluded(context):
         code = ExitCode.FAULTY_NODE
     if code is None and context.spec.check is not None:
-        code = _check(context, context.spec.check)
+        code = _check_node(context, context.spec.check)
     if code is not None:
         return code
     _agree_on_script(context)
-    context.persister.check_storage(_PROVE_S, context.signals.raise_if_stopping)
-    with _said_after(_SILENT_S, context.say, f"importing what {Path(context.spec.warm.target).name} imports"):
-        complaint = context.worker_group.warm_up()
-    if complaint:
-        context.say(f"{complaint}; each worker will import it by itself")
+    context.persister.check_storage(_STORAGE_TIMEOUT_S, context.signals.raise_if_stopping)
+    with _logged_if_slow(f"importing what {Path(context.spec.warm.target).name} imports"):
+        import_failures = context.worker_group.warm_up()
+    if import_failures:
+        logger.warning("%s; each worker will import it by itself", import_failures)
     context.signals.raise_if_stopping()
-    _agree_on_script(context)  # once more: whoever came meanwhile saw nobody here yet
-    _make_room(context)
+    _agree_on_script(context)  # once more: a node that came meanwhile saw no other node here yet
+    _reserve_memory(context)
     context.membership.join()
     context.shutdown.joined = True
-    _inherit(context)
+    context.status.follow_workers(context.worker_group)
+    _adopt_state(context)
     context.persister.start()
     context.status.record_event("join", "ready")
     return None
 
 
-def _too_late(context: AgentContext) -> int | None:
-    """Whether the job has ended already: a late node has nothing to do. A failed job is started again."""
-    deadline = time.monotonic() + 4 * context.spec.ttl_s
+def _check_job_state(context: AgentContext) -> int | None:
+    """Return an exit code if the job has ended already: a late node has nothing to do. A failed job is started again.
+
+    A failed job's nodes leave within the time of a lease or two.
+    """
+    spec = context.spec
+    deadline = time.monotonic() + 4 * spec.ttl_s
     while True:
         context.signals.raise_if_stopping()
         records = context.membership.read_records()
         world = records.world
         if world.state is JobState.DONE:
-            context.say(f"job {context.spec.job} has ended already ({world.message}): nothing to do")
-            context.say("another --rdzv-id starts another job")
+            fields = {"job": spec.job}
+            logger.info("job %s has ended already (%s): nothing to do", spec.job, world.message, extra=fields)
+            logger.info("another --rdzv-id starts another job")
             return ExitCode.DONE
         if world.state is not JobState.FAILED:
             return None
         if not records.nodes:
             context.membership.propose_world(World(world.generation, message="started again"), records.version)
         elif time.monotonic() > deadline:
-            context.say(f"job {context.spec.job} has failed, and its nodes have not left yet: try again in a moment")
+            logger.error("job %s has failed, and its nodes have not left yet: try again in a moment", spec.job)
             return ExitCode.FAILED
         else:
             time.sleep(_POLL_S)
 
 
-def _store_what_was_left(context: AgentContext) -> None:
-    """The job has ended, but an agent on this host could not store its last state."""
+def _store_leftover_state(context: AgentContext) -> None:
+    """Store the last state of a job that has ended, if an agent on this host could not."""
     host = context.host
     if host.unstored and host.holds_state and host.run == JobRun(context.store, context.spec.job)():
-        context.say(f"node {host.previous_owner} could not store the last state: it is stored now")
+        logger.info("node %s could not store the last state: it is stored now", host.previous_owner)
         context.persister.start()
 
 
-def _is_left_out(context: AgentContext) -> bool:
-    """Whether a GPU of this host failed in this job before, and nobody said since that the host is well again."""
+def _is_excluded(context: AgentContext) -> bool:
+    """Return whether a GPU of this host failed in this job before, and the host was not readmitted since."""
     exclusions = Exclusions(context.store, context.spec.job, host_key())
     exclusion = exclusions.own_exclusion()
     if exclusion is None:
         return False
     if context.spec.readmit:
         exclusions.remove()
-        context.say(f"this host is left out no more ({exclusion.reason})")
+        logger.info("this host is left out no more (%s)", exclusion.reason)
         return False
-    context.say(
-        f"job {context.spec.job} leaves this host out ({exclusion.reason}): {REMEDY}; "
-        f"exit code {ExitCode.FAULTY_NODE:d}"
+    code = int(ExitCode.FAULTY_NODE)
+    logger.error(
+        "job %s leaves this host out (%s): %s; exit code %d",
+        *(context.spec.job, exclusion.reason, REMEDY, code),
+        extra={"job": context.spec.job, "exit_code": code},
     )
     return True
 
 
 def _agree_on_script(context: AgentContext) -> None:
-    """A node with another script would stop the job's training, and have no part in it.
+    """Record the script's name, or compare it with the other nodes'.
 
-    A job that nobody runs any more may go on with whatever its user calls the script now.
+    A job without live nodes may go on with whatever its user calls the script now.
+
+    Raises:
+        SettingsError: the job's other nodes run another script, so that this one would stop their training.
     """
-    spec, key = context.spec, prefix(context.spec.job) + "script"
-    own = Path(spec.warm.target).name
+    job = context.spec.job
+    key = prefix(job) + "script"
+    own = Path(context.spec.warm.target).name
     while True:
         context.signals.raise_if_stopping()
         entry = context.store.get(key)
@@ -122,16 +145,16 @@ def _agree_on_script(context: AgentContext) -> None:
             return
         if entry is not None and context.membership.read_records().nodes:
             raise SettingsError(
-                f"job {spec.job} runs {entry.value.decode()}, and this is {own}: another --rdzv-id starts another job"
+                f"job {job} runs {entry.value.decode()}, and this is {own}: another --rdzv-id starts another job"
             )
         if context.store.compare_and_set(key, own.encode(), None if entry is None else entry.version) is not None:
             return
 
 
 @contextmanager
-def _said_after(seconds: float, say: Callable[[str], None], line: str) -> Iterator[None]:
-    """Say `line` if the block takes longer than so many seconds."""
-    timer = threading.Timer(seconds, say, (line,))
+def _logged_if_slow(line: str) -> Iterator[None]:
+    """Log `line` if the block takes longer than `_SILENT_S`."""
+    timer = threading.Timer(_SILENT_S, logger.info, (line,))
     timer.daemon = True
     timer.start()
     try:
@@ -140,49 +163,54 @@ def _said_after(seconds: float, say: Callable[[str], None], line: str) -> Iterat
         timer.cancel()
 
 
-def _check(context: AgentContext, settings: NodeCheckSettings) -> int | None:
-    """Test this node and others that wait. Returns the exit code of one that is faulty."""
+def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | None:
+    """Test this node and others that wait. Returns the exit code if this node is faulty."""
     spec = context.spec
     settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
-    found = check_before_joining(
-        context.store, spec.job, context.id, spec.addr, max(1.0, spec.rules.last_call_s), settings, context.say
+    quiet_s = max(1.0, spec.rules.last_call_s)
+    result = check_before_joining(context.store, spec.job, context.id, spec.addr, quiet_s, settings, logger.info)
+    for name, why in result.slow.items():
+        logger.warning("%s is slow: %s", "this node" if name == context.id else name, why, extra={"node": name})
+    if context.id not in result.faulty:
+        return None
+    code = int(ExitCode.FAULTY_NODE)
+    logger.error(
+        "this node is faulty: %s; it does not join, exit code %d",
+        *(result.faulty[context.id], code),
+        extra={"exit_code": code},
     )
-    for name, why in found.slow.items():
-        context.say(f"{'this node' if name == context.id else name} is slow: {why}")
-    if context.id in found.faulty:
-        context.say(
-            f"this node is faulty: {found.faulty[context.id]}; it does not join, exit code {ExitCode.FAULTY_NODE:d}"
-        )
-        return ExitCode.FAULTY_NODE
-    return None
+    return code
 
 
-def _make_room(context: AgentContext) -> None:
-    """Have memory for the state that this node's workers will be given: the others will wait for that."""
+def _reserve_memory(context: AgentContext) -> None:
+    """Make slots as large as other nodes' for the state that this node's workers will get: the others wait for that."""
     nbytes = max((node.slot_nbytes for node in context.membership.read_records().nodes.values()), default=0)
     if nbytes:
         for rank in range(context.spec.workers):
             preallocate_slots(Path(context.host.slots(rank)), nbytes)
 
 
-def _inherit(context: AgentContext) -> None:
-    """Say whether a state in memory, which an agent of this job left here, is used.
+def _adopt_state(context: AgentContext) -> None:
+    """Use the state in memory that an agent of this job left here, or remove it.
 
-    One of another run of the job's name, whose records are gone from the store, would count as newer than it is. One of
-    a job without a name is the state of another training, unless the same command left it.
+    A state of another run of the job's name, whose records are gone from the store, would count as newer than it is. A
+    state of a job without a name is of another training, unless the same command left it.
     """
-    host, run, command = context.host, JobRun(context.store, context.spec.job)(), context.spec.command
+    host = context.host
+    run = JobRun(context.store, context.spec.job)()
+    command = context.spec.command
     if host.holds_state and host.run == run and host.command != command:
         host.forget_slots()
-        context.say(
-            f"node {host.previous_owner} left a state in memory, of another script or of other arguments: it is "
-            "removed; with --rdzv-id NAME a job goes on whatever its arguments are"
+        logger.info(
+            "node %s left a state in memory, of another script or of other arguments: it is removed; with "
+            "--rdzv-id NAME a job goes on whatever its arguments are",
+            host.previous_owner,
         )
     elif host.holds_state and host.run == run:
-        context.say(f"node {host.previous_owner} left its workers' state in memory here: it is used")
+        logger.info("node %s left its workers' state in memory here: it is used", host.previous_owner)
     elif host.holds_state:
         host.forget_slots()
-        context.say(f"node {host.previous_owner} left a state in memory, of a job before this one: it is removed")
+        logger.info("node %s left a state in memory, of a job before this one: it is removed", host.previous_owner)
     host.run = run
     host.command = command
     host.unstored = False

@@ -1,4 +1,4 @@
-"""The signals that ask an agent to leave: the first one politely, the second at once."""
+"""The signals that stop an agent: the first asks it to leave the job, a second one to leave at once."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 __all__ = ["AskedToLeaveError", "StopSignals"]
 
-_ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_ASKING_IN_SLURM = (*_ASKING, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS_IN_SLURM = (*_SIGNALS, signal.SIGUSR1)  # what `#SBATCH --signal=USR1@60` sends before the time limit
 
 
 class AskedToLeaveError(Exception):
-    """Somebody asked this node to leave while it waited for something that would have taken longer."""
+    """A signal asked this node to leave while it waited for something that would have taken longer."""
 
 
 class StopSignals:
-    """Counts what arrives between `__enter__` and `__exit__`, which are for the main thread.
+    """Counts the signals that arrive between `__enter__` and `__exit__`, which are for the main thread.
 
-    Each is only noted: when it can be acted on is for those to know who are in the middle of something.
+    The handler only counts: code in the middle of something decides itself when to act on a signal.
 
     Args:
         wake: called with each signal, in the main thread, wherever that is.
-        slurm: Slurm sends the signals. It repeats SIGTERM (at the begin and at the end of a partition's GraceTime, and
-            when a job is cancelled that was asked before), which says nothing of how urgent it is: SIGKILL follows by
-            itself. Only SIGINT, which a person sends through `srun`, then hurries.
+        slurm: whether Slurm sends the signals. It repeats SIGTERM (at the begin and at the end of a partition's
+            GraceTime, and when a job is cancelled that was asked before), which says nothing of how urgent it is:
+            SIGKILL follows by itself. Only SIGINT, which a person sends through `srun`, then hurries.
     """
 
     def __init__(self, wake: Callable[[], None], *, slurm: bool = False) -> None:
         self._wake = wake
         self.slurm = slurm
         self._numbers: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     @property
     def stopping(self) -> bool:
@@ -52,11 +52,11 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that left for the last signal, as a shell says it."""
+        """The exit code of a process that left for the last signal, as a shell gives it."""
         return 128 + self._numbers[-1]
 
     def raise_if_stopping(self) -> None:
-        """To be called now and then by whoever waits.
+        """Return if no signal came; code that waits calls this again and again.
 
         Raises:
             AskedToLeaveError: a signal came.
@@ -65,17 +65,18 @@ class StopSignals:
             raise AskedToLeaveError
 
     def __enter__(self) -> StopSignals:
-        asking = _ASKING_IN_SLURM if self.slurm else _ASKING
-        heeded = [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's, for one
-        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        signals = _SIGNALS_IN_SLURM if self.slurm else _SIGNALS
+        # What this process was started to ignore stays ignored, such as SIGHUP under nohup.
+        handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._record_signal) for number in handled}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _record_signal(self, number: int, frame: object) -> None:
         self._numbers.append(number)
         self._wake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -30,6 +31,8 @@ from edl.errors import EDLError
 
 __all__ = ["HANGING", "WorkerGroup"]
 
+logger = logging.getLogger(__name__)
+
 _ECHO_S = 0.5
 _STOPPED_S = 1.0
 _REGROUP_S = 2.0
@@ -46,7 +49,6 @@ class WorkerGroup:
         host: the node's folder in memory.
         report: called from another thread with each `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
             when the job's records have to be looked at before `allow_heartbeat` can be called again.
-        say: called with each line that a person should see.
         raise_if_stopping: called again and again while imports are waited for; may raise, to wait no longer.
     """
 
@@ -55,13 +57,11 @@ class WorkerGroup:
         spec: LaunchSpec,
         host: HostFolder,
         report: Callable[[WorkerExit | ZygoteLost | None], None],
-        say: Callable[[str], None],
         raise_if_stopping: Callable[[], object],
     ) -> None:
         self._spec = spec
         self._host = host
         self._report = report
-        self._say = say
         self._raise_if_stopping = raise_if_stopping
         self._workers = WorkerPool(spec.warm, report)
         self._log_tee = LogTee(spec.role)
@@ -117,7 +117,7 @@ class WorkerGroup:
                 world.generation, {rank: job for rank, job in jobs.items() if rank not in staying}
             )
         except EDLError as exc:  # the zygote has died, and with it all that it had forked
-            self._say(f"{exc}: another one imports what the script does first, which takes some seconds")
+            logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
             self._renew_workers()
             self._workers.fork_workers(world.generation, jobs)
         self._log_tee.stop()
@@ -334,7 +334,7 @@ class WorkerGroup:
             if self._status_pages[local_rank].read_status().generation != self.generation:
                 rank = self.first_rank + local_rank
                 what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
-                self._say(f"{what}: workers are no longer forked from a process that has imported anything")
+                logger.warning("%s: workers are no longer forked from a process that has imported anything", what)
                 self._forks_begin = False
                 self._fail(WorkerFailure(rank, -signal.SIGKILL, "", what))
                 return

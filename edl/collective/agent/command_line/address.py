@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import socket
 import time
-from collections.abc import Callable
 from typing import Final
 
 from edl.discovery.served.own_host import is_loopback
@@ -14,6 +14,8 @@ from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 
 __all__ = ["own_address", "warn_of_slow_name"]
+
+logger = logging.getLogger(__name__)
 
 _ELSEWHERE: Final = ("203.0.113.1", "2001:db8::1")
 """Addresses on no network (RFC 5737, RFC 3849): the way there is the way to other hosts. Nothing is sent to them."""
@@ -54,7 +56,7 @@ def own_address(store_url: str) -> str:
     return address
 
 
-def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
+def warn_of_slow_name(address: str) -> None:
     """Look up the name of an address in the form that torch asks for at each connection, and tell if that takes long.
 
     torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
@@ -62,7 +64,6 @@ def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
 
     Args:
         address: the node's own.
-        say: called with a line for the user.
     """
     mapped = address if ":" in address else f"::ffff:{address}"
     began = time.monotonic()
@@ -70,9 +71,11 @@ def warn_of_slow_name(address: str, say: Callable[[str], None]) -> None:
         socket.getnameinfo((mapped, 0, 0, 0), 0)
     took_s = time.monotonic() - began
     if took_s >= _SLOW_NAME_S:
-        say(
-            f"DNS took {took_s:.1f} s for the name of {mapped}, which torch asks for at each connection: restarts take "
-            f'so much longer. The line "{mapped} {socket.gethostname()}" in /etc/hosts of every node answers at once'
+        logger.warning(
+            "DNS took %.1f s for the name of %s, which torch asks for at each connection: restarts take so much longer. "
+            'The line "%s %s" in /etc/hosts of every node answers at once',
+            *(took_s, mapped, mapped, socket.gethostname()),
+            extra={"seconds": took_s},
         )
 
 

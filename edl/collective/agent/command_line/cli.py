@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import math
 import os
 import shutil
@@ -42,12 +43,18 @@ from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import Store, open_store
 from edl.errors import SettingsError
+from edl.log_output import plain_log_to_stderr
 from edl.settings import Credentials, default_discovery_url, read
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS
 
 __all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_LOGGERS = ("edl.collective.agent", "edl.collective.replica")
+"""What a person should see of these begins at INFO; of the rest of EDL, and of other libraries, at WARNING."""
 
 _STORE_TIMEOUT_S = 2.0
 _SERVED = "edl://"
@@ -68,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     step = SlurmStep.of()
     options = parse_options(argv, step)
     with ExitStack() as stack:
+        stack.enter_context(plain_log_to_stderr("edl run", _LOGGERS, options.log_format))
         runs: TaskRuns | None = None
         if step is not None and options.rdzv_id == step.name:
             runs = stack.enter_context(TaskRuns(step, _command(options)))
@@ -79,15 +87,21 @@ def main(argv: Sequence[str]) -> int:
         spec = replace(_launch(options, conf, url, stack), slurm=step is not None)
         store = stack.enter_context(_opened(options, endpoint, url, spec))
         spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
-        start_call("edl-own-name", partial(warn_of_slow_name, spec.addr, _say))
+        start_call("edl-own-name", partial(warn_of_slow_name, spec.addr))
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
         if spec.rules.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
-            _say(f"others will look for this node at {spec.addr}; on several hosts give each its --local-addr")
+            logger.warning(
+                "others will look for this node at %s; on several hosts give each its --local-addr", spec.addr
+            )
         if step is not None and step.rank == 0:
             nodes = f"--nnodes {options.nnodes} --nproc-per-node {spec.workers}"
-            _say(f"{step.describe()}: --rdzv-id {spec.job} {nodes}, store {url}")
+            logger.info(
+                "%s: --rdzv-id %s %s, store %s",
+                *(step.describe(), spec.job, nodes, url),
+                extra={"job": spec.job, "store": url},
+            )
         _tell_of_unused(options, endpoint, url)
-        code = Agent(spec, store, _say).run()
+        code = Agent(spec, store).run()
         if runs is not None and code in (ExitCode.DONE, ExitCode.NOT_STORED):
             runs.count(stored=code == ExitCode.DONE)
         if url.startswith(_SERVED):
@@ -108,7 +122,7 @@ def _opened(
         return open_store(url, timeout_s=_STORE_TIMEOUT_S, credentials=credentials)
     from edl.collective.agent.command_line.served_store import served_store  # gRPC: others need not wait for its import
 
-    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=spec.join_timeout_s, say=_say)
+    return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=spec.join_timeout_s)
 
 
 def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
@@ -123,7 +137,7 @@ def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | 
     if unused:
         flags = ", ".join("--" + name.replace("_", "-") for name in unused)
         where = f"{url}, which is on this machine only" if url.startswith("sqlite:") else url
-        _say(f"{flags}: not used here; nodes meet in the store, {where} (--store URL)")
+        logger.warning("%s: not used here; nodes meet in the store, %s (--store URL)", flags, where)
 
 
 def _conf(options: argparse.Namespace) -> dict[str, str]:
@@ -266,7 +280,7 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
     folder = options.log_dir
     if not folder and (_any(redirects) or _any(tee)):
         folder = stack.enter_context(kept_log_folder())
-        _say(f"what the workers print is kept in {folder} (--log-dir FOLDER)")
+        logger.info("what the workers print is kept in %s (--log-dir FOLDER)", folder)
     elif not folder:
         folder = stack.enter_context(temporary_log_folder())
     try:
@@ -298,7 +312,3 @@ def _number(conf: dict[str, str], name: str, default: float) -> float:
     if not 0 <= value < math.inf:
         raise SettingsError(f"--rdzv-conf {name}={conf[name]}: wanted are seconds, such as 30")
     return value
-
-
-def _say(line: str) -> None:
-    print(f"edl run: {line}", file=sys.stderr, flush=True)

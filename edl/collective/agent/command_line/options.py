@@ -82,6 +82,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a node that is asked to leave passes the signal on to its workers, once they have saved where they "
         "save at all, and kills those that have not ended after this long (default: 30, as torchrun)",
     },
+    "--log-format": {
+        "choices": ["text", "json"],
+        "default": "text",
+        "help": "how the agent's own lines are written to standard error: for people, or an object a line for log "
+        "collectors, with the time, the level, the logger and what the line names (default: text)",
+    },
     "--readmit": {
         "action": "store_true",
         "help": "join although the job leaves this host out since a GPU of it failed: it was reset or replaced",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
@@ -23,6 +24,8 @@ from edl.settings import Credentials
 
 __all__ = ["keep_for_later", "served_store"]
 
+logger = logging.getLogger(__name__)
+
 _AGAIN_S: Final = 0.1
 _SILENT_S: Final = 2.0
 _PATIENCE_S: Final = 60.0
@@ -36,7 +39,6 @@ def served_store(
     *,
     timeout_s: float,
     join_timeout_s: float,
-    say: Callable[[str], None],
 ) -> Iterator[ServedStore]:
     """The store at `endpoint`, which this process serves if it is on that host, and no other agent there does.
 
@@ -46,20 +48,19 @@ def served_store(
         credentials: this node's: mutual TLS if they are complete, and tokens.
         timeout_s: how long one request may take.
         join_timeout_s: how long to wait for the agent that serves.
-        say: called with each line that a person should see.
 
     Raises:
         SettingsError: another program answers there, or TLS or tokens do not fit, or this host cannot serve.
         DiscoveryError: nothing answered in time.
     """
     with contextlib.ExitStack() as stack:
-        rendezvous = _Serving(endpoint, store_credentials(credentials), say)
+        rendezvous = _Serving(endpoint, store_credentials(credentials))
         stack.callback(rendezvous.close)
         rendezvous.serve_if_own()
         store = open_store(endpoint.url, timeout_s=timeout_s, credentials=credentials)
         assert isinstance(store, ServedStore)
         with store:
-            _wait_for(store, rendezvous, join_timeout_s, say)
+            _wait_for(store, rendezvous, join_timeout_s)
             yield store
         rendezvous.leave()
 
@@ -80,10 +81,9 @@ def keep_for_later(store: Store, job: str, wanted: bool) -> None:
 class _Serving:
     """This process's part in serving: none, unless the endpoint is on its host."""
 
-    def __init__(self, endpoint: RendezvousEndpoint, credentials: Credentials, say: Callable[[str], None]) -> None:
+    def __init__(self, endpoint: RendezvousEndpoint, credentials: Credentials) -> None:
         self._endpoint = endpoint
         self._credentials = credentials
-        self._say = say
         self.host: StoreHost | None = None
         self.excluded = False
 
@@ -101,7 +101,7 @@ class _Serving:
     def leave(self) -> None:
         """Stop serving as soon as that harms nobody."""
         if self.host is not None:
-            self.host.leave(self._say, _PATIENCE_S)
+            self.host.leave(logger.info, _PATIENCE_S)
 
     def close(self) -> None:
         host, self.host = self.host, None
@@ -109,15 +109,18 @@ class _Serving:
             host.close()
 
     def _tell(self) -> None:
-        self._say(f"this node serves the job's store at port {self._endpoint.port}: the job ends with this host")
+        port = self._endpoint.port
+        logger.info(
+            "this node serves the job's store at port %d: the job ends with this host", port, extra={"port": port}
+        )
         if not self._credentials and not self._endpoint.local:
-            self._say(
+            logger.warning(
                 "the store listens on all addresses without TLS or tokens: who reaches it can change the job "
                 "(EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY: docs/security.md)"
             )
 
 
-def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float, say: Callable[[str], None]) -> None:
+def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> None:
     """Wait until the store answers."""
     began, said = time.monotonic(), ""
     endpoint = store.client.target.endpoint
@@ -129,7 +132,9 @@ def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float, say:
         else:
             own = serving.host.server if serving.host is not None else ""
             if own and answer.server != own:
-                say(f"{endpoint} leads to {answer.hostname}, where the store is served: this node serves none")
+                logger.info(
+                    "%s leads to %s, where the store is served: this node serves none", endpoint, answer.hostname
+                )
                 serving.exclude()
             return
         waited_s = time.monotonic() - began
@@ -140,7 +145,7 @@ def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float, say:
             )
         if words != said and waited_s > _SILENT_S:
             said = words
-            say(f"waiting for the store at {endpoint}, which an agent on that host serves: {words}")
+            logger.info("waiting for the store at %s, which an agent on that host serves: %s", endpoint, words)
         time.sleep(_AGAIN_S)
         serving.serve_if_own()
 

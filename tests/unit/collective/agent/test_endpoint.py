@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,8 @@ from edl.errors import DiscoveryError, SettingsError
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority
 from tests.plugins_consul import free_ports
+
+SERVED_STORE = served_store.__module__
 
 
 def endpoint(*arguments: str, conf: dict[str, str] | None = None, max_nodes: int = 4) -> RendezvousEndpoint | None:
@@ -78,53 +82,53 @@ def test_who_serves_and_where_it_listens() -> None:
         found("localhost", is_host="perhaps")
 
 
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What all participants of this process have logged until now."""
+    caplog.set_level(logging.INFO, logger=SERVED_STORE)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == SERVED_STORE]
+
+
 def served(
-    lines: list[str], port: int, credentials: Credentials | None = None, join_timeout_s: float = 60.0, own: bool = True
+    port: int, credentials: Credentials | None = None, join_timeout_s: float = 60.0, own: bool = True
 ) -> contextlib.AbstractContextManager[object]:
     at = RendezvousEndpoint("127.0.0.1", port, own)
-    return served_store(
-        at, credentials or Credentials(), timeout_s=5.0, join_timeout_s=join_timeout_s, say=lines.append
-    )
+    return served_store(at, credentials or Credentials(), timeout_s=5.0, join_timeout_s=join_timeout_s)
 
 
-def test_the_store_of_a_served_endpoint() -> None:
+def test_the_store_of_a_served_endpoint(lines: Callable[[], list[str]]) -> None:
     """One node serves, a second one on the same host waits to, a third one on another host only connects."""
-    lines: list[list[str]] = [[], [], []]
     port = free_ports(1)[0]
     with (
-        served(lines[0], port) as first,
-        served(lines[1], port) as second,
-        served(lines[2], port, own=False) as third,
+        served(port) as first,
+        served(port) as second,
+        served(port, own=False) as third,
     ):
         entry = first.put("a", b"1")  # type: ignore[attr-defined]
         assert second.get("a") == third.get("a") == entry  # type: ignore[attr-defined]
         keep_for_later(third, "job", True)  # type: ignore[arg-type]
         assert [found.key for found in first.list(KEPT)] == [f"{KEPT}job/{socket.gethostname()}"]  # type: ignore[attr-defined]
         keep_for_later(third, "job", False)  # type: ignore[arg-type]
-    assert [found[:1] for found in lines] == [
-        [f"this node serves the job's store at port {port}: the job ends with this host"],
-        [],
-        [],
-    ]
+    assert lines() == [f"this node serves the job's store at port {port}: the job ends with this host"]
 
 
-def test_late_store_is_waited_for() -> None:
+def test_late_store_is_waited_for(lines: Callable[[], list[str]]) -> None:
     """A store that comes late is waited for."""
-    port, lines = free_ports(1)[0], list[str]()
+    port = free_ports(1)[0]
     found: list[object] = []
 
     def wait() -> None:
-        with served(lines, port, own=False) as store:
+        with served(port, own=False) as store:
             found.append(store.get("a"))  # type: ignore[attr-defined]
 
     waiting = threading.Thread(target=wait)
     waiting.start()
     deadline = time.monotonic() + 60
-    while not lines and time.monotonic() < deadline:
+    while not lines() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert f"waiting for the store at 127.0.0.1:{port}" in lines[0]
-    assert "nobody listens at that port: start the same command on 127.0.0.1" in lines[0]
-    with served([], port):
+    assert f"waiting for the store at 127.0.0.1:{port}" in lines()[0]
+    assert "nobody listens at that port: start the same command on 127.0.0.1" in lines()[0]
+    with served(port):
         waiting.join(60)
     assert found == [None]
 
@@ -132,7 +136,7 @@ def test_late_store_is_waited_for() -> None:
 def test_nobody_serves_in_time() -> None:
     port = free_ports(1)[0]
     with pytest.raises(DiscoveryError, match=r"no store at .* within 0\.2 s .*join_timeout.*nobody listens"):
-        served([], port, join_timeout_s=0.2, own=False).__enter__()
+        served(port, join_timeout_s=0.2, own=False).__enter__()
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -143,7 +147,7 @@ def test_another_program_has_the_port(own: bool) -> None:
         thread.start()
         try:
             with pytest.raises(SettingsError, match="another program than EDL answers there: choose another port"):
-                served([], server.server_port, own=own).__enter__()
+                served(server.server_port, own=own).__enter__()
         finally:
             server.shutdown()
             thread.join()
@@ -153,18 +157,18 @@ def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
     ca = Authority()
     own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))  # type: ignore[arg-type]
     port = free_ports(1)[0]
-    with served([], port, own):
+    with served(port, own):
         with pytest.raises(SettingsError, match=r"speaks TLS, and this side has no CA set.*all nodes of a job"):
-            served([], port, own=False).__enter__()
-        with served([], port, own, own=False) as store:
+            served(port, own=False).__enter__()
+        with served(port, own, own=False) as store:
             assert store.get("a") is None  # type: ignore[attr-defined]
-    with served([], port), pytest.raises(SettingsError, match="does not speak TLS"):
-        served([], port, own, own=False).__enter__()
+    with served(port), pytest.raises(SettingsError, match="does not speak TLS"):
+        served(port, own, own=False).__enter__()
 
 
-def test_listening_openly_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, port = list[str](), free_ports(1)[0]
+def test_listening_openly_is_said(lines: Callable[[], list[str]]) -> None:
+    port = free_ports(1)[0]
     at = RendezvousEndpoint(socket.gethostname(), port)
-    with served_store(at, Credentials(), timeout_s=5.0, join_timeout_s=60.0, say=lines.append) as store:
+    with served_store(at, Credentials(), timeout_s=5.0, join_timeout_s=60.0) as store:
         store.put("a", b"1")
-    assert len([line for line in lines if "without TLS or tokens" in line]) == 1
+    assert len([line for line in lines() if "without TLS or tokens" in line]) == 1

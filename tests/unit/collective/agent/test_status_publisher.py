@@ -45,14 +45,14 @@ def test_unanswered_question_is_repeated(tmp_path: Path) -> None:
     with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
         before = NodeRecord("before", 1, 1, generation=3, step=7)
         LedgerWriter(store, "job", Ledger("before", 1, 0.0, 1.0)).write_record(before)
-        publisher = StatusPublisher(store, "job", "late", 1, print)
-        workers = cast(WorkerGroup, _CameLate())
+        publisher = StatusPublisher(store, "job", "late", 1)
+        publisher.follow_workers(cast(WorkerGroup, _CameLate()))
         deadline = time.monotonic() + 20
         while True:
-            publisher.observe(AgentState.RUNNING, workers)
+            publisher.charge_time(AgentState.RUNNING)
             known = [] if store.refusals else [one.reached for one in read_job(store, "job").nodes if one.reached >= 0]
             if known == [7]:
                 break
             assert time.monotonic() < deadline, f"steps that were finished before are charged as new ones: {known}"
             time.sleep(0.02)
-        publisher.close(None)
+        publisher.close()

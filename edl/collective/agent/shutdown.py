@@ -1,0 +1,111 @@
+"""What an agent does at its end with states that are not in storage yet, and with its folder in memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+from edl.background import start_call
+from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.agent.launch_spec import LaunchSpec
+from edl.collective.agent.signals import StopSignals
+from edl.collective.checkpoint.storage.persister import CheckpointPersister
+
+__all__ = ["ShutdownState", "release_host_folder", "store_last_state"]
+
+logger = logging.getLogger(__name__)
+
+_STORE_TIMEOUT_S = 30.0
+"""For a last state, or without progress of it at a job's end. Kubernetes kills a pod 30 s after SIGTERM by default."""
+_POLL_S = 0.05  # a second signal ends the wait this soon; a person does not notice it
+_SILENT_S = 1.0  # most states are stored sooner, and nothing need be written about them
+
+
+@dataclass
+class ShutdownState:
+    """What has to be known when an agent gives everything back.
+
+    Attributes:
+        code: the exit code, None while there is none.
+        joined: whether the other nodes have seen this node.
+        alone: whether no other node was there last that was to stay.
+        stored: whether nothing is left that had to be taken to storage.
+    """
+
+    code: int | None = None
+    joined: bool = False
+    alone: bool = True
+    stored: bool = True
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code: a job that is done is not a success while its result is in no storage."""
+        return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
+
+    @property
+    def job_over(self) -> bool:
+        """Whether the job has ended, and this node was in it."""
+        return self.joined and self.code in (ExitCode.DONE, ExitCode.FAILED)
+
+
+def store_last_state(
+    persister: CheckpointPersister, signals: StopSignals, shutdown: ShutdownState, *, resumable: bool
+) -> None:
+    """Wait until the last checkpoint is stored, for a while, or until a second signal ends the wait.
+
+    Args:
+        persister: closed here.
+        signals: of this agent.
+        shutdown: `stored` is set here.
+        resumable: whether a state in memory can be stored by a later start of the same command.
+    """
+    done = shutdown.code == ExitCode.DONE
+    # Slurm ends the wait itself: by its KillWait or GraceTime, which were chosen for what the storage needs.
+    patient = done or (signals.slurm and signals.stopping)
+    if done:
+        persister.store_newest()
+    # In a thread, since a storage that hangs cannot be called back. The thread ends with the process; what it has not
+    # completed by then is left incomplete, which readers know.
+    closing = start_call("edl-store-last", lambda: persister.close(_STORE_TIMEOUT_S, patient=patient))
+    began = time.monotonic()
+    announced = False
+    while not closing.done() and not signals.urgent:
+        wait([closing], _POLL_S)
+        if signals.stopping and not announced and time.monotonic() - began > _SILENT_S and not closing.done():
+            announced = True
+            until = (
+                "Slurm waits for it as long as its KillWait"
+                if signals.slurm
+                else "asked once more, this node leaves without it"
+            )
+            logger.info("the last checkpoint is being stored; %s", until)
+    shutdown.stored = closing.done() and closing.result()
+    if not closing.done():
+        logger.warning("the last checkpoint was not stored; what was stored before is as it was")
+    if shutdown.exit_code == ExitCode.NOT_STORED:
+        code = int(ExitCode.NOT_STORED)
+        fields = {"exit_code": code}
+        logger.error("the job is done, its last state is not stored: exit code %d", code, extra=fields)
+        if resumable:
+            logger.info(
+                "it stays in this host's memory for an hour: the same command stores it, once the storage takes it"
+            )
+
+
+def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
+    """Give the folder up; its state stays for a later start if this node left last, or could not store it.
+
+    Args:
+        host: closed here.
+        spec: this node's part of the job.
+        shutdown: how this node's part ended.
+    """
+    if shutdown.exit_code == ExitCode.NOT_STORED:
+        host.unstored = True
+        host.close(keep=spec.resumable)
+        return
+    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.alone and spec.resumable
+    host.close(keep, used=shutdown.joined, ended=shutdown.job_over)

@@ -230,7 +230,7 @@ class PeerConnections:
         self._cut(peer)
         peer.refusals = peer.refusals + 1 if code == errno.ECONNREFUSED and peer.proven else 0
         if peer.refusals >= _REFUSALS:
-            _log.info("nobody listens at %s:%d any more, where the agent of %s did", *peer.address, peer.node)
+            _log.debug("nobody listens at %s:%d any more, where the agent of %s did", *peer.address, peer.node)
             self._gone(peer.node)
         else:
             peer.again_at = time.monotonic() + (_REFUSED_AGAIN_S if peer.refusals else _UNREACHED_AGAIN_S)
@@ -254,7 +254,7 @@ class PeerConnections:
             waits_for = _shake(peer.socket)
         except OSError as exc:
             # Not the agent, or not to be believed. A lease tells of its death, as between hosts that cannot connect.
-            _log.info("no connection to the agent of %s at %s:%d: %s", peer.node, *peer.address, exc)
+            _log.debug("no connection to the agent of %s at %s:%d: %s", peer.node, *peer.address, exc)
             self._cut(peer)
             peer.again_at = time.monotonic() + _UNREACHED_AGAIN_S
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.exit_codes import ExitCode
 from tests.integration.collective.job import Job, wait_until
 from tests.plugins_consul import free_ports
 
@@ -53,7 +53,7 @@ def test_run_meets_at_an_endpoint(tmp_path: Path) -> None:
         job.start(*OTHER_HOST)
         job.wait_for_world(3, after=at)
         job.end()
-        assert [node.wait() for node in job.nodes if node is not server] == [Exit.DONE] * 3
+        assert [node.wait() for node in job.nodes if node is not server] == [ExitCode.DONE] * 3
         assert "without a lease" not in elsewhere.output
         server.wait()
         job.nodes.remove(server)
@@ -70,7 +70,7 @@ def test_run_loses_the_host_of_its_store(tmp_path: Path) -> None:
         other = job.start("--rdzv-conf", f"is_host=0,join_timeout={SILENCE_S}")
         job.wait_for_world(2)
         server.signal_all(signal.SIGKILL)
-        assert other.wait() == Exit.TRY_AGAIN
+        assert other.wait() == ExitCode.TRY_AGAIN
         assert "no store for" in other.output
         reached = max(step.step for step in job.steps())
         at = time.monotonic()
@@ -78,7 +78,7 @@ def test_run_loses_the_host_of_its_store(tmp_path: Path) -> None:
         steps = job.wait_for_world(2, after=at)
         assert steps[0].step > reached - 100, "it goes on from memory"
         job.end()
-        assert [node.wait() for node in again] == [Exit.DONE] * 2
+        assert [node.wait() for node in again] == [ExitCode.DONE] * 2
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_unnamed_job_is_its_command(tmp_path: Path) -> None:
                 node.signal_all(signal.SIGKILL)
                 node.wait()
         job.end()
-        assert node.wait() == Exit.DONE
+        assert node.wait() == ExitCode.DONE
 
 
 def test_run_names_what_has_the_port(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_run_names_what_has_the_port(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "edl", "run", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
         conf = ["--rdzv-backend", "c10d", "--rdzv-conf", "join_timeout=1"]
         done = subprocess.run([*command, *conf, str(script)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == Exit.TRY_AGAIN
+    assert done.returncode == ExitCode.TRY_AGAIN
     assert f"no store at 127.0.0.1:{port} within 1 s" in done.stderr
     assert f"if port {port} is another program's, choose another one on all nodes" in done.stderr
     assert "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.exit_codes import Exit
+from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.job_records import Node, prefix
 from edl.discovery import open_store
 from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
@@ -123,6 +124,23 @@ def test_torchrun_rendezvous_is_ignored(tmp_path: Path) -> None:
     assert "edl run: --rdzv-backend, --rdzv-endpoint: not used here; nodes meet in the store, sqlite:///" in done.stderr
 
 
+def test_log_lines_are_json(tmp_path: Path) -> None:
+    """Each line of the agent's is an object with what the line names; the script's own lines stay as they are."""
+    (tmp_path / "hello.py").write_text("print('hello')")
+    done = edl_run(
+        "--standalone", "--no-prewarm", "--rdzv-backend=c10d", "--log-format", "json", "hello.py", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello\n"
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    unused, began, ended = lines
+    assert (unused["level"], unused["command"]) == ("warning", "edl run")
+    assert unused["message"].startswith("--rdzv-backend: not used here")
+    assert (began["generation"], began["world_size"]) == (0, 1)
+    assert began["logger"] == "edl.collective.agent.reconciler"
+    assert ended["message"] == f"job {ended['job']} has ended: the script ended on every node"
+
+
 @pytest.mark.parametrize("options", [["-r", "3"], ["-t", "0:1"], []])
 def test_printed_files_stay_where_announced(options: list[str], tmp_path: Path) -> None:
     """What workers print into files stays where it is said to be."""
@@ -156,7 +174,7 @@ def test_unreachable_store_is_no_failure(tmp_path: Path) -> None:
         silent.bind(("127.0.0.1", 0))  # and nobody listens
         store = f"consul://127.0.0.1:{silent.getsockname()[1]}"
         done = edl_run("--store", store, "--rdzv-id", "x", "hello.py", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (Exit.TRY_AGAIN, ""), done.stderr
+    assert (done.returncode, done.stdout) == (ExitCode.TRY_AGAIN, ""), done.stderr
     assert "cannot be reached" in done.stderr
 
 

@@ -72,8 +72,8 @@ def warn_of_slow_name(address: str) -> None:
     took_s = time.monotonic() - began
     if took_s >= _SLOW_NAME_S:
         logger.warning(
-            "DNS took %.1f s for the name of %s, which torch asks for at each connection: restarts take so much longer. "
-            'The line "%s %s" in /etc/hosts of every node answers at once',
+            "DNS took %.1f s for the name of %s, which torch asks for at each connection: restarts take so much "
+            'longer. The line "%s %s" in /etc/hosts of every node answers at once',
             *(took_s, mapped, mapped, socket.gethostname()),
             extra={"seconds": took_s},
         )

@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from edl.collective.training.batch_size.noise import Noise
+from edl.collective.training.batch_size.noise import GradientNoise
 from edl.errors import SettingsError
 
-__all__ = ["AdaScale", "Linear", "Policy", "Scaling", "SquareRoot", "decay_for", "epsilon_for", "needs_noise"]
+__all__ = ["AdaScale", "Linear", "Policy", "RateScaling", "SquareRoot", "decay_for", "epsilon_for", "needs_noise"]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SquareRoot:
 
 @dataclass(frozen=True)
 class AdaScale:
-    """The rate grows by AdaScale's gain, and so does the progress that schedules see: see `Noise.gain`."""
+    """The rate grows by AdaScale's gain, and so does the progress that schedules see: see `GradientNoise.gain`."""
 
 
 Policy: TypeAlias = Linear | SquareRoot | AdaScale | Callable[[float], float] | None
@@ -100,7 +100,7 @@ def needs_noise(policy: Policy) -> bool:
     return isinstance(policy, AdaScale)
 
 
-class Scaling:
+class RateScaling:
     """The rate's factor and the progress of one training run.
 
     Attributes:
@@ -118,7 +118,7 @@ class Scaling:
         self.progress = 0.0
         self._from, self._since = 1.0, 0  # a warm-up begins at this factor, after so many samples
 
-    def resize(self, batch: int, noise: Noise) -> None:
+    def resize(self, batch: int, noise: GradientNoise) -> None:
         """The global batch is `batch` from the next step on."""
         if batch != self.batch:
             self._from, self._since = self.factor(noise), self.samples
@@ -129,7 +129,7 @@ class Scaling:
         """S: the batch divided by the base batch."""
         return self.batch / self.base_batch
 
-    def factor(self, noise: Noise) -> float:
+    def factor(self, noise: GradientNoise) -> float:
         """By what the next step's learning rate is multiplied.
 
         Raises:
@@ -149,7 +149,7 @@ class Scaling:
             raise SettingsError(f"the policy returned {factor!r} for a scale of {scale:g}: must be a positive number")
         return float(factor)
 
-    def trained(self, samples: int, noise: Noise) -> None:
+    def trained(self, samples: int, noise: GradientNoise) -> None:
         """A step over `samples` samples is finished; the last of an epoch may have fewer than the global batch."""
         worth = self.base_batch / self.batch * self._gain(noise) if isinstance(self.policy, AdaScale) else 1.0
         self.samples += samples
@@ -161,7 +161,7 @@ class Scaling:
             return target
         return self._from + (target - self._from) * done
 
-    def _gain(self, noise: Noise) -> float:
+    def _gain(self, noise: GradientNoise) -> float:
         if not noise.known:  # the careful end of what it can be
             return min(1.0, self.batch / self.base_batch)
         return noise.gain(self.batch, self.base_batch)

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Sampler
 
 from edl.collective.ranks import rank_of, world_of
-from edl.collective.training.split import Tail, batch_at, batches_left, share
+from edl.collective.training.split import Tail, batch_size_at, batches_left, rank_share
 from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["ElasticSampler"]
@@ -107,13 +107,13 @@ class ElasticSampler(Sampler[list[int]]):
     @property
     def batch_samples(self) -> int:
         """Samples of the next optimizer step over all ranks; 0 if the epoch is finished."""
-        return batch_at(self.consumed, self.length, self.global_batch, self.tail)
+        return batch_size_at(self.consumed, self.length, self.global_batch, self.tail)
 
     @property
     def share_rows(self) -> int:
         """Samples of the next optimizer step that this rank trains; its batch has `handed_rows` rows."""
         rank, world = self._place
-        return len(share(self.batch_samples, world, rank, self._least))
+        return len(rank_share(self.batch_samples, world, rank, self._least))
 
     @property
     def handed_rows(self) -> int:
@@ -232,12 +232,12 @@ class ElasticSampler(Sampler[list[int]]):
                 if number != self._pass:  # another pass began: this one must not move its position
                     return
                 position = self._handed
-                samples = batch_at(position, self.length, self._size_at(position), self.tail)
+                samples = batch_size_at(position, self.length, self._size_at(position), self.tail)
                 if not samples:
                     self._handed = max(position, self.length)  # a smaller batch must not open this epoch again
                     return
                 rank, world = self._place
-                mine = share(samples, world, rank, self._least) or range(min(self._least, samples))
+                mine = rank_share(samples, world, rank, self._least) or range(min(self._least, samples))
                 self._handed += samples
             yield order[(position + np.arange(mine.start, mine.stop)) % self.length].tolist()
 

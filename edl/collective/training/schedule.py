@@ -25,7 +25,7 @@ class SampleSchedule:
         trainer = ElasticTrainer(..., schedule=SampleSchedule(cosine, samples_per_step=256))
 
     So a schedule that was written for a fixed batch goes on unchanged, with that batch as `samples_per_step`. Progress
-    is that of `edl.collective.training.learning_rate.Scaling`: the samples trained, or AdaScale's.
+    is that of `edl.collective.training.learning_rate.RateScaling`: the samples trained, or AdaScale's.
 
     Args:
         scheduler: one that `step()` moves on, of which `state_dict` has all.

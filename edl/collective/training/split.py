@@ -1,23 +1,34 @@
-"""How an epoch is cut into global batches, a global batch into ranks' shares, a share into micro-batches: pure numbers.
+"""How an epoch is cut into global batches, a global batch into ranks' shares, a share into micro-batches.
 
 Where a global batch begins and ends does not depend on how many ranks there are, so a world of any size trains the same
 batches in the same order.
+
+A batch is what a training loop has: tensors, arrays, lists, and nests of these. A tuple, a named one or a mapping is a
+structure of parts; so is a list that holds a tensor, an array or a structure, as `DataLoader` makes of a tuple.
+Everything else with a length that can be sliced has rows: tensors, arrays, lists of strings, top-k soft labels. Parts
+without a length (a number, None) go to every micro-batch as they are.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import torch
 
 from edl.errors import SettingsError
 
-__all__ = ["Tail", "batch_at", "batches_left", "micro_sizes", "share"]
+__all__ = ["Tail", "batch_size_at", "batches_left", "count_rows", "cut_rows", "micro_batch_sizes", "rank_share"]
+
+B = TypeVar("B")
 
 Tail: TypeAlias = Literal["keep", "drop", "pad"]
 """What happens to the samples at the end of an epoch that do not fill a global batch: they make a smaller one, they are
 left out, or they are filled up with samples from the beginning of the epoch's order."""
 
 
-def batch_at(position: int, length: int, batch: int, tail: Tail) -> int:
+def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
     """Samples of the global batch that begins after `position` samples of an epoch of `length`; 0 if there is none."""
     left = length - position
     if left <= 0:
@@ -33,7 +44,7 @@ def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
     return left // batch if tail == "drop" else -(-left // batch)
 
 
-def share(samples: int, world: int, rank: int, least: int = 1) -> range:
+def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
     """Return the places of a global batch of `samples` that `rank` of `world` trains.
 
     Shares are neighbours in the order of ranks and differ by one sample at most; the first ranks have the larger ones.
@@ -52,7 +63,7 @@ def share(samples: int, world: int, rank: int, least: int = 1) -> range:
     return range(begin, begin + each + (rank < more))
 
 
-def micro_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
+def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
     """Cut a share into as few micro-batches as possible; those that are not empty differ by one sample at most.
 
     Args:
@@ -71,3 +82,44 @@ def micro_sizes(samples: int, most: int | None = None, parts: int = 1, least: in
     filled = max(needed, min(count, samples // least))
     each, more = divmod(samples, filled) if filled else (0, 0)
     return [each + (place < more) for place in range(filled)] + [0] * (count - filled)
+
+
+def count_rows(batch: object) -> int:
+    """How many rows every part of `batch` has.
+
+    Raises:
+        SettingsError: the parts differ, or none has rows.
+    """
+    counts: list[int] = []
+    _map(batch, lambda part: counts.append(len(part)))
+    if not counts:
+        raise SettingsError(f"a batch of type {type(batch).__name__} has no part with rows, such as a tensor")
+    if len(set(counts)) > 1:
+        raise SettingsError(f"the parts of a batch have {sorted(set(counts))} rows: each needs one for each sample")
+    return counts[0]
+
+
+def cut_rows(batch: B, begin: int, end: int) -> B:
+    """The rows from `begin` up to `end` of every part, as views where the parts allow it."""
+    cut: B = _map(batch, lambda part: part[begin:end])
+    return cut
+
+
+def _map(part: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(part, Mapping):
+        return {key: _map(value, change) for key, value in part.items()}
+    if isinstance(part, tuple):
+        mapped = [_map(value, change) for value in part]
+        return type(part)(*mapped) if hasattr(part, "_fields") else tuple(mapped)
+    if isinstance(part, list) and any(_is_part(value) for value in part):
+        return [_map(value, change) for value in part]
+    has_rows = part.ndim > 0 if isinstance(part, (torch.Tensor, np.ndarray)) else _can_be_cut(part)
+    return change(part) if has_rows else part
+
+
+def _is_part(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list))
+
+
+def _can_be_cut(part: object) -> bool:
+    return hasattr(part, "__len__") and hasattr(part, "__getitem__") and not isinstance(part, (str, bytes))

@@ -16,10 +16,17 @@ from torch import Tensor
 
 from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.split import micro_sizes
+from edl.collective.training.split import micro_batch_sizes
 from edl.errors import SettingsError
 
-__all__ = ["ONE_ROW", "How", "Step", "begin_counted", "begin_sampled", "weigh"]
+__all__ = [
+    "ONE_ROW",
+    "StepRequirements",
+    "TrainingStep",
+    "begin_counted_step",
+    "begin_sampled_step",
+    "weight_micro_batches",
+]
 
 
 ONE_ROW: Final = (
@@ -28,7 +35,7 @@ ONE_ROW: Final = (
 
 
 @dataclass(frozen=True)
-class How:
+class StepRequirements:
     """What this rank must heed.
 
     Attributes:
@@ -49,7 +56,7 @@ class How:
 
 
 @dataclass
-class Step:
+class TrainingStep:
     """A step under way.
 
     Attributes:
@@ -95,14 +102,14 @@ class Step:
         return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
 
 
-def begin_sampled(
+def begin_sampled_step(
     given: int,
     told: int | None,
     sampler: ElasticSampler,
-    how: How,
+    how: StepRequirements,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Step:
+) -> TrainingStep:
     """A step over the next global batch of `sampler`, of which this rank was `given` so many rows.
 
     Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
@@ -134,11 +141,13 @@ def begin_sampled(
     sizes = _sizes(mine, world, how)
     if how.lockstep and world > 1:
         counts = exchange([len(sizes)], group, device)
-        sizes = micro_sizes(mine, how.most, max(count for (count,) in counts), how.least)
-    return Step(samples, world, sizes or [0], mark=sampler.mark, stand_in=min(how.least, given))
+        sizes = micro_batch_sizes(mine, how.most, max(count for (count,) in counts), how.least)
+    return TrainingStep(samples, world, sizes or [0], mark=sampler.mark, stand_in=min(how.least, given))
 
 
-def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | None, device: torch.device) -> Step:
+def begin_counted_step(
+    given: int, mine: int, how: StepRequirements, group: dist.ProcessGroup | None, device: torch.device
+) -> TrainingStep:
     """A step over whatever the ranks bring: this one `given` rows, of which the first `mine` count.
 
     Raises:
@@ -152,7 +161,7 @@ def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | No
     samples = sum(rows for rows, _, _ in everyone)
     _check_rows([rows or rows_given for rows, _, rows_given in everyone if rows_given], how)
     if how.lockstep and world > 1:
-        sizes = micro_sizes(mine, how.most, max(count for _, count, _ in everyone), how.least)
+        sizes = micro_batch_sizes(mine, how.most, max(count for _, count, _ in everyone), how.least)
     if how.all_backward and not all(rows for _, _, rows in everyone):
         raise SettingsError(
             "a rank has no row, but the module needs a backward on every rank: give it a batch of one row with "
@@ -160,15 +169,15 @@ def begin_counted(given: int, mine: int, how: How, group: dist.ProcessGroup | No
         )
     if not samples:
         raise SettingsError("no rank has a sample for this step")
-    return Step(samples, world, sizes or [0] * min(given, 1), stand_in=min(how.least, given))
+    return TrainingStep(samples, world, sizes or [0] * min(given, 1), stand_in=min(how.least, given))
 
 
-def _sizes(mine: int, world: int, how: How) -> list[int]:
+def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
     # With one group of samples in all there is no telling the noise from the gradient; several ranks are several.
-    return micro_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
+    return micro_batch_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
 
 
-def _check_rows(counts: list[int], how: How) -> None:
+def _check_rows(counts: list[int], how: StepRequirements) -> None:
     """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for who fails.
 
     Raises:
@@ -181,8 +190,12 @@ def _check_rows(counts: list[int], how: How) -> None:
         )
 
 
-def weigh(
-    step: Step, weights: Tensor | Sequence[float], given: int, group: dist.ProcessGroup | None, device: torch.device
+def weight_micro_batches(
+    step: TrainingStep,
+    weights: Tensor | Sequence[float],
+    given: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
     """Weight a step's micro-batches by what its rows weigh in place of their number. Collective.
 

@@ -25,18 +25,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from edl.collective.ranks import exchange
-from edl.collective.training.batch_size.noise import Noise
+from edl.collective.training.batch_size.noise import GradientNoise
 from edl.collective.training.batch_size.objective import AutoBatch
-from edl.collective.training.batch_size.tuner import Now, Tuner
+from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState
 from edl.collective.training.gradients import NoiseMeter, average_gradients
-from edl.collective.training.learning_rate import Policy, Scaling, needs_noise
-from edl.collective.training.loss_scale import LossScale
-from edl.collective.training.optimizer_options import OptionScaling
-from edl.collective.training.rows import count_rows, cut_rows
+from edl.collective.training.learning_rate import Policy, RateScaling, needs_noise
+from edl.collective.training.optimizer_step import LossScale, OptionScaling
 from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.schedule import SampleSchedule
-from edl.collective.training.split import micro_sizes
-from edl.collective.training.step import ONE_ROW, How, Step, begin_counted, begin_sampled, weigh
+from edl.collective.training.split import count_rows, cut_rows, micro_batch_sizes
+from edl.collective.training.step import (
+    ONE_ROW,
+    StepRequirements,
+    TrainingStep,
+    begin_counted_step,
+    begin_sampled_step,
+    weight_micro_batches,
+)
 from edl.collective.training.wrapping import (
     averages_itself,
     check_averaged,
@@ -114,11 +119,11 @@ class ElasticTrainer:
         if auto is not None and policy is None:
             raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
         asked = sampler.asked if sampler is not None else global_batch or 0
-        micro_sizes(1, max_micro_batch)  # refuses what cannot be
+        micro_batch_sizes(1, max_micro_batch)  # refuses what cannot be
         self.model, self.optimizer, self.sampler = model, optimizer, sampler
         self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
-        self.noise = Noise()
-        self._scaling = Scaling(policy, base_batch or asked, asked)
+        self.noise = GradientNoise()
+        self._scaling = RateScaling(policy, base_batch or asked, asked)
         self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
@@ -133,8 +138,8 @@ class ElasticTrainer:
             if is_sharded(model):
                 raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
             self._meter = NoiseMeter([one for one in self._updated() if one.requires_grad], optimizer)
-        self._tuner = Tuner(auto, base_batch or asked) if auto is not None else None
-        self._step: Step | None = None
+        self._tuner = BatchSizeTuner(auto, base_batch or asked) if auto is not None else None
+        self._step: TrainingStep | None = None
         self._stepped_at: float | None = None
         self._cuts: Generator[Any, None, None] | None = None
         self._status_page = WorkerStatusPage.from_env()
@@ -146,7 +151,7 @@ class ElasticTrainer:
 
     @property
     def progress(self) -> float:
-        """What the schedule is moved to, in samples; see `Scaling.progress`."""
+        """What the schedule is moved to, in samples; see `RateScaling.progress`."""
         return self._scaling.progress
 
     @property
@@ -170,7 +175,7 @@ class ElasticTrainer:
         take part. It weighs nothing, as long as its loss is finite.
 
         Args:
-            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.training.rows`.
+            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.training.split`.
             rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
                 batch. A sampler knows that by itself.
             weights: what each row of the batch weighs in the mean loss, such as how many of its tokens are no padding;
@@ -191,12 +196,12 @@ class ElasticTrainer:
         given = count_rows(batch)
         step = self._begin(given, rows)
         if weights is not None:
-            weigh(step, weights, given, self._group, self._device)
+            weight_micro_batches(step, weights, given, self._group, self._device)
         self._step = step
         self._cuts = self._cut(batch, self._step)
         return self._cuts
 
-    def _cut(self, batch: B, step: Step) -> Generator[B, None, None]:
+    def _cut(self, batch: B, step: TrainingStep) -> Generator[B, None, None]:
         begin = 0
         for number, size in enumerate(step.sizes, 1):
             with without_averaging(self.model) if number < len(step.sizes) else nullcontext():
@@ -276,7 +281,7 @@ class ElasticTrainer:
         if self._tuner is not None:
             usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
             seconds = time.perf_counter() - step.began_at if usual else None
-            now = Now(step.world, batch, self.max_micro_batch, self.noise)
+            now = RunState(step.world, batch, self.max_micro_batch, self.noise)
             wanted = self._tuner.stepped(now, seconds, self._group, self._device)
             if wanted != batch:
                 self.resize(wanted)
@@ -405,11 +410,13 @@ class ElasticTrainer:
         if self._device.type == "cpu":
             self._status_page.add_sync_wait(time.perf_counter() - began)
 
-    def _begin(self, given: int, rows: int | None) -> Step:
+    def _begin(self, given: int, rows: int | None) -> TrainingStep:
         parts = 2 if self._meter is not None else 1
         lockstep = in_lockstep(self.model)
-        how = How(self.max_micro_batch, parts, averages_itself(self.model), lockstep, self._least, self._strict)
+        how = StepRequirements(
+            self.max_micro_batch, parts, averages_itself(self.model), lockstep, self._least, self._strict
+        )
         if self.sampler is None:
-            return begin_counted(given, given if rows is None else rows, how, self._group, self._device)
+            return begin_counted_step(given, given if rows is None else rows, how, self._group, self._device)
         self._scaling.resize(self.sampler.global_batch, self.noise)
-        return begin_sampled(given, rows, self.sampler, how, self._group, self._device)
+        return begin_sampled_step(given, rows, self.sampler, how, self._group, self._device)

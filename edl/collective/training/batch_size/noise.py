@@ -18,13 +18,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Groups", "Noise"]
+__all__ = ["GradientGroups", "GradientNoise"]
 
 _MEMORY_STEPS = 100.0
 
 
 @dataclass(frozen=True)
-class Groups:
+class GradientGroups:
     """What one optimizer step says of the noise.
 
     Attributes:
@@ -51,7 +51,7 @@ class Groups:
 
 
 @dataclass
-class Noise:
+class GradientNoise:
     """Averages of the estimates over recent steps; the ratio of averages, since the average of ratios is biased.
 
     Attributes:
@@ -64,7 +64,7 @@ class Noise:
     square: float = 0.0
     steps: float = 0.0
 
-    def add(self, groups: Groups) -> None:
+    def add(self, groups: GradientGroups) -> None:
         """Take in one step, if it says anything."""
         if not groups.usable:
             return

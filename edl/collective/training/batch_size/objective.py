@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edl.collective.training.batch_size.step_time import Measured, fit, fit_loader
+from edl.collective.training.batch_size.step_time import StepMeasurement, fit_loader_time, fit_step_time
 from edl.errors import SettingsError
 
-__all__ = ["AutoBatch", "Decision", "choose", "efficiency", "shape"]
+__all__ = ["AutoBatch", "BatchSizeDecision", "choose_batch_size", "micro_batch_shape", "statistical_efficiency"]
 
 _LEAST_EFFICIENCY = 0.5
 _GROWTH = 2.0
@@ -42,7 +42,7 @@ class AutoBatch:
             raise SettingsError(f"every_steps={self.every_steps}, margin={self.margin}: at least 1, and not below 0")
 
 
-def efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
+def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
     """Progress of one sample in a batch of `batch`, relative to one in a batch of `base_batch`."""
     if math.isinf(noise_scale):
         return 1.0
@@ -50,23 +50,23 @@ def efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BatchSizeDecision:
     """The global batch from now on, and why, in one line."""
 
     batch: int
     reason: str
 
 
-def choose(
+def choose_batch_size(
     settings: AutoBatch,
-    measured: Sequence[Measured],
+    measured: Sequence[StepMeasurement],
     noise_scale: float | None,
     *,
     batch: int,
     base_batch: int,
     world: int,
     max_micro_batch: int | None = None,
-) -> Decision:
+) -> BatchSizeDecision:
     """Choose the global batch with the largest goodput that the model predicts.
 
     It never more than doubles at once, since the model is fitted to what was seen. As long as only one micro-batch size
@@ -79,41 +79,47 @@ def choose(
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
-        return Decision(inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}")
+        return BatchSizeDecision(
+            inside, f"batch {batch} -> {inside}: the bounds are {settings.least} to {settings.most}"
+        )
     if noise_scale is None or not measured:
         missing = "gradient noise" if noise_scale is None else "step times"
-        return Decision(batch, f"batch {batch} stays: no {missing} measured yet")
+        return BatchSizeDecision(batch, f"batch {batch} stays: no {missing} measured yet")
     limit = min(settings.most, max(int(batch * _GROWTH), world))
     phi = f"noise scale {noise_scale:.4g}"
     if len({(one.rows, one.parts) for one in measured}) < 2 and limit > batch:
-        worth = efficiency(noise_scale, limit, batch)
+        worth = statistical_efficiency(noise_scale, limit, batch)
         if worth < _LEAST_EFFICIENCY + 0.1:
-            return Decision(batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})")
-        return Decision(limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})")
-    model, loader = fit(measured), fit_loader(measured)
+            return BatchSizeDecision(
+                batch, f"batch {batch} stays: {limit} would train {worth:.0%} as well per sample ({phi})"
+            )
+        return BatchSizeDecision(
+            limit, f"batch {batch} -> {limit}: to measure a second size; {worth:.0%} as efficient ({phi})"
+        )
+    model, loader = fit_step_time(measured), fit_loader_time(measured)
 
     def seconds(size: int) -> float:
-        rows, parts = shape(size, world, max_micro_batch)
+        rows, parts = micro_batch_shape(size, world, max_micro_batch)
         step_s = model.seconds(world, rows, parts)
         return step_s + loader.waited_s(rows * parts, step_s)
 
     def goodput(size: int) -> float:
-        return size / seconds(size) * efficiency(noise_scale, size, base_batch)
+        return size / seconds(size) * statistical_efficiency(noise_scale, size, base_batch)
 
     now = goodput(batch)
     best = max(_candidates(settings.least, limit, batch, world, max_micro_batch), key=goodput)
     gain = goodput(best) / now - 1
-    share = efficiency(noise_scale, best, batch)
+    share = statistical_efficiency(noise_scale, best, batch)
     if best == batch or gain < settings.margin:
         why = f"best is {best}, {gain:+.1%} goodput, below the margin of {settings.margin:.0%}"
-        return Decision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
+        return BatchSizeDecision(batch, f"batch {batch} stays: {why if best != batch else 'nothing is better'} ({phi})")
     faster = (best / seconds(best)) / (batch / seconds(batch))
-    return Decision(
+    return BatchSizeDecision(
         best, f"batch {batch} -> {best}: {gain:+.1%} goodput = {faster:.2f}x samples/s x {share:.2f} efficiency ({phi})"
     )
 
 
-def shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
+def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
     """(rows of a micro-batch, micro-batches) of the rank that has most.
 
     A single rank makes at least two micro-batches: with one group of samples, noise could not be measured.

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from edl.errors import SettingsError
 
-__all__ = ["LoaderTime", "Measured", "StepTime", "fit", "fit_loader"]
+__all__ = ["LoaderTime", "StepMeasurement", "StepTime", "fit_loader_time", "fit_step_time"]
 
 _GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 _FARTHEST = 20.0  # of logarithms, from the start of the search
@@ -33,7 +33,7 @@ _NO_WAIT = 0.02
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurement:
     """How long steps took in one setting.
 
     Attributes:
@@ -90,7 +90,7 @@ class LoaderTime:
         return max(0.0, needed_s - step_s) if self.ahead else needed_s
 
 
-def fit_loader(measured: Sequence[Measured]) -> LoaderTime:
+def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
     """Find the loader that explains the measured waits best. One of a single share costs as much for every row.
 
     Where several explain them as well, the one that promises least for larger batches is taken.
@@ -128,7 +128,7 @@ def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
     return lines
 
 
-def fit(measured: Sequence[Measured]) -> StepTime:
+def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
     """The model that explains the measured times best; what they say nothing about is taken to cost nothing.
 
     Raises:

@@ -12,11 +12,16 @@ import torch
 import torch.distributed as dist
 
 from edl.collective.ranks import exchange
-from edl.collective.training.batch_size.noise import Noise
-from edl.collective.training.batch_size.objective import AutoBatch, Decision, choose, shape
-from edl.collective.training.batch_size.step_time import Measured
+from edl.collective.training.batch_size.noise import GradientNoise
+from edl.collective.training.batch_size.objective import (
+    AutoBatch,
+    BatchSizeDecision,
+    choose_batch_size,
+    micro_batch_shape,
+)
+from edl.collective.training.batch_size.step_time import StepMeasurement
 
-__all__ = ["Now", "Tuner"]
+__all__ = ["BatchSizeTuner", "RunState"]
 
 logger = logging.getLogger("edl.collective")
 
@@ -24,16 +29,16 @@ _KEPT = 32
 
 
 @dataclass(frozen=True)
-class Now:
+class RunState:
     """The run as it is: ranks, their global batch, what fits into this rank's memory, the gradients' noise."""
 
     world: int
     batch: int
     max_micro_batch: int | None
-    noise: Noise
+    noise: GradientNoise
 
 
-class Tuner:
+class BatchSizeTuner:
     """Collects step times between two decisions. Everything saved is the same on every rank."""
 
     def __init__(self, settings: AutoBatch, base_batch: int) -> None:
@@ -48,7 +53,9 @@ class Tuner:
         """Take in how long this rank waited between two steps, for its next batch."""
         self._waits.append(seconds)
 
-    def stepped(self, now: Now, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    def stepped(
+        self, now: RunState, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device
+    ) -> int:
         """One more step is finished; it took `seconds` on this rank, None if that is not to be counted.
 
         Every rank must call it after every step. Now and then they tell each other what they measured.
@@ -83,16 +90,16 @@ class Tuner:
         self._seconds.clear()
         self._waits.clear()
 
-    def _decide(self, now: Now, seconds: float, waited_s: float) -> Decision:
+    def _decide(self, now: RunState, seconds: float, waited_s: float) -> BatchSizeDecision:
         if seconds > 0:
-            setting = (now.world, *shape(now.batch, now.world, now.max_micro_batch))
+            setting = (now.world, *micro_batch_shape(now.batch, now.world, now.max_micro_batch))
             self._measured.pop(setting, None)  # the newest last
             self._measured[setting] = (seconds, waited_s)
         for old in list(self._measured)[:-_KEPT]:
             del self._measured[old]
-        return choose(
+        return choose_batch_size(
             self.settings,
-            [Measured(*setting, *times) for setting, times in self._measured.items()],
+            [StepMeasurement(*setting, *times) for setting, times in self._measured.items()],
             now.noise.scale if now.noise.known else None,
             batch=now.batch,
             base_batch=self.base_batch,

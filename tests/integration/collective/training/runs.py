@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from edl.collective.training.batch_size.objective import AutoBatch
 from edl.collective.training.learning_rate import AdaScale, Policy, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.split import share
+from edl.collective.training.split import rank_share
 from edl.collective.training.trainer import ElasticTrainer
 
 
@@ -161,7 +161,7 @@ def noise(group: dist.ProcessGroup, rank: int, world: int, most: tuple[int | Non
     for _ in range(250):
         spread = torch.tensor([3.0, 1.0], dtype=torch.float64)
         targets = truth + spread * torch.randn(13, 2, generator=generator, dtype=torch.float64)
-        mine = share(13, world, rank)
+        mine = rank_share(13, world, rank)
         for some in trainer.micro_batches(targets[mine.start : mine.stop]):
             trainer.backward(model(some))
         trainer.step()

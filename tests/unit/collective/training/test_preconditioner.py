@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.training.preconditioner import divisor_of, is_adaptive, is_warm  # noqa: E402
+from edl.collective.training.gradients import divisor_of, is_adaptive, is_warm  # noqa: E402
 
 WITHOUT_MOMENTUM = (0.0, 0.9)
 

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch import Tensor, nn  # noqa: E402
 
-from edl.collective.training.batch_size.noise import Noise  # noqa: E402
+from edl.collective.training.batch_size.noise import GradientNoise  # noqa: E402
 from edl.collective.training.learning_rate import (  # noqa: E402
     AdaScale,
     Linear,
     Policy,
-    Scaling,
+    RateScaling,
     SquareRoot,
     decay_for,
     epsilon_for,
@@ -95,14 +95,14 @@ def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("policy", "wanted"), [(Linear(1000), 4.0), (SquareRoot(1000), 2.0)])
 def test_both_rules_may_warm_up(policy: Policy, wanted: float) -> None:
     """LARS takes the linear rule with a warm-up, LAMB the square root rule with one."""
-    scaling, noise = Scaling(policy, 64, 64), Noise()
+    scaling, noise = RateScaling(policy, 64, 64), GradientNoise()
     scaling.resize(256, noise)
     assert scaling.factor(noise) == 1.0
     scaling.trained(500, noise)
     assert scaling.factor(noise) == pytest.approx((1 + wanted) / 2)
     scaling.trained(500, noise)
     assert scaling.factor(noise) == pytest.approx(wanted)
-    assert math.isclose(Scaling(SquareRoot(), 64, 256).factor(noise), 2.0), "at once, if nobody asks for a warm-up"
+    assert math.isclose(RateScaling(SquareRoot(), 64, 256).factor(noise), 2.0), "at once, if nobody asks for a warm-up"
     with pytest.raises(SettingsError, match="warmup_samples=-1"):
         SquareRoot(-1)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.training.split import Tail, batch_at, batches_left, micro_sizes, share
+from edl.collective.training.split import Tail, batch_size_at, batches_left, micro_batch_sizes, rank_share
 from edl.errors import SettingsError
 
 TAILS = st.sampled_from(["keep", "drop", "pad"])
@@ -15,7 +15,7 @@ TAILS = st.sampled_from(["keep", "drop", "pad"])
 @given(samples=st.integers(0, 500), world=st.integers(1, 40))
 def test_shares_cover_the_batch_evenly(samples: int, world: int) -> None:
     """Shares cover the batch in order and are even."""
-    shares = [share(samples, world, rank) for rank in range(world)]
+    shares = [rank_share(samples, world, rank) for rank in range(world)]
     assert [place for one in shares for place in one] == list(range(samples))
     sizes = [len(one) for one in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -25,7 +25,7 @@ def test_shares_cover_the_batch_evenly(samples: int, world: int) -> None:
 @given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))
 def test_micro_batches_are_few_and_even(samples: int, most: int | None, parts: int) -> None:
     """Micro batches are as few as fit and even."""
-    sizes = micro_sizes(samples, most, parts)
+    sizes = micro_batch_sizes(samples, most, parts)
     assert sum(sizes) == samples
     assert all(size <= (most or samples) for size in sizes)
     assert not sizes or max(sizes) - min(sizes) <= 1
@@ -35,14 +35,14 @@ def test_micro_batches_are_few_and_even(samples: int, most: int | None, parts: i
 
 @given(samples=st.integers(2, 500), world=st.integers(1, 40), most=st.none() | st.integers(3, 60))
 def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None) -> None:
-    shares = [share(samples, world, rank, least=2) for rank in range(world)]
+    shares = [rank_share(samples, world, rank, least=2) for rank in range(world)]
     assert [place for one in shares for place in one] == list(range(samples))
     sizes = [len(one) for one in shares if one]
     assert min(sizes) >= 2
     assert max(sizes) - min(sizes) <= 1
     for size in sizes:
         for parts in (1, 2, 5):
-            micro = micro_sizes(size, most, parts, least=2)
+            micro = micro_batch_sizes(size, most, parts, least=2)
             assert sum(micro) == size
             assert 1 not in micro
             assert len(micro) >= (parts if parts > 1 else 1)
@@ -52,7 +52,7 @@ def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None)
 def test_epoch_has_the_announced_batches(length: int, batch: int, tail: Tail) -> None:
     """An epoch has as many batches as it says."""
     position, sizes = 0, []
-    while size := batch_at(position, length, batch, tail):
+    while size := batch_size_at(position, length, batch, tail):
         sizes.append(size)
         position += size
     assert len(sizes) == batches_left(0, length, batch, tail)
@@ -68,9 +68,9 @@ def test_epoch_has_the_announced_batches(length: int, batch: int, tail: Tail) ->
 def test_rank_outside_the_world_is_refused(world: int, rank: int) -> None:
     """A rank that is not in the world is refused."""
     with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
-        share(10, world, rank)
+        rank_share(10, world, rank)
 
 
 def test_memory_for_no_sample_is_refused() -> None:
     with pytest.raises(SettingsError, match="max_micro_batch=0"):
-        micro_sizes(10, 0)
+        micro_batch_sizes(10, 0)

@@ -20,9 +20,9 @@ from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.collective.checkpoint.state.state import State  # noqa: E402
 from edl.collective.training.batch_size.objective import AutoBatch  # noqa: E402
 from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot  # noqa: E402
-from edl.collective.training.rows import count_rows, cut_rows  # noqa: E402
 from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.collective.training.schedule import SampleSchedule  # noqa: E402
+from edl.collective.training.split import count_rows, cut_rows  # noqa: E402
 from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
 

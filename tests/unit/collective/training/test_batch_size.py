@@ -11,20 +11,35 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.training.batch_size.noise import Noise  # noqa: E402
-from edl.collective.training.batch_size.objective import AutoBatch, choose, efficiency, shape  # noqa: E402
-from edl.collective.training.batch_size.step_time import LoaderTime, Measured, StepTime, fit, fit_loader  # noqa: E402
-from edl.collective.training.batch_size.tuner import Now, Tuner  # noqa: E402
+from edl.collective.training.batch_size.noise import GradientNoise  # noqa: E402
+from edl.collective.training.batch_size.objective import (  # noqa: E402
+    AutoBatch,
+    choose_batch_size,
+    micro_batch_shape,
+    statistical_efficiency,
+)
+from edl.collective.training.batch_size.step_time import (  # noqa: E402
+    LoaderTime,
+    StepMeasurement,
+    StepTime,
+    fit_loader_time,
+    fit_step_time,
+)
+from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)
 SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
 
 
-def measured(model: StepTime, settings: list[tuple[int, int, int]] = SETTINGS, error: float = 0.0) -> list[Measured]:
+def measured(
+    model: StepTime, settings: list[tuple[int, int, int]] = SETTINGS, error: float = 0.0
+) -> list[StepMeasurement]:
     random = np.random.default_rng(3)
     return [
-        Measured(world, rows, parts, model.seconds(world, rows, parts) * math.exp(error * random.standard_normal()))
+        StepMeasurement(
+            world, rows, parts, model.seconds(world, rows, parts) * math.exp(error * random.standard_normal())
+        )
         for world, rows, parts in settings
     ]
 
@@ -33,13 +48,13 @@ def measured(model: StepTime, settings: list[tuple[int, int, int]] = SETTINGS, e
 def test_fit_predicts_unseen_settings(gamma: float) -> None:
     """The fit predicts settings that it has not seen."""
     truth = StepTime(TRUTH.fixed_s, TRUTH.row_s, TRUTH.sync_s, TRUTH.rank_s, gamma)
-    model = fit(measured(truth))
+    model = fit_step_time(measured(truth))
     for setting in [(2, 128, 1), (4, 32, 1), (1, 128, 1), (5, 64, 2)]:
         assert model.seconds(*setting) == pytest.approx(truth.seconds(*setting), rel=0.02)
 
 
 def test_the_fit_bears_noise() -> None:
-    model = fit(measured(TRUTH, SETTINGS * 3, error=0.05))
+    model = fit_step_time(measured(TRUTH, SETTINGS * 3, error=0.05))
     for setting in [(2, 96, 1), (4, 32, 1), (1, 128, 1)]:
         assert model.seconds(*setting) == pytest.approx(TRUTH.seconds(*setting), rel=0.15)
 
@@ -51,25 +66,25 @@ def test_the_fit_bears_noise() -> None:
 def test_any_cluster_of_two_is_fitted(fixed: float, row: float, sync: float, gamma: float) -> None:
     truth = StepTime(fixed, row, sync, 0.0, gamma)
     seen = measured(truth, [(1, 8, 1), (1, 64, 1), (2, 8, 1), (2, 64, 1), (2, 32, 2)])
-    model = fit(seen)
+    model = fit_step_time(seen)
     for one in seen:
         assert model.seconds(one.world, one.rows, one.parts) == pytest.approx(one.seconds, rel=0.1)
 
 
 def test_one_measurement_is_explained() -> None:
     """One measurement is explained by its rows."""
-    model = fit([Measured(1, 32, 1, 0.32)])
+    model = fit_step_time([StepMeasurement(1, 32, 1, 0.32)])
     assert model == StepTime(0.0, pytest.approx(0.01), 0.0, 0.0, 1.0)
     with pytest.raises(SettingsError, match="no step"):
-        fit([])
+        fit_step_time([])
 
 
 def test_efficiency_is_that_of_pollux() -> None:
-    assert efficiency(1000.0, 100, 100) == 1.0
-    assert efficiency(1000.0, 1000, 100) == pytest.approx(0.55)
-    assert efficiency(math.inf, 10**6, 1) == 1.0
-    noise = Noise(variance=500.0, square=0.5, steps=1.0)  # goodput is gain over scale, in AdaScale's words
-    assert efficiency(noise.scale, 800, 100) == pytest.approx(noise.gain(800, 100) / 8)
+    assert statistical_efficiency(1000.0, 100, 100) == 1.0
+    assert statistical_efficiency(1000.0, 1000, 100) == pytest.approx(0.55)
+    assert statistical_efficiency(math.inf, 10**6, 1) == 1.0
+    noise = GradientNoise(variance=500.0, square=0.5, steps=1.0)  # goodput is gain over scale, in AdaScale's words
+    assert statistical_efficiency(noise.scale, 800, 100) == pytest.approx(noise.gain(800, 100) / 8)
 
 
 def best_of_all(model: StepTime, phi: float, world: int, bounds: AutoBatch, most: int | None) -> float:
@@ -77,7 +92,7 @@ def best_of_all(model: StepTime, phi: float, world: int, bounds: AutoBatch, most
 
 
 def goodput(model: StepTime, phi: float, world: int, batch: int, most: int | None) -> float:
-    return batch / model.seconds(world, *shape(batch, world, most)) * efficiency(phi, batch, 64)
+    return batch / model.seconds(world, *micro_batch_shape(batch, world, most)) * statistical_efficiency(phi, batch, 64)
 
 
 @settings(deadline=None, max_examples=20)
@@ -92,8 +107,8 @@ def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | Non
     bounds = AutoBatch(least=32, most=upper, margin=0.02)
     batch, seen, settled = 64, measured(TRUTH), 0
     for _ in range(12):
-        seen.append(measured(TRUTH, [(world, *shape(batch, world, most))])[0])
-        decision = choose(bounds, seen, phi, batch=batch, base_batch=64, world=world, max_micro_batch=most)
+        seen.append(measured(TRUTH, [(world, *micro_batch_shape(batch, world, most))])[0])
+        decision = choose_batch_size(bounds, seen, phi, batch=batch, base_batch=64, world=world, max_micro_batch=most)
         assert decision.batch <= 2 * batch
         assert "\n" not in decision.reason
         settled = settled + 1 if decision.batch == batch else 0
@@ -106,9 +121,9 @@ def test_second_size_is_measured_first() -> None:
     """A second size is measured first and only where it wastes little."""
     bounds = AutoBatch(least=64, most=1024)
     one = measured(TRUTH, [(2, 32, 1)])
-    noisy = choose(bounds, one, 5000.0, batch=64, base_batch=64, world=2)
+    noisy = choose_batch_size(bounds, one, 5000.0, batch=64, base_batch=64, world=2)
     assert (noisy.batch, "to measure a second size" in noisy.reason) == (128, True)
-    quiet = choose(bounds, one, 1.0, batch=64, base_batch=64, world=2)
+    quiet = choose_batch_size(bounds, one, 1.0, batch=64, base_batch=64, world=2)
     assert quiet.batch == 64
 
 
@@ -126,7 +141,7 @@ def test_second_size_is_measured_first() -> None:
 def test_each_decision_says_why(
     batch: int, phi: float | None, seen: list[tuple[int, int, int]], wanted: int, reason: str
 ) -> None:
-    decision = choose(
+    decision = choose_batch_size(
         AutoBatch(32, 1024), measured(TRUTH, seen), phi, batch=batch, base_batch=64, world=4, max_micro_batch=512
     )
     assert decision.batch == wanted
@@ -145,12 +160,12 @@ CPU = torch.device("cpu")
 
 def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     """The tuner remembers through its state and logs what it decides."""
-    bounds, noise = AutoBatch(32, 1024, every_steps=3), Noise(variance=5e5, square=1.0, steps=9.0)
-    first, second = Tuner(bounds, 64), Tuner(bounds, 64)
+    bounds, noise = AutoBatch(32, 1024, every_steps=3), GradientNoise(variance=5e5, square=1.0, steps=9.0)
+    first, second = BatchSizeTuner(bounds, 64), BatchSizeTuner(bounds, 64)
     decided = []
     with caplog.at_level("INFO", "edl.collective"):
         for batch, tuner in ((64, first), (128, second)):
-            now = Now(1, batch, None, noise)
+            now = RunState(1, batch, None, noise)
             decided += [tuner.stepped(now, seconds, None, CPU) for seconds in (9.0, 0.060, 0.061)]
             second.load_state_dict(first.state_dict())
     assert decided == [64, 64, 128, 128, 128, 256]
@@ -160,9 +175,9 @@ def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_foreign_times_are_left_out() -> None:
     """Times of another batch and of no usual steps are left out."""
-    tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
+    tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
     for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
-        tuner.stepped(Now(1, batch, 16, Noise()), seconds, None, CPU)
+        tuner.stepped(RunState(1, batch, 16, GradientNoise()), seconds, None, CPU)
     assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5, 0.0]]}
 
 
@@ -173,23 +188,23 @@ NONE, SLOW = LoaderTime(), LoaderTime(0.0, 0.0008, ahead=True)
 ASKED = LoaderTime(0.030, 0.0002)
 
 
-def loaded(loader: LoaderTime, batches: list[int], error: float = 0.0) -> list[Measured]:
+def loaded(loader: LoaderTime, batches: list[int], error: float = 0.0) -> list[StepMeasurement]:
     """One rank's steps, and its waits for a loader."""
     random, found = np.random.default_rng(5), []
     for batch in batches:
-        rows, parts = shape(batch, 1, None)
+        rows, parts = micro_batch_shape(batch, 1, None)
         step_s = FAST.seconds(1, rows, parts)
         noise = math.exp(error * random.standard_normal())
-        found.append(Measured(1, rows, parts, step_s * noise, loader.waited_s(rows * parts, step_s) * noise))
+        found.append(StepMeasurement(1, rows, parts, step_s * noise, loader.waited_s(rows * parts, step_s) * noise))
     return found
 
 
 @pytest.mark.parametrize("error", [0.0, 0.03])
 @pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.0, 0.0004), LoaderTime(0.020, 0.0010, ahead=True)])
 def test_a_loaders_time_is_found(loader: LoaderTime, error: float) -> None:
-    found = fit_loader(loaded(loader, [32, 64, 128, 64, 128], error))
+    found = fit_loader_time(loaded(loader, [32, 64, 128, 64, 128], error))
     for batch in (64, 128, 256):
-        rows, parts = shape(batch, 1, None)
+        rows, parts = micro_batch_shape(batch, 1, None)
         step_s = FAST.seconds(1, rows, parts)
         wanted = step_s + loader.waited_s(rows * parts, step_s)
         assert step_s + found.waited_s(rows * parts, step_s) == pytest.approx(wanted, rel=0.02 + 4 * error)
@@ -198,10 +213,10 @@ def test_a_loaders_time_is_found(loader: LoaderTime, error: float) -> None:
 def test_loader_seen_once_is_no_reason() -> None:
     """A loader seen once is no reason to grow."""
     (one,) = loaded(SLOW, [64])
-    found = fit_loader([one])
+    found = fit_loader_time([one])
     assert found.waited_s(128, 2 * one.seconds) >= 2 * one.waited_s - 1e-9
-    assert fit_loader([]) == NONE
-    assert fit_loader(loaded(NONE, [64])).waited_s(128, 0.02) == 0.0
+    assert fit_loader_time([]) == NONE
+    assert fit_loader_time(loaded(NONE, [64])).waited_s(128, 0.02) == 0.0
 
 
 class SimulatedRun:
@@ -210,23 +225,25 @@ class SimulatedRun:
     def __init__(self, loader: LoaderTime, *, tells_waits: bool) -> None:
         self.loader, self.tells_waits = loader, tells_waits
         self.batch = 64
-        self.noise = Noise(variance=2000.0, square=1.0, steps=100.0)  # twice the batch, half the worth at 2,000
-        self.tuner = Tuner(AutoBatch(32, 1024, every_steps=4), 64)
+        self.noise = GradientNoise(variance=2000.0, square=1.0, steps=100.0)  # twice the batch, half the worth at 2,000
+        self.tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
 
     def seconds(self, batch: int) -> tuple[float, float]:
-        rows, parts = shape(batch, 1, None)
+        rows, parts = micro_batch_shape(batch, 1, None)
         step_s = FAST.seconds(1, rows, parts)
         return step_s, self.loader.waited_s(rows * parts, step_s)
 
     def goodput(self, batch: int) -> float:
-        return batch / sum(self.seconds(batch)) * efficiency(self.noise.scale, batch, 64)
+        return batch / sum(self.seconds(batch)) * statistical_efficiency(self.noise.scale, batch, 64)
 
     def settle(self) -> int:
         for _ in range(80):
             step_s, waited_s = self.seconds(self.batch)
             if self.tells_waits:
                 self.tuner.waited(waited_s)
-            self.batch = self.tuner.stepped(Now(1, self.batch, None, self.noise), step_s, None, torch.device("cpu"))
+            self.batch = self.tuner.stepped(
+                RunState(1, self.batch, None, self.noise), step_s, None, torch.device("cpu")
+            )
         return self.batch
 
 
@@ -245,6 +262,6 @@ def test_waits_matter_to_the_choice() -> None:
 
 
 def test_measurements_without_waits_are_read() -> None:
-    tuner = Tuner(AutoBatch(32, 1024), 64)
+    tuner = BatchSizeTuner(AutoBatch(32, 1024), 64)
     tuner.load_state_dict({"steps": 7, "measured": [[1, 32, 2, 0.5], [2, 32, 1, 0.4, 0.1]]})
     assert tuner.state_dict()["measured"] == [[1, 32, 2, 0.5, 0.0], [2, 32, 1, 0.4, 0.1]]

@@ -71,7 +71,7 @@ def run(name: str, options: list[str]) -> Outcome:
         if process.returncode:
             raise SystemExit(f"benchmarks/{name}.py failed with exit code {process.returncode}: see above")
         ratios = json.loads(printed)["ratios"]
-        return Outcome({key: Spread(**one) for key, one in ratios.items()}, notes.read_text().strip())
+        return Outcome({key: Spread(**spread) for key, spread in ratios.items()}, notes.read_text().strip())
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -42,8 +42,8 @@ class Usage:
 def processes(pid: int) -> list[int]:
     """`pid` and all its descendants (Linux)."""
     found = [pid]
-    for one in found:
-        for task in pathlib.Path(f"/proc/{one}/task").glob("*/children"):
+    for pid in found:
+        for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
             try:
                 found += [int(child) for child in task.read_text().split()]
             except FileNotFoundError:

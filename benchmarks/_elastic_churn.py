@@ -6,7 +6,7 @@ import enum
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks._elastic_diaries import Finished
+from benchmarks._step_logs import FinishedStep
 
 __all__ = ["Churn", "goodput", "trace"]
 
@@ -51,18 +51,18 @@ def _stays_within(kind: Churn, nodes: int, least: int, most: int) -> bool:
     return kind not in _GOES or nodes > least
 
 
-def goodput(diaries: Iterable[Sequence[Finished]], step_s: Mapping[int, float], until: float) -> float:
+def goodput(step_logs: Iterable[Sequence[FinishedStep]], step_s: Mapping[int, float], until: float) -> float:
     """Useful time by elapsed time, from the first finished step of the job until `until`.
 
     Each step counts once, however often it was done, with the time that it takes in an undisturbed world of the size
     that finished it for good.
 
     Args:
-        diaries: of all places.
+        step_logs: of all places.
         step_s: size of a world -> its undisturbed time of a step.
         until: `time.monotonic()`; a job that stands still at the end is of no use until then.
     """
-    steps = sorted((one for diary in diaries for one in diary), key=lambda one: one.at)
+    steps = sorted((one for step_log in step_logs for one in step_log), key=lambda one: one.at)
     last = {one.step: one for one in steps}
     first = min(last)
     useful_s = sum(step_s[one.world] for number, one in last.items() if number != first)

@@ -10,7 +10,7 @@ import sys
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._elastic_task import Diary, Task, Training
+from benchmarks._elastic_task import StepLog, Task, Training
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
 from edl.collective.inprocess.run_in_process import Place, run_in_process
@@ -18,7 +18,7 @@ from edl.collective.inprocess.run_in_process import Place, run_in_process
 
 def main() -> None:
     """Train until killed."""
-    task = Task.told()
+    task = Task.from_arguments()
     if not task.stay:
         dist.init_process_group("gloo")
     training = Training(task)
@@ -27,15 +27,15 @@ def main() -> None:
         checkpointer = Checkpointer(state, interval_steps=sys.maxsize)  # none after the first step's
     else:
         checkpointer = Checkpointer(state, interval_s=task.save_s or None)
-    diary = Diary(task, int(os.environ["LOCAL_RANK"]))
+    step_log = StepLog(task, int(os.environ["LOCAL_RANK"]))
 
     def train(place: Place) -> None:
         model = DistributedDataParallel(training.model)
         for step in itertools.count(place.step + 1):
             training.step(model, training.optimizer, step)
-            diary.finished(step, place.generation, place.size)
+            step_log.finished(step, place.generation, place.size)
             if checkpointer.save(step):
-                diary.saved(step)
+                step_log.saved(step)
 
     if task.stay:
         run_in_process(train, state=state, checkpointer=checkpointer)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks._elastic_diaries import longest_gap_s, median_step_s
 from benchmarks._elastic_job import Job
+from benchmarks._step_logs import longest_gap_s, median_step_s
 
 __all__ = ["ADVERSARIES", "Event", "Outcome", "get_over", "join", "kill_node", "kill_rank"]
 
@@ -46,15 +46,15 @@ def get_over(job: Job, happen: Callable[[Job], Event], timeout_s: float) -> Outc
     Raises:
         Hang: it does not.
     """
-    job.diaries.look()
-    usual = {place: median_step_s(steps[-_RECENT:]) for place, steps in job.diaries.steps.items() if len(steps) > 1}
+    job.step_logs.read()
+    usual = {place: median_step_s(steps[-_RECENT:]) for place, steps in job.step_logs.steps.items() if len(steps) > 1}
     event = happen(job)
     job.together(event.after, count=2, timeout_s=timeout_s)
-    resumed = {place: job.diaries.resumed(place).at for place in event.survivors}
+    resumed = {place: job.step_logs.resumed(place).at for place in event.survivors}
     pauses = [
-        longest_gap_s(job.diaries.steps[place], event.at, resumed[place]) - usual[place] for place in event.survivors
+        longest_gap_s(job.step_logs.steps[place], event.at, resumed[place]) - usual[place] for place in event.survivors
     ]
-    return Outcome(max(resumed.values()) - event.at, max(pauses), job.diaries.lost(event.survivors))
+    return Outcome(max(resumed.values()) - event.at, max(pauses), job.step_logs.lost(event.survivors))
 
 
 def kill_rank(job: Job, victim: str) -> Event:

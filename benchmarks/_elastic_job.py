@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from benchmarks._child import ROOT, processes
-from benchmarks._elastic_diaries import Diaries
+from benchmarks._step_logs import StepLogs
 
 __all__ = ["Hang", "Job", "Launch"]
 
@@ -35,10 +35,10 @@ class Launch:
 
 
 class Job:
-    """Nodes, named by numbers from 0 on, and what their ranks write in their diaries.
+    """Nodes, named by numbers from 0 on, and what their ranks write in their step logs.
 
     Args:
-        folder: of the diaries; each process's output goes there as well, with the time (`time.monotonic()`).
+        folder: of the step logs; each process's output goes there as well, with the time (`time.monotonic()`).
         launch: how to start node `number`.
         workers: ranks on a node.
         leftover: a folder that nodes leave behind when they are killed.
@@ -48,7 +48,7 @@ class Job:
         self, folder: Path, launch: Callable[[int], Launch], workers: int = 1, leftover: Path | None = None
     ) -> None:
         self.folder = folder
-        self.diaries = Diaries(folder)
+        self.step_logs = StepLogs(folder)
         self._launch = launch
         self._workers = workers
         self._leftover = leftover
@@ -91,7 +91,7 @@ class Job:
         since = time.monotonic()
         wanted = self.places() if places is None else places
         what = f"{len(wanted)} ranks do not train together"
-        self._until(lambda: self.diaries.together(wanted, since, count), what, timeout_s)
+        self._until(lambda: self.step_logs.together(wanted, since, count), what, timeout_s)
 
     def saved(self, count: int, timeout_s: float = 60.0) -> None:
         """Wait until every rank has made `count` snapshots.
@@ -100,12 +100,14 @@ class Job:
             Hang: they have not within `timeout_s`.
         """
         places = self.places()
-        self._until(lambda: all(len(self.diaries.saved[one]) >= count for one in places), "no snapshots", timeout_s)
+        self._until(
+            lambda: all(len(self.step_logs.saved[place]) >= count for place in places), "no snapshots", timeout_s
+        )
 
     def _until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
-            self.diaries.look()
+            self.step_logs.read()
             if done():
                 return
             if ended := [number for number, process in self._nodes.items() if process.poll() is not None]:
@@ -116,8 +118,8 @@ class Job:
 
     def pid(self, place: str) -> int:
         """Of the rank that works at `place`."""
-        self.diaries.look()
-        last = self.diaries.last(place)
+        self.step_logs.read()
+        last = self.step_logs.last(place)
         assert last is not None
         return last.pid
 

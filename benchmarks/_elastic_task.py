@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["Diary", "Task", "Training"]
+__all__ = ["StepLog", "Task", "Training"]
 
 _ROWS = 4
 _BATCHES = 16
@@ -27,10 +27,10 @@ Reduce = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Task:
-    """What a script is told.
+    """What a script trains, and where it writes.
 
     Attributes:
-        folder: where diaries, and checkpoints of those that write them, lie.
+        folder: where step logs, and checkpoints of those that write them, lie.
         name: of the node; it keeps it when it comes back.
         width: of the layers; the model has 2 * width * (width + 1) parameters.
         sleep_s: of a step, in place of a GPU's work.
@@ -46,8 +46,8 @@ class Task:
     stay: bool = False
 
     @classmethod
-    def told(cls) -> Task:
-        """From the command line."""
+    def from_arguments(cls) -> Task:
+        """Read the command line."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--folder", type=Path, required=True)
         parser.add_argument("--name", required=True)
@@ -58,7 +58,7 @@ class Task:
         return cls(**vars(parser.parse_args()))
 
     def arguments(self) -> list[str]:
-        """The inverse of `told`."""
+        """Return the command line that `from_arguments` reads."""
         words = ["--folder", str(self.folder), "--name", self.name, "--width", str(self.width)]
         words += ["--sleep-s", str(self.sleep_s), "--save-s", str(self.save_s)]
         return [*words, "--stay"] if self.stay else words
@@ -91,7 +91,7 @@ class Training:
         optimizer.step()
 
 
-class Diary:
+class StepLog:
     """A file to which one rank's place on a node appends a line for each finished step, whoever has that place."""
 
     def __init__(self, task: Task, local_rank: int = 0) -> None:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
-from benchmarks._elastic_task import Diary, Task, Training
+from benchmarks._elastic_task import StepLog, Task, Training
 
 
 def main() -> None:
     """Train until killed."""
-    task = Task.told()
+    task = Task.from_arguments()
     training = Training(task)
 
     def save() -> dict[str, object]:
@@ -44,17 +44,17 @@ def main() -> None:
     )
 
     def reduce(model: nn.Module) -> None:
-        works = [manager.allreduce(one.grad) for one in model.parameters() if one.grad is not None]
+        works = [manager.allreduce(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
         for work in works:
             work.wait()
 
     optimizer = Optimizer(manager, training.optimizer)
-    diary = Diary(task)
+    step_log = StepLog(task)
     while True:
         step = manager.current_step()
         training.step(training.model, optimizer, step, reduce)
         if manager.current_step() > step:  # else the step was given up, and is tried again by those who are left
-            diary.finished(manager.current_step() - 1, manager._quorum_id, manager.num_participants())
+            step_log.finished(manager.current_step() - 1, manager._quorum_id, manager.num_participants())
 
 
 if __name__ == "__main__":

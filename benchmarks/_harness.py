@@ -92,7 +92,7 @@ def take_turns(sides: Mapping[str, Callable[[], T]], repeats: int) -> dict[str, 
 
 def divide(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """The ratio of each round."""
-    return [one / other for one, other in zip(ours, theirs, strict=True)]
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
 
 
 _notes: list[str] = []
@@ -146,7 +146,9 @@ def main(
     if given.notes is not None:
         given.notes.write_text("\n".join(_notes))
     if given.json:
-        ratios = {key: {"median": one.median, "min": one.min, "max": one.max} for key, one in spreads.items()}
+        ratios = {
+            key: {"median": spread.median, "min": spread.min, "max": spread.max} for key, spread in spreads.items()
+        }
         print(json.dumps({"benchmark": name, "ratios": ratios}))
     else:
         print(table(spreads, goals))
@@ -161,9 +163,11 @@ def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
         if key not in spreads:
             lines.append(f"| {key} | | | | {goal} | not measured |")
             continue
-        one = spreads[key]
-        verdict = "" if goal is None else "met" if goal.met(one) else "**missed**"
-        lines.append(f"| {key} | {one.median:.3g} | {one.min:.3g} | {one.max:.3g} | {goal or ''} | {verdict} |")
+        spread = spreads[key]
+        verdict = "" if goal is None else "met" if goal.met(spread) else "**missed**"
+        lines.append(
+            f"| {key} | {spread.median:.3g} | {spread.min:.3g} | {spread.max:.3g} | {goal or ''} | {verdict} |"
+        )
     return "\n".join(lines)
 
 

@@ -136,15 +136,15 @@ def threads(slots: Sequence[GrpcSlot | SharedMemorySlot], seconds: float, window
         except BaseException as exc:  # noqa: BLE001 - raised again by the thread that waits
             failed.append(exc)
 
-    workers = [threading.Thread(target=worker, args=(slot,)) for slot in slots]
-    for one in workers:
-        one.start()
+    threads = [threading.Thread(target=worker, args=(slot,)) for slot in slots]
+    for thread in threads:
+        thread.start()
     time.sleep(WARM_UP_S)
     window.open()
     time.sleep(seconds)
     window.close()
-    for one in workers:
-        one.join()
+    for thread in threads:
+        thread.join()
     if failed:
         raise failed[0]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks._elastic_task import Diary, Task
+from benchmarks._elastic_task import StepLog, Task
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 from edl.collective.training.schedule import SampleSchedule
 
@@ -68,7 +68,7 @@ def accuracy(folder: Path) -> float:
 
 
 def main() -> None:
-    """Train until `--samples` are trained; a node's place in the diary is the number of samples so far."""
+    """Train until `--samples` are trained; a node's place in the step log is the number of samples so far."""
     options = _parse()
     torch.set_num_threads(1)  # several wait for one another far longer than they compute, on a busy machine
     torch.manual_seed(options.seed)
@@ -85,7 +85,7 @@ def main() -> None:
     schedule = SampleSchedule(cosine, samples_per_step=options.batch)
     trainer = ElasticTrainer(wrapped, optimizer, sampler=sampler, base_batch=options.batch, schedule=schedule)
     state = State(model=model, optimizer=optimizer, sampler=sampler, trainer=trainer, step=-1)
-    diary = Diary(Task(options.folder, options.name, 0, 0.0))
+    step_log = StepLog(Task(options.folder, options.name, 0, 0.0))
     generation = int(os.environ["EDL_GENERATION"])
     with Checkpointer(state) as checkpointer:
         checkpointer.restore()
@@ -96,7 +96,7 @@ def main() -> None:
                     trainer.backward(F.cross_entropy(wrapped(normalized(flipped)), labels))
                 trainer.step()
                 state.step += 1
-                diary.finished(trainer.samples, generation, world)
+                step_log.finished(trainer.samples, generation, world)
                 if trainer.samples >= options.samples:
                     _leave(options.folder, model)
                     return

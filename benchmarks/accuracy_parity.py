@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import _elastic_ways as ways
+from benchmarks import _launchers as launchers
 from benchmarks._cifar import find_pictures, load_pictures
 from benchmarks._elastic_job import Job
 from benchmarks._harness import Goal, Options, Spread, main, note, take_turns
@@ -94,7 +94,7 @@ def train(folder: Path, stays: list[Stay], seed: int, size: Size, rate: float, *
     arguments += ["--samples", str(samples), "--rate", str(rate), *(["--ignoring"] if ignoring else [])]
     (folder / "state.pt").unlink(missing_ok=True)
     deadline = time.monotonic() + _RUN_TIMEOUT_S
-    with ways.edl_script(folder, _MOST_NODES, "_resnet.py", arguments) as job:
+    with launchers.edl_script(folder, _MOST_NODES, "_resnet.py", arguments) as job:
         killed = False
         for stay in stays:
             _change(job, stay.world, killed)
@@ -123,8 +123,8 @@ def _change(job: Job, world: int, kill: bool) -> None:
 
 def _trained(job: Job, world: int | None = None) -> int:
     """Samples that a world of that size, or any, has trained last; 0 while the newest steps are another one's."""
-    job.diaries.look()
-    newest = max((steps[-1] for steps in job.diaries.steps.values() if steps), key=lambda one: one.at, default=None)
+    job.step_logs.read()
+    newest = max((steps[-1] for steps in job.step_logs.steps.values() if steps), key=lambda step: step.at, default=None)
     return newest.step if newest is not None and world in (None, newest.world) else 0
 
 
@@ -133,8 +133,8 @@ def measure(options: Options, data: Path | None = None, rate: float = _RATE) -> 
     size = _QUICK if options.quick else _FULL
     pictures = find_pictures(data)
     with tempfile.TemporaryDirectory() as name:
-        for part, one in zip(("train", "test"), load_pictures(pictures, size.train, size.test), strict=True):
-            np.savez(Path(name) / f"{part}.npz", images=one.images, labels=one.labels)
+        for part, loaded in zip(("train", "test"), load_pictures(pictures, size.train, size.test), strict=True):
+            np.savez(Path(name) / f"{part}.npz", images=loaded.images, labels=loaded.labels)
         alone = [Stay(1, size.train * size.epochs, killed=False)]
         seeds = {side: iter(range(options.repeats)) for side in ("static", "elastic", "ignoring")}
 

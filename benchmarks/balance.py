@@ -65,7 +65,7 @@ def measure(options: Options) -> dict[str, list[float]]:
     for cluster in [] if options.quick else OTHERS:
         _tell(cluster, [play(cluster, seed) for seed in range(options.repeats)])
     note("")
-    return {key: [getattr(one, key) for one in rounds] for key in ("assign_s", "join_s", "loss_s")}
+    return {key: [getattr(result, key) for result in rounds] for key in ("assign_s", "join_s", "loss_s")}
 
 
 def play(cluster: Cluster, seed: int) -> Figures:
@@ -99,10 +99,10 @@ def _load(links: Links, teacher: str) -> int:
 
 def _tell(cluster: Cluster, rounds: list[Figures]) -> None:
     seconds = ", ".join(
-        f"{key} {Spread.of([getattr(one, f'{key}_s') for one in rounds])} s" for key in ("assign", "join", "loss")
+        f"{key} {Spread.of([getattr(result, f'{key}_s') for result in rounds])} s" for key in ("assign", "join", "loss")
     )
-    join = " and ".join(f"{moved} of {needed}" for moved, needed in sorted({one.join_moved for one in rounds}))
-    loss = " and ".join(f"{moved} of {needed}" for moved, needed in sorted({one.loss_moved for one in rounds}))
+    join = " and ".join(f"{moved} of {needed}" for moved, needed in sorted({result.join_moved for result in rounds}))
+    loss = " and ".join(f"{moved} of {needed}" for moved, needed in sorted({result.loss_moved for result in rounds}))
     note(f"- {cluster.name}: {seconds}; links moved, of those that had to: {join} by the join, {loss} by the loss.")
 
 

@@ -127,7 +127,7 @@ def measure(options: Options) -> dict[str, list[float]]:
         blocking, longer = (_milliseconds(list(column)) for column in zip(*costs, strict=True))
         note(f"| {name} | {blocking} | {longer} | {_SURVIVES[name]} |")
     note("")
-    blocked = {name: [one.blocked for one in costs] for name, costs in rounds.items()}
+    blocked = {name: [cost.blocked for cost in costs] for name, costs in rounds.items()}
     in_call, in_thread = (blocked[f"dcp, staging in {where}"] for where in ("the call", "a thread"))
     ours = blocked["edl, overlap=True"]
     return {
@@ -140,7 +140,7 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 
 def _milliseconds(seconds: list[float]) -> str:
-    return str(Spread.of([1e3 * one for one in seconds]))
+    return str(Spread.of([1e3 * value for value in seconds]))
 
 
 class Loop:

@@ -34,13 +34,13 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import _elastic_ways as ways
+from benchmarks import _launchers as launchers
 from benchmarks._child import ROOT
 from benchmarks._elastic_churn import Churn, goodput, trace
-from benchmarks._elastic_diaries import Finished, longest_gap_s
 from benchmarks._elastic_job import Job
 from benchmarks._elastic_task import Task
 from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
+from benchmarks._step_logs import FinishedStep, longest_gap_s
 
 GOALS = [
     Goal("goodput", 0.985),
@@ -85,15 +85,15 @@ class Side:
 
 
 def _edl(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.edl_nodes(task, _MOST))
+    return stack.enter_context(launchers.edl_nodes(task, _MOST))
 
 
 def _torchrun(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchrun_nodes_in_store(task, _MOST))
+    return stack.enter_context(launchers.torchrun_nodes_in_store(task, _MOST))
 
 
 def _torchft(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchft(task, 1.0, stack))
+    return stack.enter_context(launchers.torchft(task, 1.0, stack))
 
 
 def _sides(quick: bool) -> dict[str, Side]:
@@ -103,7 +103,7 @@ def _sides(quick: bool) -> dict[str, Side]:
         return sides
     sides["goodput_in_process"] = Side("edl run, in process", _edl, stay=True, has_ledger=True)
     sides["goodput_torchrun"] = Side("torchrun in the same store", _torchrun)
-    if ways.TORCHFT.exists():
+    if launchers.TORCHFT.exists():
         sides["goodput_torchft"] = Side("torchft, join timeout 1 s", _torchft, restarts=True)
     else:
         note("torchft is not installed (tools/torchft.sh): not compared.\n")
@@ -115,8 +115,8 @@ def measure(options: Options) -> dict[str, list[float]]:
     window_s = 2.0 if options.quick else 3 * options.seconds
     rounds = take_turns(
         {
-            "edl": partial(_steady, ways.edl_workers, 0.0, window_s),
-            "torchrun": partial(_steady, ways.torchrun_workers, math.inf, window_s),
+            "edl": partial(_steady, launchers.edl_workers, 0.0, window_s),
+            "torchrun": partial(_steady, launchers.torchrun_workers, math.inf, window_s),
         },
         options.repeats,
     )
@@ -149,8 +149,8 @@ def _undisturbed(job: Job, window_s: float) -> list[float]:
     """How long each step of a while took."""
     begin = time.monotonic()
     time.sleep(window_s)  # no wait for something: the window
-    job.diaries.look()
-    ends = [one.at for one in job.diaries.steps[job.places()[0]] if one.at >= begin]
+    job.step_logs.read()
+    ends = [step.at for step in job.step_logs.steps[job.places()[0]] if step.at >= begin]
     return [after - before for before, after in pairwise(ends)]
 
 
@@ -158,7 +158,7 @@ def _undisturbed(job: Job, window_s: float) -> list[float]:
 class Run:
     """What the ranks of one job wrote under a trace, which ended at `until` (`time.monotonic()`)."""
 
-    steps: list[list[Finished]]
+    steps: list[list[FinishedStep]]
     until: float
 
     def goodput(self, step_s: dict[int, float]) -> float:
@@ -181,8 +181,8 @@ def _run(side: Side, seeds: Iterator[int], usual: dict[int, float], quick: bool)
         begin = time.monotonic()
         lines = [_happen(side, job, kind, begin + (number + 0.5) * every_s) for number, kind in enumerate(plan)]
         _sleep_until(begin + events * every_s)
-        job.diaries.look()
-        run = Run(list(job.diaries.since(begin).values()), time.monotonic())
+        job.step_logs.read()
+        run = Run(list(job.step_logs.since(begin).values()), time.monotonic())
         note(f"\n{side.name}, seed {seed}: {run.goodput(usual):.4f}\n")
         note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
         note("| --- | ---: | ---: | ---: |")
@@ -215,7 +215,7 @@ def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
     """Let one thing happen at that time. Returns what tells, once the trace is over, how it went."""
     progress(f"next: {kind.value}")
     _sleep_until(at)
-    job.diaries.look()
+    job.step_logs.read()
     before = job.places()
     numbers = sorted(job.nodes)
     if kind is Churn.JOIN:
@@ -233,7 +233,7 @@ def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
         job.start(numbers[-1])
 
     def tell() -> str:
-        gaps = [longest_gap_s(job.diaries.steps[place], happened, happened + _RECOVERED_S) for place in rest]
+        gaps = [longest_gap_s(job.step_logs.steps[place], happened, happened + _RECOVERED_S) for place in rest]
         return f"| {kind.value} | {len(before)} | {nodes} | {max(gaps, default=math.nan):.2f} |"
 
     return tell
@@ -245,7 +245,16 @@ def _sleep_until(at: float) -> None:
 
 def _ledger(task: Task) -> tuple[float, float]:
     """Seconds of training, and of all, that the job's own ledger knows of; nothing where it cannot be read."""
-    command = [sys.executable, "-m", "edl", "status", ways.job_name(task), "--store", ways.store_url(task), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "edl",
+        "status",
+        launchers.job_name(task),
+        "--store",
+        launchers.store_url(task),
+        "--json",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         note(f"`edl status` failed: {done.stderr}\n")

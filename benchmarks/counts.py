@@ -98,7 +98,7 @@ def _add_instructions(rounds: dict[str, list[Figures]], options: Options) -> Non
         counted = take_turns({name: functools.partial(_second, side) for name, side in sides.items()}, 1)
     for name, figures in rounds.items():
         slow = {f"{role}_instructions": counted[name][0][f"{role}_instructions"] for role in _ROLES}
-        figures[:] = [{**one, **slow} for one in figures]
+        figures[:] = [{**figure, **slow} for figure in figures]
 
 
 def _ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, list[float]]:
@@ -116,12 +116,12 @@ def _ratios(rounds: Mapping[str, Sequence[Figures]]) -> dict[str, list[float]]:
 
 
 def _both(figures: Sequence[Figures], name: str) -> list[float]:
-    return [sum(one[f"{role}_{name}"] for role in _ROLES) for one in figures]
+    return [sum(figure[f"{role}_{name}"] for role in _ROLES) for figure in figures]
 
 
 def _copies(figures: Sequence[Figures], nbytes: int) -> list[float]:
     parts = [_both(figures, name) for name in ("copied", "sent", "received")]
-    return [sum(one) / nbytes for one in zip(*parts, strict=True)]
+    return [sum(nbytes_of) / nbytes for nbytes_of in zip(*parts, strict=True)]
 
 
 def _tell(rounds: Mapping[str, Sequence[Figures]]) -> None:
@@ -144,7 +144,7 @@ def _tell(rounds: Mapping[str, Sequence[Figures]]) -> None:
 def _cell(figures: Sequence[Figures], keys: Sequence[str], unit: float, digits: int) -> str:
     if any(key not in figures[0] for key in keys):
         return "not measured"
-    return f"{Spread.of([sum(one[key] for key in keys) for one in figures]).median / unit:,.{digits}f}"
+    return f"{Spread.of([sum(figure[key] for key in keys) for figure in figures]).median / unit:,.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def _one(name: str, options: Options) -> dict[str, list[float]]:
 
         sides = {"alone": ask(alone), "distilled": ask(distilled), "beside": ask_beside}
         rounds = take_turns(sides, options.repeats)
-    steps = {side: [one["rows_s"] / ROWS for one in figures] for side, figures in rounds.items()}
-    cpu_ms = {side: [one["cpu_us_row"] * ROWS / 1e3 for one in figures] for side, figures in rounds.items()}
+    steps = {side: [figure["rows_s"] / ROWS for figure in figures] for side, figures in rounds.items()}
+    cpu_ms = {side: [figure["cpu_us_row"] * ROWS / 1e3 for figure in figures] for side, figures in rounds.items()}
     cells = [str(Spread.of(figures[side])) for figures in (steps, cpu_ms) for side in ("alone", "distilled")]
     note(f"| {name} | {' | '.join(cells)} |")
     return {

@@ -40,7 +40,12 @@ def measure(options: Options) -> dict[str, list[float]]:
                 factor=_STRAGGLE_FACTOR,
             )
             teachers.append(stack.enter_context(teacher))
-        command = [sys.executable, "-m", "benchmarks._teachers_load", ",".join(one.endpoint for one in teachers)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks._teachers_load",
+            ",".join(teacher.endpoint for teacher in teachers),
+        ]
         child = stack.enter_context(Child(command))
         pace = _PACE * child.ask(side="bare", seconds=options.seconds)["rows_s"] / ROWS
 
@@ -58,18 +63,18 @@ def measure(options: Options) -> dict[str, list[float]]:
             options.repeats,
         )
     _tell(rounds)
-    rates = [[one["rows_s"] for one in rounds[side]] for side in ("reader", "sum of rates")]
+    rates = [[figure["rows_s"] for figure in rounds[side]] for side in ("reader", "sum of rates")]
     return {"of_sum": divide(*rates)}
 
 
 def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:
     note("| side | batches/s | p50, ms | p99, ms | extra requests |\n| --- | ---: | ---: | ---: | ---: |")
     for name, figures in rounds.items():
-        cells = [f"{Spread.of([one['rows_s'] / ROWS for one in figures]).median:.0f}"]
+        cells = [f"{Spread.of([figure['rows_s'] / ROWS for figure in figures]).median:.0f}"]
         for key in ("p50_s", "p99_s"):
             paced = "pace" in name
-            cells.append(str(Spread.of([one[key] * 1e3 for one in figures])) if paced else "")
-        cells.append(f"{Spread.of([one['extra'] for one in figures]).max:.1%}" if "extra" in figures[0] else "")
+            cells.append(str(Spread.of([figure[key] * 1e3 for figure in figures])) if paced else "")
+        cells.append(f"{Spread.of([figure['extra'] for figure in figures]).max:.1%}" if "extra" in figures[0] else "")
         note(f"| {name} | {' | '.join(cells)} |")
     note("\nExtra requests: the most of any round.\n")
 

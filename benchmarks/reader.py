@@ -47,7 +47,7 @@ def measure(options: Options) -> dict[str, list[float]]:
     for dtype in DTYPES:
         for key, (ours, theirs) in _RATIOS.items():
             if f"{theirs} {dtype}" in rounds:
-                rates = [[one["rows_s"] for one in rounds[f"{side} {dtype}"]] for side in (ours, theirs)]
+                rates = [[figure["rows_s"] for figure in rounds[f"{side} {dtype}"]] for side in (ours, theirs)]
                 found[key if dtype == "uint8" else f"{key}_{dtype}"] = divide(*rates)
     return found
 
@@ -85,7 +85,7 @@ def _best(child: Child, requests: list[dict[str, Any]], options: Options) -> Cal
         {f"the best of: {name} in flight": _ask(child, candidate, trial_s) for name, candidate in trials.items()},
         1 if options.quick else 2,
     )
-    best = max(zip(rates.values(), candidates, strict=True), key=lambda one: max(run["rows_s"] for run in one[0]))[1]
+    best = max(zip(rates.values(), candidates, strict=True), key=lambda pair: max(run["rows_s"] for run in pair[0]))[1]
     return _ask(child, best, options.seconds)
 
 
@@ -94,7 +94,7 @@ def _tell(rounds: dict[str, list[dict[str, Any]]]) -> None:
     note("| --- | ---: | ---: | ---: |")
     for name, figures in rounds.items():
         rate, cpu, faults = (
-            Spread.of([one[key] for one in figures]).median for key in ("rows_s", "cpu_us_row", "faults_request")
+            Spread.of([figure[key] for figure in figures]).median for key in ("rows_s", "cpu_us_row", "faults_request")
         )
         note(f"| {name} | {rate:,.0f} | {cpu:.0f} | {faults:.0f} |")
     note("\nCPU and page faults are those of client and server together.\n")

@@ -38,7 +38,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from benchmarks import _elastic_ways as ways
+from benchmarks import _launchers as launchers
 from benchmarks._child import ROOT
 from benchmarks._elastic_events import ADVERSARIES, Event, Outcome, get_over, join, kill_node, kill_rank
 from benchmarks._elastic_job import Hang, Job
@@ -78,15 +78,15 @@ Start = Callable[[Task, ExitStack], Job]
 
 
 def _forked(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.edl_workers(task, _RANKS))
+    return stack.enter_context(launchers.edl_workers(task, _RANKS))
 
 
 def _torchrun(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchrun_workers(task, _RANKS))
+    return stack.enter_context(launchers.torchrun_workers(task, _RANKS))
 
 
 def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchft(task, join_timeout_s, stack))
+    return stack.enter_context(launchers.torchft(task, join_timeout_s, stack))
 
 
 def _task(stack: ExitStack, stay: bool = False) -> Task:
@@ -123,7 +123,7 @@ class Kills:
         """Start a job and kill so many ranks. Returns the median of the recoveries; of one that hung, its deadline."""
         found = self.run(kills)
         self.outcomes += found
-        return statistics.median(one.seconds for one in found)
+        return statistics.median(outcome.seconds for outcome in found)
 
     def run(self, kills: int) -> list[Outcome]:
         """What became of each kill. After one that hung another job is started."""
@@ -146,7 +146,7 @@ class Kills:
                     self.hangs += 1
                     note(f"**{self.name}: kill {len(found) + 1} hung.** {hang}\n")
                     found.append(Outcome(_TIMEOUT_S, _TIMEOUT_S, 0))
-                self.interval = max(self.interval, job.diaries.save_interval())
+                self.interval = max(self.interval, job.step_logs.save_interval())
         return found
 
     def _kill(self, job: Job) -> Event:
@@ -195,15 +195,15 @@ def _node_dies_s(start: Start) -> float:
 
 
 def _nodes(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.edl_nodes(task, _RANKS))
+    return stack.enter_context(launchers.edl_nodes(task, _RANKS))
 
 
 def _torchrun_nodes(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchrun_nodes(task, _RANKS))
+    return stack.enter_context(launchers.torchrun_nodes(task, _RANKS))
 
 
 def _torchrun_in_store(task: Task, stack: ExitStack) -> Job:
-    return stack.enter_context(ways.torchrun_nodes_in_store(task, _RANKS))
+    return stack.enter_context(launchers.torchrun_nodes_in_store(task, _RANKS))
 
 
 def _sides(quick: bool) -> dict[str, Kills]:
@@ -212,7 +212,7 @@ def _sides(quick: bool) -> dict[str, Kills]:
         "edl run, in process": Kills("edl run, in process", _forked, stay=True),
         "torchrun": Kills("torchrun", _torchrun),
     }
-    if not ways.TORCHFT.exists():
+    if not launchers.TORCHFT.exists():
         note("torchft is not installed (tools/torchft.sh): not compared.\n")
         return sides
     sides[_NODES_STAY] = Kills(_NODES_STAY, _nodes, stay=True, nodes=_RANKS, with_agent=True)
@@ -247,8 +247,8 @@ def measure(options: Options, kills: int = _DEFAULT_KILLS) -> dict[str, list[flo
     for key, join_timeout_s in _JOIN_TIMEOUTS_S.items():
         if _torchft_name(join_timeout_s) in rounds:
             figures[key] = divide(rounds[_torchft_name(join_timeout_s)], rounds[_NODES_STAY])
-    figures["steps_lost"] = [one.lost / forked.interval for one in forked.outcomes if one.seconds < _TIMEOUT_S]
-    figures["steps_lost_in_process"] = [float(one.lost) for one in in_process.outcomes if one.seconds < _TIMEOUT_S]
+    figures["steps_lost"] = [kill.lost / forked.interval for kill in forked.outcomes if kill.seconds < _TIMEOUT_S]
+    figures["steps_lost_in_process"] = [float(kill.lost) for kill in in_process.outcomes if kill.seconds < _TIMEOUT_S]
     _tell(sides)
     if not options.quick:
         figures |= _joins(max(1, options.repeats // 2))
@@ -265,7 +265,7 @@ def _tell(sides: dict[str, Kills]) -> None:
     for side in sides.values():
         seconds, lost = (
             Spread.of([float(value) for value in values])
-            for values in ([one.seconds for one in side.outcomes], [one.lost for one in side.outcomes])
+            for values in ([outcome.seconds for outcome in side.outcomes], [outcome.lost for outcome in side.outcomes])
         )
         lines.append(f"| {side.name} | {seconds} | {lost} | {side.hangs} of {len(side.outcomes)} |")
     note("\n".join(lines) + "\n")
@@ -317,7 +317,7 @@ def _host_dies_s(*, cut: bool) -> float:
         task = _task(stack)
         server = StoreServer(str(task.folder / "served.sqlite"), ListenAddress(network.address, 0))
         stack.callback(server.close)
-        job = stack.enter_context(ways.edl_hosts(task, network, f"edl://{network.address}:{server.port}"))
+        job = stack.enter_context(launchers.edl_hosts(task, network, f"edl://{network.address}:{server.port}"))
         for number in range(_RANKS):
             job.start(number)
         job.together(count=3 * _SETTLE_STEPS)
@@ -335,7 +335,7 @@ def _host_dies_s(*, cut: bool) -> float:
 
 def _note_seconds(what: str, seconds: dict[str, list[float]]) -> None:
     for name, all_s in seconds.items():
-        came = [one for one in all_s if one < math.inf]
+        came = [found_s for found_s in all_s if found_s < math.inf]
         hung = f", {len(all_s) - len(came)} of {len(all_s)} hung" if len(came) < len(all_s) else ""
         note(f"{what}, {name}: {Spread.of(came) if came else 'never'} s{hung}.")
 
@@ -345,9 +345,9 @@ def _against(seconds: dict[str, list[float]], them: str, keys: dict[str, str]) -
 
     Of the rounds in which they did not hang, which is not for us to gain by; if we hang, the ratio is 0.
     """
-    kept = [number for number, one in enumerate(seconds[them]) if one < math.inf]
+    kept = [number for number, their_s in enumerate(seconds[them]) if their_s < math.inf]
     theirs, *ours = ([seconds[name][number] for number in kept] for name in (them, *keys))
-    return {key: divide(theirs, one) for key, one in zip(keys.values(), ours, strict=True) if kept}
+    return {key: divide(theirs, our_s) for key, our_s in zip(keys.values(), ours, strict=True) if kept}
 
 
 def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:
@@ -355,7 +355,7 @@ def _many(side: Kills, kills: int, prefix: str) -> dict[str, list[float]]:
     if not kills:
         return {}
     side.hangs = 0
-    seconds = sorted(one.seconds for one in side.run(kills))
+    seconds = sorted(outcome.seconds for outcome in side.run(kills))
     p99 = seconds[min(len(seconds) - 1, round(0.99 * len(seconds)))]
     note(f"{side.name}, {kills} kills: {Spread.of(seconds)} s, p99 {p99:.3g} s, {side.hangs} hung.\n")
     figures = {"p50_s": statistics.median(seconds), "p99_s": p99, "max_s": seconds[-1], "hangs": float(side.hangs)}
@@ -380,8 +380,8 @@ def _adversaries(stay: bool) -> None:
                         if number not in job.nodes:
                             job.start(number)
                     job.together(count=_SETTLE_STEPS)
-                    one = get_over(job, pending.pop(name), _TIMEOUT_S)
-                    lines.append(f"| {name} | {one.seconds:.2f} | {one.pause_s:.2f} | {one.lost} |")
+                    outcome = get_over(job, pending.pop(name), _TIMEOUT_S)
+                    lines.append(f"| {name} | {outcome.seconds:.2f} | {outcome.pause_s:.2f} | {outcome.lost} |")
             except Hang as hang:
                 lines.append(f"| {name} | **hung** | | |")
                 note(f"**{name}: hung.** {hang}\n")

@@ -1,4 +1,4 @@
-"""What the benchmarks of elastic training conclude from the diaries of ranks: traces, gaps, lost steps, goodput."""
+"""What the benchmarks of elastic training conclude from the step logs of ranks: traces, gaps, lost steps, goodput."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._elastic_churn import Churn, goodput, trace
-from benchmarks._elastic_diaries import Diaries, Finished, longest_gap_s, median_step_s
+from benchmarks._step_logs import FinishedStep, StepLogs, longest_gap_s, median_step_s
 
 
-def diary(*steps: tuple[float, int, int, int]) -> list[Finished]:
+def log(*steps: tuple[float, int, int, int]) -> list[FinishedStep]:
     """Of (at, step, generation, world)."""
-    return [Finished(at, step, generation, world, pid=1) for at, step, generation, world in steps]
+    return [FinishedStep(at, step, generation, world, pid=1) for at, step, generation, world in steps]
 
 
 def write(folder: Path, place: str, text: str) -> None:
@@ -40,26 +40,26 @@ def test_trace_of_ten_events_has_all_kinds(seed: int) -> None:
 
 
 def test_undisturbed_run_has_goodput_one() -> None:
-    steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
+    steps = log(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
     assert goodput([steps, steps], {2: 0.2}, steps[-1].at) == pytest.approx(1.0)
 
 
 def test_standing_still_at_the_end_counts() -> None:
-    steps = diary(*((10 + 0.2 * number, number, 0, 2) for number in range(51)))
+    steps = log(*((10 + 0.2 * number, number, 0, 2) for number in range(51)))
     assert goodput([steps], {2: 0.2}, 30.0) == pytest.approx(0.5)
 
 
 def test_repeated_step_counts_once() -> None:
     """A step done twice counts once, with the world that finished it for good."""
-    first = diary((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
-    again = diary((5.0, 2, 1, 1), (5.5, 3, 1, 1))
-    until = max(one.at for one in (*first, *again))
+    first = log((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
+    again = log((5.0, 2, 1, 1), (5.5, 3, 1, 1))
+    until = max(step.at for step in (*first, *again))
     assert goodput([first, again], {1: 0.5, 2: 1.0}, until) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
 
 
 def test_longest_gap_overlaps_the_period() -> None:
     """The longest gap is one that overlaps the time in question."""
-    steps = diary((0.0, 0, 0, 1), (9.0, 1, 0, 1), (9.5, 2, 0, 1), (12.0, 3, 1, 1), (12.5, 4, 1, 1))
+    steps = log((0.0, 0, 0, 1), (9.0, 1, 0, 1), (9.5, 2, 0, 1), (12.0, 3, 1, 1), (12.5, 4, 1, 1))
     assert longest_gap_s(steps, 10.0, 12.0) == 2.5
     assert longest_gap_s(steps, 12.2, 12.3) == 0.5
     assert longest_gap_s(steps, 20.0, 30.0) == 0.0
@@ -67,53 +67,53 @@ def test_longest_gap_overlaps_the_period() -> None:
 
 def test_usual_step_lies_within_generations() -> None:
     """The usual step leaves out what lies between generations."""
-    assert median_step_s(diary((0.0, 0, 0, 1), (1.0, 1, 0, 1), (9.0, 2, 1, 1), (10.0, 3, 1, 1))) == 1.0
+    assert median_step_s(log((0.0, 0, 0, 1), (1.0, 1, 0, 1), (9.0, 2, 1, 1), (10.0, 3, 1, 1))) == 1.0
 
 
 def test_unfinished_line_is_read_later(tmp_path: Path) -> None:
     """A line that is still being written is taken with the next look."""
-    diaries = Diaries(tmp_path)
+    step_logs = StepLogs(tmp_path)
     write(tmp_path, "0-0", "step 1.0 0 0 1 7\nstep 2.0 1 0")
-    diaries.look()
-    assert [one.step for one in diaries.steps["0-0"]] == [0]
+    step_logs.read()
+    assert [step.step for step in step_logs.steps["0-0"]] == [0]
     write(tmp_path, "0-0", " 1 7\nsaved 1\n")
-    diaries.look()
-    assert diaries.steps["0-0"] == [Finished(1.0, 0, 0, 1, 7), Finished(2.0, 1, 0, 1, 7)]
-    assert diaries.saved == {"0-0": [1]}
+    step_logs.read()
+    assert step_logs.steps["0-0"] == [FinishedStep(1.0, 0, 0, 1, 7), FinishedStep(2.0, 1, 0, 1, 7)]
+    assert step_logs.saved == {"0-0": [1]}
 
 
 def test_ranks_meet_in_a_world_of_just_them(tmp_path: Path) -> None:
     """Ranks are together once all have finished steps in a world of just them."""
-    diaries = Diaries(tmp_path)
+    step_logs = StepLogs(tmp_path)
     for place in ("0-0", "0-1"):
         write(tmp_path, place, "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\n")
-    diaries.look()
-    assert diaries.together(["0-0", "0-1"], since=0.5, count=2)
-    assert not diaries.together(["0-0", "0-1"], since=1.5, count=2)
-    assert not diaries.together(["0-0"], since=0.5, count=2)
-    assert not diaries.together(["0-0", "0-1", "0-2"], since=0.5, count=2)
+    step_logs.read()
+    assert step_logs.together(["0-0", "0-1"], since=0.5, count=2)
+    assert not step_logs.together(["0-0", "0-1"], since=1.5, count=2)
+    assert not step_logs.together(["0-0"], since=0.5, count=2)
+    assert not step_logs.together(["0-0", "0-1", "0-2"], since=0.5, count=2)
     write(tmp_path, "0-0", "step 3.0 1 1 2 8\nstep 4.0 2 1 2 8\n")
-    diaries.look()
-    assert not diaries.together(["0-0", "0-1"], since=0.5, count=2)
+    step_logs.read()
+    assert not step_logs.together(["0-0", "0-1"], since=0.5, count=2)
 
 
 @pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])
 def test_lost_steps_are_those_repeated(tmp_path: Path, resumed: int, lost: int) -> None:
     """Lost steps are those that the next generation did again."""
-    diaries = Diaries(tmp_path)
+    step_logs = StepLogs(tmp_path)
     write(tmp_path, "0-0", "".join(f"step {number}.0 {number} 0 2 7\n" for number in range(3)))
     write(tmp_path, "0-1", "".join(f"step {number}.0 {number} 0 2 8\n" for number in range(2)))
     for place in ("0-0", "0-1"):
         write(tmp_path, place, f"step 9.0 {resumed} 1 2 9\nstep 10.0 {resumed + 1} 1 2 9\n")
-    diaries.look()
-    assert diaries.resumed("0-0").at == 9.0
-    assert diaries.lost(["0-0", "0-1"]) == lost
+    step_logs.read()
+    assert step_logs.resumed("0-0").at == 9.0
+    assert step_logs.lost(["0-0", "0-1"]) == lost
 
 
 def test_new_process_is_a_new_world(tmp_path: Path) -> None:
     """A new process is a new world, also where no restart was counted."""
-    diaries = Diaries(tmp_path)
+    step_logs = StepLogs(tmp_path)
     write(tmp_path, "0-0", "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\nstep 8.0 1 0 3 9\nstep 9.0 2 0 3 9\n")
-    diaries.look()
-    assert diaries.resumed("0-0").at == 8.0
-    assert diaries.lost(["0-0"]) == 1
+    step_logs.read()
+    assert step_logs.resumed("0-0").at == 8.0
+    assert step_logs.lost(["0-0"]) == 1

@@ -1,4 +1,4 @@
-"""What the diaries of a job's ranks say: when steps were finished, who still works, what was lost. Reads files only."""
+"""Logs of the steps that a job's ranks finished: who still works, and what was lost. Reads files only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["Diaries", "Finished", "longest_gap_s", "median_step_s"]
+__all__ = ["FinishedStep", "StepLogs", "longest_gap_s", "median_step_s"]
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedStep:
     """A finished step, at `at` (`time.monotonic()`), by a process of a world of `world` ranks."""
 
     at: float
@@ -27,16 +27,16 @@ class Finished:
         return self.generation, self.pid
 
 
-class Diaries:
-    """All diaries in a folder, read as they grow. A place is a node's name, '-' and a local rank."""
+class StepLogs:
+    """All step logs in a folder, read as they grow. A place is a node's name, '-' and a local rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self.steps: dict[str, list[Finished]] = {}
+        self.steps: dict[str, list[FinishedStep]] = {}
         self.saved: dict[str, list[int]] = {}
 
-    def look(self) -> None:
+    def read(self) -> None:
         """Take in what was written since the last time. A line that is not complete yet is left for the next."""
         for path in self._folder.glob("*.steps"):
             with path.open("rb") as file:
@@ -50,14 +50,14 @@ class Diaries:
                 if kind == "saved":
                     saved.append(int(fields[0]))
                 else:
-                    steps.append(Finished(float(fields[0]), *(int(field) for field in fields[1:])))
+                    steps.append(FinishedStep(float(fields[0]), *(int(field) for field in fields[1:])))
 
-    def since(self, begin: float) -> dict[str, list[Finished]]:
+    def since(self, begin: float) -> dict[str, list[FinishedStep]]:
         """The steps that were finished after `begin`, of those places that finished any."""
-        recent = {place: [one for one in steps if one.at >= begin] for place, steps in self.steps.items()}
+        recent = {place: [step for step in steps if step.at >= begin] for place, steps in self.steps.items()}
         return {place: steps for place, steps in recent.items() if steps}
 
-    def last(self, place: str) -> Finished | None:
+    def last(self, place: str) -> FinishedStep | None:
         """The last step that a place has finished."""
         steps = self.steps.get(place)
         return steps[-1] if steps else None
@@ -65,7 +65,7 @@ class Diaries:
     def together(self, places: Collection[str], since: float, count: int) -> bool:
         """Whether exactly `places` are one world, and each finished `count` steps in it after `since`."""
         newest = [self.last(place) for place in places]
-        if None in newest or len({one.generation for one in newest if one}) != 1:
+        if None in newest or len({step.generation for step in newest if step}) != 1:
             return False
         for place in places:
             recent = self.steps[place][-count:]
@@ -73,12 +73,12 @@ class Diaries:
             if (
                 len(recent) < count
                 or recent[0].at < since
-                or any((one.generation, one.world) != world for one in recent)
+                or any((step.generation, step.world) != world for step in recent)
             ):
                 return False
         return True
 
-    def resumed(self, place: str) -> Finished:
+    def resumed(self, place: str) -> FinishedStep:
         """The first step that `place` finished in the world that it belongs to now."""
         return self._lives(place)[1][0]
 
@@ -88,10 +88,10 @@ class Diaries:
         reached = max((before[-1].step for before, _ in lives if before), default=-1)
         return max(0, reached - min(now[0].step for _, now in lives) + 1)
 
-    def _lives(self, place: str) -> tuple[list[Finished], list[Finished]]:
+    def _lives(self, place: str) -> tuple[list[FinishedStep], list[FinishedStep]]:
         """The steps before the present world, and those in it."""
         steps = self.steps[place]
-        begin = next((number for number, one in enumerate(steps[::-1]) if one.life != steps[-1].life), len(steps))
+        begin = next((number for number, step in enumerate(steps[::-1]) if step.life != steps[-1].life), len(steps))
         return steps[: len(steps) - begin], steps[len(steps) - begin :]
 
     def save_interval(self) -> int:
@@ -100,13 +100,13 @@ class Diaries:
         return max(gaps, default=0)
 
 
-def longest_gap_s(steps: Sequence[Finished], begin: float, end: float) -> float:
+def longest_gap_s(steps: Sequence[FinishedStep], begin: float, end: float) -> float:
     """The longest time between two finished steps of one place that overlaps `begin` to `end`."""
     pairs = pairwise(steps)
     return max((after.at - before.at for before, after in pairs if after.at >= begin and before.at <= end), default=0.0)
 
 
-def median_step_s(steps: Sequence[Finished]) -> float:
+def median_step_s(steps: Sequence[FinishedStep]) -> float:
     """Of consecutive steps of one generation."""
     pairs = pairwise(steps)
     return statistics.median(b.at - a.at for a, b in pairs if a.life == b.life and b.step == a.step + 1)

@@ -136,7 +136,7 @@ def test_no_registry_or_machine_is_named() -> None:
 TIDY = (
     *("edl.background", "edl.backoff", "edl.errors", "edl.memory", "edl.notifier", "edl.quoting", "edl.settings"),
     *("edl.cli", "edl.discovery", "edl.distill", "edl.protocol", "edl.testing", "edl_serving"),
-    *("edl.collective.agent.membership", "edl.collective.agent.processes"),
+    *("edl.collective.agent.health", "edl.collective.agent.membership", "edl.collective.agent.processes"),
 )
 CONTRACTS = {
     "edl.background": ["BackgroundLoop", "start_call"],

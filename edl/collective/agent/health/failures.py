@@ -1,4 +1,4 @@
-"""What it means that workers ended: the user's error, a machine's, or the echo of another worker's end."""
+"""Why workers ended, and what follows: the script's own error, a machine's fault, or contact lost with another rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Final
 
 from edl.collective.agent.health.gpu_faults import GpuFault, find_gpu_fault, is_nccl_misuse
 
@@ -34,7 +35,7 @@ _READER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is ki
 _READER_ERROR = re.compile(
     r"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code", re.MULTILINE
 )
-_NAMED = 4
+_MAX_NAMED: Final = 4  # ranks in a message: of thousands some are enough to look at
 
 
 class ExitCause(Enum):
@@ -57,7 +58,14 @@ class ExitCause(Enum):
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """One worker that did not end well; `text` is its traceback, as far as it left one."""
+    """A worker that did not end well.
+
+    Attributes:
+        rank: the worker's, in the job.
+        status: its exit code; of a worker that a signal killed, the signal's number with a minus.
+        text: its traceback, empty if it left none.
+        description: how it ended, in a line.
+    """
 
     rank: int
     status: int
@@ -66,12 +74,12 @@ class WorkerFailure:
 
     @property
     def cause(self) -> ExitCause:
-        """What this failure is, by itself."""
+        """Why the worker ended, as far as its own end tells."""
         return find_exit_cause(self.status, self.text)
 
     @property
     def reason(self) -> str:
-        """Why it ended, in a line, if it was killed."""
+        """Why the worker ended, in a line, if a signal or a GPU ended it."""
         if found := find_gpu_fault(self.text):
             return f"rank {self.rank}: {found[1]}"
         return f"rank {self.rank}: {_last_line(self.text)}" if self.status > 0 and self.text else self.description
@@ -79,12 +87,15 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """What follows: a new generation because of `restart`, or the end of the job because of `fatal`.
+    """What follows from failures: a new generation or the end of the job.
 
     Attributes:
+        restart: why there is to be a new generation; empty for none.
+        fatal: why the job is to end; empty if it is not.
         after_error: an error of the script's own is forgiven with the restart.
-        unclear: a GPU failed, or a kernel of the script, and nothing tells which; `traceback` is the whole error.
+        unclear: a GPU failed, or a kernel of the script, and nothing tells which.
         leave_out: the node's GPU is to blame, and the job goes on without the node.
+        traceback: the whole error, where a GPU may have failed.
     """
 
     restart: str = ""
@@ -96,10 +107,10 @@ class RecoveryDecision:
 
 
 def find_exit_cause(status: int, text: str) -> ExitCause:
-    """The kind of a worker's end.
+    """Return why a worker ended.
 
     Args:
-        status: its exit code, negative for a signal.
+        status: the worker's exit code, negative for a signal.
         text: the exception's type and message, best with its traceback; empty if unknown.
     """
     if status == -signal.SIGABRT:
@@ -130,35 +141,37 @@ def decide_recovery(
     trained: bool = False,
     xids: Sequence[str] = (),
 ) -> RecoveryDecision | None:
-    """What follows from the failures of one generation on one node; None while the cause may yet show elsewhere.
+    """Decide what follows from the failures of a generation on a node.
 
     Args:
-        waited_s: since the first failure, with the world unchanged.
-        error_grace_s: how long to wait before an exception is taken for the script's own fault.
-        contact_timeout_s: how long to wait, when ranks only lost contact, for a lost node's lease to end.
+        failures: in the order in which they were seen.
+        waited_s: how many seconds ago the first was seen, with the world unchanged since.
+        error_grace_s: how long to wait before an exception is taken for the script's own fault, in seconds.
+        contact_timeout_s: how long to wait, when ranks only lost contact, for a lost node's lease to end, in seconds.
         ended: ranks whose script ended well meanwhile, with which others lose contact.
         missing: a node of the generation is gone, with whose ranks they do so too.
         trained: the job has trained before, here or elsewhere, so that a script that asks for too many GPUs would
             have failed then.
         xids: what the kernel said of failed hardware of this node in this generation.
+
+    Returns:
+        What follows; None while the cause may yet show elsewhere.
     """
-    errors = [
-        each for each in failures if each.cause is ExitCause.ERROR or (each.cause is ExitCause.MISSING and not trained)
-    ]
-    killed = [each for each in failures if each.cause is ExitCause.KILLED]
-    unclear = [
-        each for each in failures if each.cause is ExitCause.UNCLEAR or (each.cause is ExitCause.MISSING and trained)
-    ]
-    broken = next((each for each in failures if each.cause is ExitCause.HARDWARE), None)
-    if broken is not None:
-        return RecoveryDecision(restart=broken.reason, leave_out=True, traceback=broken.text)
+    missing_gpu_means = ExitCause.UNCLEAR if trained else ExitCause.ERROR
+    causes = [missing_gpu_means if failure.cause is ExitCause.MISSING else failure.cause for failure in failures]
+    errors, killed, unclear, broken = (
+        [failure for failure, found in zip(failures, causes, strict=True) if found is cause]
+        for cause in (ExitCause.ERROR, ExitCause.KILLED, ExitCause.UNCLEAR, ExitCause.HARDWARE)
+    )
+    if broken:
+        return RecoveryDecision(restart=broken[0].reason, leave_out=True, traceback=broken[0].text)
     # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
     if xids and len(errors) < len(failures):
         return RecoveryDecision(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
     if killed:
         return RecoveryDecision(restart=killed[0].reason)
     if errors:
-        error = next((one for one in errors if one.text), errors[0])
+        error = next((failure for failure in errors if failure.text), errors[0])
         # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
         # later, and where it is seen, the next world goes on without the node.
         if not error.text and missing:
@@ -168,31 +181,33 @@ def decide_recovery(
         return RecoveryDecision(fatal=fatal) if waited_s >= limit_s else None
     if unclear:
         first = unclear[0]
-        verdict = RecoveryDecision(restart=first.reason, unclear=True, traceback=first.text)
-        return verdict if waited_s >= error_grace_s else None
+        decision = RecoveryDecision(restart=first.reason, unclear=True, traceback=first.text)
+        return decision if waited_s >= error_grace_s else None
     if failures and waited_s >= contact_timeout_s:
         first = failures[0]
         what = first.description if first.status < 0 else f"rank {first.rank} lost contact with another one"
-        if ended and not missing and all(one.status > 0 for one in failures):  # by a signal: perhaps of its own code
+        if (
+            ended and not missing and all(failure.status > 0 for failure in failures)
+        ):  # by a signal: perhaps of its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
         return RecoveryDecision(restart=what)
     return None
 
 
 def _last_line(text: str) -> str:
-    """Of a traceback: the exception that nobody caught, where its message is one line."""
+    """Return the last line of a traceback: the exception that ended the process, where its message is a line."""
     return text.rstrip().rpartition("\n")[2].strip()
 
 
 def _ranks(ranks: Collection[int]) -> str:
-    """Some ranks in words, not too many."""
-    named = ", ".join(str(rank) for rank in sorted(ranks)[:_NAMED])
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    """Return some ranks in words."""
+    named = ", ".join(str(rank) for rank in sorted(ranks)[:_MAX_NAMED])
+    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def read_error_file(path: Path) -> str:
-    """The traceback that a worker left in torchrun's error file, empty if there is none."""
+    """Return the traceback that a worker left in torchrun's error file, empty if there is none."""
     try:
         message = json.loads(path.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):

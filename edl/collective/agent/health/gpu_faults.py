@@ -1,4 +1,4 @@
-"""What CUDA and the kernel say of a GPU that failed, and whose fault that is. Pure, but for reading the kernel's log.
+"""Errors of GPUs in tracebacks and in the kernel's log, and whose fault they are.
 
 CUDA's words are those of `cudaGetErrorString`; its reference says of each error what causes it
 (https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html). The driver writes an Xid into the kernel's
@@ -59,15 +59,18 @@ class GpuFault(Enum):
     """What an error of a GPU says of its cause."""
 
     HARDWARE = "hardware"
-    """The node's: its GPU has to be reset or replaced."""
+    """The node is at fault: its GPU has to be reset or replaced."""
     UNCLEAR = "unclear"
-    """A kernel with an error in it, or a GPU with one: CUDA cannot tell."""
+    """The kernel that ran has an error in it, or the GPU is broken: CUDA cannot tell."""
     MISSING = "missing"
-    """There is no such GPU: asked for one too many, or it was there and is no more."""
+    """There is no such GPU: the script asked for too many, or the GPU was there and is no more."""
 
 
 def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
     """Find an error of a GPU in a traceback.
+
+    Args:
+        text: the traceback.
 
     Returns:
         Its cause as far as known, and the line that says it; None if there is none.
@@ -84,12 +87,12 @@ def find_gpu_fault(text: str) -> tuple[GpuFault, str] | None:
 
 
 def is_nccl_misuse(text: str) -> bool:
-    """Whether NCCL refused what the script asked it for, such as two ranks on one GPU."""
+    """Return whether NCCL refused what the script asked it for, such as a GPU for two ranks."""
     return _MISUSE.search(text) is not None
 
 
 class KernelLog:
-    """Xids of failed hardware that the kernel logs from now on.
+    """Reads the Xids of failed hardware that the kernel logs from now on.
 
     A process that NCCL's watchdog ends leaves no traceback, and only this tells why. Without the right to read the log,
     as in most containers, nothing is found.
@@ -106,7 +109,7 @@ class KernelLog:
             os.lseek(self._file, 0, os.SEEK_END)
 
     def read_xids(self) -> list[str]:
-        """All Xids of failed hardware since the last `clear_xids`, in words."""
+        """Return all Xids of failed hardware since the last `clear_xids`, in words."""
         while self._file is not None:
             try:
                 record = os.read(self._file, _RECORD_NBYTES)

@@ -1,6 +1,6 @@
 """Find the worker of a node that hangs, from its status page and what the kernel counts for its process.
 
-The limits are `hang_limits.HangLimits`; here is what goes from one look to the next: when a process was last seen to
+The limits are `hang_limits.HangLimits`; here is what is remembered from look to look: when a process was last seen to
 work, and until when another rank was, for which the others wait.
 """
 
@@ -16,7 +16,8 @@ from edl.collective.worker_status import Phase, WorkerStatus
 __all__ = ["HangDetector"]
 
 _BUSY_S: Final = 1.0
-"""So long does a worker have to be busy before other nodes are told: each time costs a write to the store."""
+"""So long does a worker have to be busy before other nodes are told: a change costs a write to the store. With less,
+every short evaluation would; with more, ranks that wait with a short limit could be taken to hang."""
 
 
 class HangDetector:
@@ -30,23 +31,33 @@ class HangDetector:
     def __init__(self, limits: HangLimits, activity: ActivityMonitor | None = None) -> None:
         self._limits = limits
         self._activity = activity or ActivityMonitor()
-        self._forked_s = self._awaited_s = 0.0
+        self._forked_s = 0.0
+        self._awaited_s = 0.0
         self.busy = False
         """Whether a worker here does something long, so that ranks that wait for it do not hang."""
         self.others_busy = False
         """Whether a worker of another node does."""
 
     def begin_generation(self, forked_s: float) -> None:
-        """Watch other workers from now on, which were forked at `forked_s` (`time.monotonic()`)."""
-        self._forked_s, self._awaited_s, self.busy = forked_s, forked_s, False
+        """Watch the workers of a new generation.
+
+        Args:
+            forked_s: when they were forked (`time.monotonic()`).
+        """
+        self._forked_s = forked_s
+        self._awaited_s = forked_s
+        self.busy = False
         self._activity.clear()
 
     def find_hung(self, workers: Mapping[int, tuple[int, WorkerStatus]], now_s: float) -> tuple[int, str] | None:
-        """Return the local rank that hangs, and why it is taken to; None if none does.
+        """Find a worker that hangs.
 
         Args:
             workers: process id and status, by local rank.
-            now_s: `time.monotonic()`.
+            now_s: the time now (`time.monotonic()`).
+
+        Returns:
+            The local rank, and why it is taken to hang; None if no worker does.
         """
         waiting: list[tuple[int, str]] = []
         hung: list[tuple[int, str]] = []
@@ -66,6 +77,6 @@ class HangDetector:
                 busy = True
         self.busy = busy
         if busy or self.others_busy:
-            self._awaited_s = now_s  # who waits for a rank that works does not hang
+            self._awaited_s = now_s  # a rank that waits for a rank that works does not hang
             waiting.clear()
         return next(iter(hung + waiting), None)

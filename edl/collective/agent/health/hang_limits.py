@@ -17,13 +17,15 @@ from edl.collective.worker_status import Phase, WorkerStatus
 __all__ = ["HangLimits", "ProgressLimit", "describe_hang", "find_progress_limit", "is_working"]
 
 _ENOUGH_STEPS: Final = 3
+"""So many steps have to be measured before their median counts: the first two still compile and open files."""
 _LATER_S: Final = 60.0
-"""So much longer than any limit of the rank that hangs may others wait for it: the cause is to be named, not they."""
+"""So much longer than any limit of the rank that hangs may others wait for it, so that the cause is named, not they:
+more than the time between two looks of an agent whose machine is busy."""
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """How long a worker may go without a sign of progress.
+    """How long a worker may go without a sign of progress. Times are in seconds.
 
     Attributes:
         floor_s: between two steps at least; also what evaluation between two steps may take.
@@ -33,8 +35,8 @@ class HangLimits:
         load_s: for reading a checkpoint.
         begin_s: from the fork to the first line of the script; a fork that takes longer waits for something that its
             parent's other threads had, and another process takes its place.
-        save_s: for copying the state. Ranks that wait to agree on that with another one, which perhaps evaluates or
-            makes a long step, may do so for longer than that one may take.
+        save_s: for copying the state. Ranks that wait to agree on that with a rank that perhaps evaluates or makes a
+            long step may do so for longer than that rank may take.
         working_factor: by how much all of these limits are longer for a worker whose process was seen to work within
             the last half of the limit. Not for ever: a loop without an end works, too.
     """
@@ -54,9 +56,9 @@ class ProgressLimit:
     """How long a worker has gone without a sign of progress, and how long it may.
 
     Attributes:
-        since_s: the last sign, in `time.monotonic()`.
-        limit_s: after which a worker that does not work counts as hanging.
-        what: it does without one, in words.
+        since_s: when the last sign was given (`time.monotonic()`).
+        limit_s: after so many seconds a worker that does not work counts as hanging.
+        what: the worker does without a sign, in words.
         of: what the limit follows from, in words.
         declared: the script itself has set the limit.
     """
@@ -68,15 +70,21 @@ class ProgressLimit:
     declared: bool = False
 
     def is_suspect(self, now_s: float) -> bool:
-        """Return whether half of the limit has passed: from then on the worker's process is looked at."""
+        """Return whether half of the limit has passed at `now_s`: from then on the worker's process is measured."""
         return not self.declared and now_s - self.since_s > self.limit_s / 2
 
 
 def find_progress_limit(status: WorkerStatus, limits: HangLimits, *, forked_s: float = 0.0) -> ProgressLimit | None:
-    """Tell from a worker's status how long a worker may go on as it does; None if it is not watched.
+    """Find how long a worker may go on as it does.
 
     Args:
-        forked_s: when this worker was; a step from before was finished by another one on the same page.
+        status: the worker's.
+        limits: how long workers may go without a sign of progress.
+        forked_s: when this worker was forked (`time.monotonic()`); a step from before was another worker's, with the
+            same page.
+
+    Returns:
+        The limit; None if the worker is not watched.
     """
     if status.phase in (Phase.PAUSE, Phase.EXIT):
         return None  # these wait for others, and have limits of their own
@@ -106,7 +114,9 @@ def is_working(found: ProgressLimit, now_s: float, active_s: float | None) -> bo
     """Return whether a worker was seen to work within the last half of its limit.
 
     Args:
-        active_s: when its process was last seen to, None for never.
+        found: the worker's `find_progress_limit`.
+        now_s: the time now (`time.monotonic()`).
+        active_s: when its process was last seen to work (`time.monotonic()`), None for never.
     """
     return not found.declared and active_s is not None and now_s - active_s <= found.limit_s / 2
 
@@ -117,14 +127,18 @@ def describe_hang(
     """Return why a worker is taken to hang, None if it is not.
 
     Args:
-        found: its `find_progress_limit`.
-        now_s: of `time.monotonic()`, as the times on the status page.
+        found: the worker's `find_progress_limit`.
+        now_s: the time now (`time.monotonic()`).
+        limits: how long workers may go without a sign of progress.
         active_s: when its process was last seen to work, None for never.
-        awaited_s: until when another rank was known to, for which this one may have waited.
+        awaited_s: until when another rank was known to work, for which this rank may have waited.
     """
-    limit_s, since_s, seen = found.limit_s, found.since_s, ""
+    limit_s = found.limit_s
+    since_s = found.since_s
+    seen = ""
     if is_working(found, now_s, active_s):
-        limit_s, seen = limit_s * limits.working_factor, " for a process that works"
+        limit_s *= limits.working_factor
+        seen = " for a process that works"
     elif not found.declared:
         since_s = max(since_s, awaited_s)
     if now_s - since_s <= limit_s:
@@ -134,5 +148,5 @@ def describe_hang(
 
 
 def _step_limit_s(status: WorkerStatus, limits: HangLimits) -> float:
-    """Seconds that a step may take which is not one of the first."""
+    """Return how many seconds a step may take, after the first steps."""
     return max(limits.floor_s, limits.factor * statistics.median(status.durations_s or (0.0,)))

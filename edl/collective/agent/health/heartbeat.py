@@ -7,20 +7,23 @@ order, so the sign is not given again before the records have been looked at.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable
+from typing import Final
+
+from edl.background import BackgroundLoop
 
 __all__ = ["Heartbeat"]
 
-_BEAT_EVERY_S = 0.2
+_INTERVAL_S: Final = 0.2
+"""Between two beats: several fit into a lease (1.5 s unless set otherwise), so a beat that is late stops no worker."""
 
 
 class Heartbeat:
-    """A thread that beats from now until `close`, as long as it may. It beats on while the agent waits for the store.
+    """Beats from now until `close`, as long as it may; also while the agent waits for the store.
 
     Args:
-        stopped_s: after this long without a turn of its thread this process counts as having been stopped.
+        stopped_s: after that many seconds without a turn of its thread this process counts as having been stopped.
         beat: gives the sign.
         touch: called as often, also when the sign may not be given.
         wake: called when this process was stopped, so that the records are looked at.
@@ -29,31 +32,36 @@ class Heartbeat:
     def __init__(
         self, stopped_s: float, beat: Callable[[], object], touch: Callable[[], object], wake: Callable[[], object]
     ) -> None:
-        self._stopped_s = max(stopped_s, 2 * _BEAT_EVERY_S)
-        self._beat, self._touch, self._wake = beat, touch, wake
+        self._stopped_s = max(stopped_s, 2 * _INTERVAL_S)
+        self._beat = beat
+        self._touch = touch
+        self._wake = wake
         self._allowed = (-math.inf, -math.inf)
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="edl-heartbeat", daemon=True)
-        self._thread.start()
+        self._resumed_at = time.monotonic()
+        self._turn_at = self._resumed_at
+        self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
     def allow_beats(self, asked_at: float, until: float) -> None:
-        """The job's records, asked for at `asked_at`, have the workers go on; `until` then if it is the last word."""
+        """Allow beats, since the job's records have the workers go on.
+
+        Args:
+            asked_at: when the records were asked for (`time.monotonic()`).
+            until: when beats end if nothing more is heard of the records (`time.monotonic()`).
+        """
         self._allowed = asked_at, until
 
     def close(self) -> None:
-        """Stop."""
-        self._closing.set()
-        self._thread.join()
+        """End the beats."""
+        self._loop.close()
 
-    def _run(self) -> None:
-        resumed_at = last = time.monotonic()
-        while not self._closing.wait(_BEAT_EVERY_S):
-            now = time.monotonic()
-            if now - last > self._stopped_s:
-                resumed_at = now
-                self._wake()
-            last = now
-            self._touch()
-            asked_at, until = self._allowed
-            if asked_at >= resumed_at and now < until:
-                self._beat()
+    def _turn(self) -> float:
+        now = time.monotonic()
+        if now - self._turn_at > self._stopped_s:
+            self._resumed_at = now
+            self._wake()
+        self._turn_at = now
+        self._touch()
+        asked_at, until = self._allowed
+        if asked_at >= self._resumed_at and now < until:
+            self._beat()
+        return _INTERVAL_S

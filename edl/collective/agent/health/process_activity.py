@@ -1,12 +1,12 @@
 """Tell a worker that computes or reads from a worker that waits, by what the kernel counts for its threads.
 
-A worker that waits in a collective looks in one of two ways: its threads sleep (gloo, NCCL with blocking waits), or one
-of them spins in user space on memory that a GPU or another process writes (`cudaStreamSynchronize`, and with it any
-wait for an NCCL kernel; MPI). The second uses a whole core, so where a process has a GPU or MPI, CPU time alone proves
-nothing. What a spinning thread does not do is ask the kernel for anything. A thread that computes does: memory for its
-results (page faults), batches from a loader (reads, waits that end). So there only the CPU time of threads that also
-talk to the kernel counts as work; elsewhere all of it does. Beside it, bytes count that were read or written, and what
-the processes use that a worker started, such as those of its `DataLoader`.
+A worker that waits in a collective looks in either of two ways: its threads sleep (gloo, NCCL with blocking waits), or
+a thread spins in user space on memory that a GPU or another process writes (`cudaStreamSynchronize`, and with it any
+wait for an NCCL kernel; MPI). A spinning thread uses a whole core, so where a process has a GPU or MPI, CPU time alone
+proves nothing. What a spinning thread does not do is ask the kernel for anything. A thread that computes does: memory
+for its results (page faults), batches from a loader (reads, waits that end). So there only the CPU time of threads that
+also talk to the kernel counts as work; elsewhere all of it does. Beside it, bytes count that were read or written, and
+what the processes use that a worker started, such as those of its `DataLoader`.
 
 What does not belong here: how long a worker may go without a step (`edl.collective.agent.health.hang_limits`).
 """
@@ -41,11 +41,12 @@ _SAMPLES: Final = 10
 _SHORTEST_S: Final = 0.5
 """Between two measurements: the kernel counts CPU time in hundredths of a second."""
 _LONGEST_S: Final = 15.0
+"""Between two measurements: a worker that works again is to be seen soon, and a measurement costs milliseconds."""
 
 
 @dataclass(frozen=True)
 class ThreadUsage:
-    """What one thread has used since it began.
+    """What a thread has used since it began.
 
     Attributes:
         cpu_s: CPU time in seconds, user and system.
@@ -76,7 +77,7 @@ class ProcessUsage:
 
 
 def read_usage(pid: int) -> ProcessUsage:
-    """Measure a process and its descendants now. What has ended, or may not be looked at, is left out."""
+    """Measure a process and its descendants. What has ended, or may not be looked at, is left out."""
     mapped = _read_text(Path(f"/proc/{pid}/maps"))
     usage = ProcessUsage(time.monotonic(), may_spin=any(name in mapped for name in _SPINNING))
     for process in _with_descendants(pid):
@@ -117,7 +118,7 @@ def is_active(before: ProcessUsage, after: ProcessUsage) -> bool:
 
 
 class ActivityMonitor:
-    """Remembers when each of some processes was last seen to work. Measures only those that it is asked about.
+    """Remembers when processes were last seen to work. Measures only processes that it is asked about.
 
     Args:
         read: measures a process.
@@ -129,9 +130,10 @@ class ActivityMonitor:
         self._active_at: dict[int, float] = {}
 
     def last_active(self, pid: int, limit_s: float, now_s: float) -> float | None:
-        """Return when process `pid` was last seen to work (`time.monotonic()`), None if it never was.
+        """Return when a process was last seen to work (`time.monotonic()`), None if it never was.
 
         Args:
+            pid: the process.
             limit_s: the limit that the process is about to reach; it is measured some ten times in half of that.
             now_s: `time.monotonic()`.
         """
@@ -156,7 +158,8 @@ class ActivityMonitor:
 
 def _with_descendants(pid: int) -> Iterator[int]:
     """Yield `pid` and the processes that it started, and they, and so on."""
-    waiting, seen = [pid], {pid}
+    waiting = [pid]
+    seen = {pid}
     while waiting:
         process = waiting.pop()
         yield process

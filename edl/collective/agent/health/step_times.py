@@ -21,10 +21,15 @@ __all__ = ["StepTimes", "compare_step_times", "encode_step_times", "own_step_s",
 
 
 def own_step_s(before: WorkerStatus, after: WorkerStatus, waited_s: float) -> float | None:
-    """Seconds that a rank itself took for a step, on average between two of its statuses; None without a step.
+    """Return how many seconds a rank itself took for a step, on average between two of its statuses.
 
     Args:
-        waited_s: that it spent in the synchronisation of gradients meanwhile.
+        before: the earlier status.
+        after: the later status.
+        waited_s: how many seconds the rank spent in the synchronisation of gradients meanwhile.
+
+    Returns:
+        Seconds a step; None if it made none.
     """
     steps = after.step - before.step
     if steps <= 0 or after.generation != before.generation:
@@ -34,13 +39,20 @@ def own_step_s(before: WorkerStatus, after: WorkerStatus, waited_s: float) -> fl
 
 
 class StepTimes:
-    """What each rank of one node takes for a step, from one window to the next."""
+    """Measures what the ranks of a node take for a step, window after window."""
 
     def __init__(self) -> None:
         self._before: dict[int, WorkerStatus] = {}
 
     def measure_window(self, statuses: Mapping[int, WorkerStatus]) -> dict[int, float]:
-        """Seconds of its own a step, by rank, since the last window; without ranks that made no step or are new."""
+        """End a window, and begin the next.
+
+        Args:
+            statuses: of the workers now, by rank.
+
+        Returns:
+            Own seconds a step since the last window, by rank; ranks that made no step or are new are left out.
+        """
         own = {}
         for rank, after in statuses.items():
             before = self._before.get(rank)
@@ -53,20 +65,34 @@ class StepTimes:
 
 
 def encode_step_times(generation: int, own_s: Mapping[int, float]) -> bytes:
-    """One node's times, for the Store."""
+    """Return a node's record for the Store, as JSON.
+
+    Args:
+        generation: that the ranks belong to.
+        own_s: own seconds a step, by rank.
+    """
     return json.dumps({"generation": generation, "own_s": {str(rank): own_s[rank] for rank in own_s}}).encode()
 
 
 def compare_step_times(
     entries: Iterable[Entry], generation: int, stragglers: StragglerDetector
 ) -> list[StragglerChange]:
-    """What follows from all nodes' times of `generation`; entries that are something else are left out."""
+    """Compare the times of all nodes.
+
+    Args:
+        entries: of the Store; entries that are something else, or of another generation, are left out.
+        generation: that the ranks belong to.
+        stragglers: compares them.
+
+    Returns:
+        The ranks that became stragglers, or are none any more.
+    """
     own: dict[int, float] = {}
     for entry in entries:
         try:
-            told = json.loads(entry.value)
-            if told["generation"] == generation:
-                own |= {int(rank): float(seconds) for rank, seconds in told["own_s"].items()}
+            record = json.loads(entry.value)
+            if record["generation"] == generation:
+                own |= {int(rank): float(seconds) for rank, seconds in record["own_s"].items()}
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     return stragglers.observe_window(own)
@@ -75,7 +101,18 @@ def compare_step_times(
 def share_step_times(
     store: Store, job: str, node: str, generation: int, own_s: Mapping[int, float], stragglers: StragglerDetector | None
 ) -> list[StragglerChange]:
-    """Tell of this node's ranks and, with `stragglers`, compare those of all nodes.
+    """Write the times of this node's ranks into the Store, and compare them with the others'.
+
+    Args:
+        store: shared by all nodes.
+        job: its name.
+        node: this node's id.
+        generation: that the ranks belong to.
+        own_s: own seconds a step, by rank.
+        stragglers: compares the times of all nodes; None on a node that does not.
+
+    Returns:
+        The ranks that became stragglers, or are none any more.
 
     Raises:
         DiscoveryError: the store does not answer.

@@ -17,12 +17,13 @@ __all__ = ["StragglerChange", "StragglerDetector", "StragglerSettings"]
 
 @dataclass(frozen=True)
 class StragglerSettings:
-    """Who is called a straggler.
+    """When a rank is called a straggler.
 
     Attributes:
-        factor: its own time of a step is so many times the median of the others',
-        least_s: and so many seconds longer,
-        windows: in so many windows in a row. As many below `clear_factor` clear it.
+        factor: its own time of a step is so many times the median of the other ranks' times, or more.
+        clear_factor: a straggler below so many times that median is none any more.
+        least_s: it is so many seconds longer as well, so that no rank is named for microseconds.
+        windows: in so many windows in a row, for both.
     """
 
     factor: float = 1.5
@@ -33,7 +34,14 @@ class StragglerSettings:
 
 @dataclass(frozen=True)
 class StragglerChange:
-    """A rank was named, or is one no more."""
+    """A rank that is a straggler from now on, or is none any more.
+
+    Attributes:
+        rank: in the job.
+        what: `named` or `cleared`.
+        own_s: its own time of a step, in seconds.
+        others_s: the median of the other ranks' times, in seconds.
+    """
 
     rank: int
     what: Literal["named", "cleared"]
@@ -47,17 +55,25 @@ class StragglerChange:
 
 @dataclass
 class StragglerDetector:
-    """Names ranks that are slow persistently. Feed it one window after another; begin anew with each world."""
+    """Names ranks that are slow persistently. Takes window after window; every world needs a new detector.
 
-    rules: StragglerSettings = field(default_factory=StragglerSettings)
+    Attributes:
+        settings: when a rank is called a straggler.
+        named: the ranks that are stragglers now.
+    """
+
+    settings: StragglerSettings = field(default_factory=StragglerSettings)
     named: set[int] = field(default_factory=set)
     _counts: dict[int, int] = field(default_factory=dict)
 
     def observe_window(self, own_s: Mapping[int, float]) -> list[StragglerChange]:
-        """What follows from one window.
+        """Compare the ranks' times of a window.
 
         Args:
-            own_s: by rank, seconds of its own a step in this window; ranks without one are left out.
+            own_s: own seconds a step in this window, by rank; ranks that made no step are left out.
+
+        Returns:
+            The ranks that became stragglers, or are none any more.
         """
         changes = []
         for rank, mine_s in sorted(own_s.items()):
@@ -66,7 +82,7 @@ class StragglerDetector:
                 continue
             others_s = statistics.median(others)
             self._counts[rank] = self._counts.get(rank, 0) + 1 if self._deviates(rank, mine_s, others_s) else 0
-            if self._counts[rank] >= self.rules.windows:
+            if self._counts[rank] >= self.settings.windows:
                 self._counts[rank] = 0
                 self.named ^= {rank}
                 what: Literal["named", "cleared"] = "named" if rank in self.named else "cleared"
@@ -74,7 +90,7 @@ class StragglerDetector:
         return changes
 
     def _deviates(self, rank: int, mine_s: float, others_s: float) -> bool:
-        """Whether this window speaks for a change."""
+        """Return whether this window speaks for a change."""
         if rank in self.named:
-            return mine_s < max(self.rules.clear_factor * others_s, others_s + self.rules.least_s)
-        return mine_s > self.rules.factor * others_s and mine_s > others_s + self.rules.least_s
+            return mine_s < max(self.settings.clear_factor * others_s, others_s + self.settings.least_s)
+        return mine_s > self.settings.factor * others_s and mine_s > others_s + self.settings.least_s

@@ -20,12 +20,12 @@ NODE = """\
 import json, sys
 from dataclasses import asdict
 import torch
-from edl.collective.agent.health.node_check.runner import CheckSettings, check_nodes
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.discovery import open_store
 
 url, node, nodes = sys.argv[1:]
 print("here", flush=True)
-chosen = CheckSettings(**json.loads(sys.stdin.readline()))
+chosen = NodeCheckSettings(**json.loads(sys.stdin.readline()))
 with open_store(url) as store:
     found = check_nodes(store, "jobs/j/check/0", node, "127.0.0.1", nodes.split(","), chosen)
 print(json.dumps(asdict(found)), flush=True)

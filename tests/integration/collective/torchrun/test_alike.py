@@ -223,8 +223,8 @@ def test_variables_set_after_imports_count(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with zygote(ProgramSpec("script", str(tmp_path / "script.py"))) as run:
         assert run(tmp_path, {}) == [(0, "True\n", "")]
-        complaint = run.workers.complaint  # type: ignore[attr-defined]
-    assert "importing torch.optim reads TORCHINDUCTOR_MAX_AUTOTUNE, which the program may set before" in complaint
+        failures = run.workers.import_failures  # type: ignore[attr-defined]
+    assert "importing torch.optim reads TORCHINDUCTOR_MAX_AUTOTUNE, which the program may set before" in failures
 
 
 DIFFERENT = {

@@ -1,8 +1,8 @@
-"""The node check before a node joins: those that wait agree on a list, and test one another.
+"""The node check before a node joins: nodes that wait agree on a list, and test one another.
 
-Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of one check, by whoever
-wrote it first. A node that comes later is in a later list; in a running job it may be alone in it, and then only its
-own computing is tested.
+Keys under `jobs/JOB/check/`: `waiting/NODE`, under a lease, and `lists/NUMBER`, the nodes of a check, by the node that
+was first. A node that comes later is in a later list; in a running job it may be alone in it, and then only its own
+computing is tested.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from edl.collective.agent.health.node_check.pairing import NodeCheckResult
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
@@ -19,8 +20,10 @@ from edl.errors import DiscoveryError, ProtocolError
 
 __all__ = ["check_before_joining"]
 
-_POLL_S = 0.05
-_LEASE_S = 2.0
+_POLL_S: Final = 0.05
+"""Between two looks at who waits: nodes that come together are to be checked together, within the time they wait."""
+_LEASE_S: Final = 2.0
+"""Of a node that waits. With more, a check waits longer for a node that died; with less, a busy node misses its own."""
 
 
 def check_before_joining(
@@ -32,31 +35,40 @@ def check_before_joining(
     settings: NodeCheckSettings,
     say: Callable[[str], None],
 ) -> NodeCheckResult:
-    """Wait for others that want to be checked as well, then check all of them.
+    """Wait for other nodes that want to be checked, then check all of them.
 
     Args:
+        store: shared by all nodes.
+        job: its name.
+        node: this node's id.
         host: where the others reach this node.
-        quiet_s: how long to wait after the last one came.
+        quiet_s: how long to wait after the last node came, in seconds.
+        settings: how to check.
+        say: called with a line for a person.
+
+    Returns:
+        The nodes that are not fit, the same on every node of the check.
 
     Raises:
         DiscoveryError: the store cannot be reached.
+        ProtocolError: what others wrote makes no sense.
     """
     folder = prefix(job) + "check/"
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
-        number, nodes = _list(store, folder, node, lease, quiet_s, settings.raise_if_stopping)
+        number, nodes = _find_list(store, folder, node, lease, quiet_s, settings.raise_if_stopping)
         say(
             f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
         )
         return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
 
 
-def _list(
+def _find_list(
     store: Store, folder: str, node: str, lease: Lease, quiet_s: float, raise_if_stopping: Callable[[], object]
 ) -> tuple[int, Sequence[str]]:
-    """The list that this node is in, and its number."""
+    """Wait for the list that this node is in. Returns its number and its nodes."""
     before: set[str] = set()
-    since = time.monotonic()
+    since_s = time.monotonic()
     while True:
         raise_if_stopping()
         lists = [_names(entry.value) for entry in store.list(f"{folder}lists/")]
@@ -68,8 +80,9 @@ def _list(
         waiting = {entry.key.rsplit("/", 1)[1] for entry in store.list(f"{folder}waiting/")}
         waiting -= {name for nodes in lists for name in nodes}
         if waiting != before:
-            before, since = waiting, time.monotonic()
-        elif time.monotonic() - since >= quiet_s and node in waiting:
+            before = waiting
+            since_s = time.monotonic()
+        elif time.monotonic() - since_s >= quiet_s and node in waiting:
             store.compare_and_set(f"{folder}lists/{len(lists):06d}", json.dumps(sorted(waiting)).encode(), None)
         time.sleep(_POLL_S)
 

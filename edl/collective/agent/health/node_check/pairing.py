@@ -1,8 +1,8 @@
 """Which nodes are fit to train: who is tested with whom, and what follows from the results. Nothing here is I/O.
 
 Nodes compute alone and reduce in pairs, twice, with different partners, as DLRover's node check does: a pair that fails
-has a faulty node in it or a good one that met it; the second round pairs every suspect with one that passed, so that
-the faulty one fails again. `nodecheck_run` carries it out.
+has a faulty node in it or a good node that met it; the second round pairs every suspect with a node that passed, so
+that the faulty node fails again. `runner` carries it out.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CheckRoundResult:
-    """What a node found in one round.
+    """What a node found in a round.
 
     Attributes:
-        device: "cpu" or "cuda"; times are compared among nodes of the same.
-        compute_s: for the fixed work, None if that failed.
-        reduce_s: for the all-reduce with its partners, 0 without partners, None if that failed.
+        device: "cpu" or "cuda"; times are compared among nodes with the same.
+        compute_s: seconds for the fixed work, None if it failed.
+        reduce_s: seconds for the all-reduce with the partners, 0 without partners, None if it failed.
         error: why something failed, in words.
     """
 
@@ -34,20 +34,25 @@ class CheckRoundResult:
 
     @property
     def passed(self) -> bool:
-        """Whether both parts worked."""
+        """Whether both the work and the all-reduce succeeded."""
         return self.compute_s is not None and self.reduce_s is not None
 
 
 @dataclass(frozen=True)
 class NodeCheckResult:
-    """Why nodes are not fit, by node; all others are."""
+    """The nodes that are not fit to train; all others are.
+
+    Attributes:
+        faulty: why, by node.
+        slow: why, by node.
+    """
 
     faulty: dict[str, str] = field(default_factory=dict)
     slow: dict[str, str] = field(default_factory=dict)
 
 
 def first_groups(nodes: Sequence[str]) -> Groups:
-    """Pairs of neighbours; an odd one makes the last pair three."""
+    """Return pairs of neighbours; of an odd number the last three are a group."""
     groups = [tuple(nodes[at : at + 2]) for at in range(0, len(nodes), 2)]
     if len(groups) > 1 and len(groups[-1]) == 1:
         last = groups.pop()
@@ -56,14 +61,18 @@ def first_groups(nodes: Sequence[str]) -> Groups:
 
 
 def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], factor: float) -> Groups:
-    """Each suspect with one that passed, as long as there are some.
+    """Pair every suspect with a node that passed, as long as there are such nodes.
 
-    Suspects are all members of a group in which somebody failed or was slow. Those for whom none is left meet among
-    themselves; one that was silent, and nodes that nobody needs, work alone.
+    Suspects are all members of a group in which a node failed or was slow. Suspects for whom no partner is left meet
+    among themselves; nodes that were silent, and nodes that no suspect needs, work alone.
 
     Args:
-        first: results of the first round by node; silent ones are missing.
+        nodes: all nodes of the check, in the order of the first round.
+        first: results of the first round by node; silent nodes are missing.
         factor: how many times the median is slow.
+
+    Returns:
+        The groups of the second round, in which every node is once.
     """
     slow = _slow([first], factor)
     bad = [node for node in nodes if node not in slow and node in first and not first[node].passed] + list(slow)
@@ -73,7 +82,7 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
     suspects = answered + silent
     # From the other end: the neighbour was the partner of the first round.
     good = [node for node in nodes if node not in suspects][::-1]
-    groups = [(one, other) for one, other in zip(good, suspects, strict=False)]
+    groups = list(zip(good, suspects, strict=False))
     rest = [node for node in suspects[len(good) :] if node in answered]
     half = len(rest) // 2
     groups += zip(rest[:half], rest[half : 2 * half], strict=True)
@@ -84,14 +93,16 @@ def second_groups(nodes: Sequence[str], first: Mapping[str, CheckRoundResult], f
 def summarize_rounds(
     nodes: Sequence[str], rounds: Sequence[tuple[Groups, Mapping[str, CheckRoundResult]]], factor: float = 2.0
 ) -> NodeCheckResult:
-    """What follows from all rounds.
+    """Find the nodes that are not fit from all rounds.
 
-    A node is faulty if it passed in none of them, unless in one that failed a partner was silent or could not compute,
+    A node is faulty if it passed in no round, unless in a round that failed a partner was silent or could not compute,
     which explains the failure. It is slow if even its best time is more than `factor` times the median of all nodes'
     best.
 
     Args:
-        rounds: the groups of each round, and the results by node; silent ones are missing.
+        nodes: all nodes of the check.
+        rounds: for every round its groups, and the results by node; silent nodes are missing.
+        factor: how many times the median is slow.
     """
     faulty = {}
     for node in nodes:
@@ -108,7 +119,7 @@ def summarize_rounds(
 
 
 def _explained(node: str, partners: Sequence[str], results: Mapping[str, CheckRoundResult]) -> bool:
-    """Whether a node that could compute failed to reduce because a partner gave no answer or could not compute."""
+    """Return whether a node that could compute failed to reduce because of a partner: silent, or unable to compute."""
     return results[node].compute_s is not None and any(
         partner not in results or results[partner].compute_s is None for partner in partners
     )
@@ -125,7 +136,7 @@ def _slow(rounds: Sequence[Mapping[str, CheckRoundResult]], factor: float) -> di
                     times = best.setdefault(result.device, {})
                     times[node] = min(seconds, times.get(node, seconds))
         for device, times in best.items():
-            usual_s = statistics.median_low(times.values())  # of two the faster one, else the slower could not be slow
+            usual_s = statistics.median_low(times.values())  # of two the faster, else the slower could not be slow
             for node, seconds in times.items():
                 if seconds > factor * usual_s:
                     why = f"{part} on {device} took {seconds:.3g} s, the median of all nodes is {usual_s:.3g} s"

@@ -1,4 +1,4 @@
-"""The work that a node check has devices do, each with a result that is known beforehand to the last bit.
+"""The work that a node check has devices do, whose results are known beforehand to the last bit.
 
 A broken device need not raise: it may compute something else. The numbers are small whole ones, which float32 (TF32 and
 bfloat16 as well) holds exactly in any order of summation.
@@ -19,23 +19,32 @@ from edl.errors import EDLError
 __all__ = ["agree_on_gpus", "check_copies", "check_products", "check_sum", "find_devices"]
 
 _SIZE: Final = {"cpu": 768, "cuda": 8192}
+"""Rows and columns of a matrix: milliseconds of work for a product, so that starting it does not count."""
 _PRODUCTS: Final = 8
+"""Matrix products in a measurement: enough to be measured, and a check is done in seconds on slow devices too."""
 _COPIED: Final = 4 * 1024 * 1024
 """Numbers of 4 bytes in one copy between two GPUs."""
 _REDUCED: Final = 4 * 1024 * 1024
 """Numbers of 4 bytes in one all-reduce."""
 _REPEATS: Final = 3
+"""Measurements, of which the fastest counts: another process may disturb some, and a slow device is slow in all."""
 
 
 def find_devices() -> list[torch.device]:
-    """All GPUs that are visible here, or else the CPU."""
+    """Return all GPUs that are visible here, or else the CPU."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def check_products(device: torch.device) -> float:
-    """Multiply matrices on a device. Returns the seconds of the fastest of several times.
+    """Multiply matrices on a device.
+
+    Args:
+        device: a GPU or the CPU.
+
+    Returns:
+        The seconds of the fastest of several times.
 
     Raises:
         EDLError: a product is wrong.
@@ -59,7 +68,10 @@ def check_products(device: torch.device) -> float:
 
 
 def check_copies(devices: Sequence[torch.device]) -> None:
-    """Copy from each device to each other one, directly where the devices can.
+    """Copy from every device to every other, directly where the devices can.
+
+    Args:
+        devices: GPUs.
 
     Raises:
         EDLError: what arrived is something else.
@@ -76,18 +88,31 @@ def check_copies(devices: Sequence[torch.device]) -> None:
 
 
 def agree_on_gpus(store: Store, rank: int, world_size: int, mine: int) -> int:
-    """How many GPUs each rank of a group has at least: so many all-reduces of NCCL are made, 0 without."""
+    """Agree with the other ranks on how many GPUs all of them have: so many all-reduces of NCCL are made.
+
+    Args:
+        store: of the group.
+        rank: this rank.
+        world_size: of the group.
+        mine: how many GPUs this rank has.
+
+    Returns:
+        The number; 0 without NCCL.
+    """
     store.set(f"gpus/{rank}", str(mine if dist.is_nccl_available() else 0))
     return min(int(store.get(f"gpus/{other}")) for other in range(world_size))
 
 
 def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, devices: Sequence[torch.device]) -> float:
-    """Add up with all ranks of a group, once for each device. Returns the seconds of the slowest device's fastest time.
+    """Add up with all ranks of a group, once for every device.
 
     Args:
-        make: make torch's default group with this backend and store, for this device.
+        make: makes torch's default group with a backend and a store, for a device.
         store: of the group.
-        devices: GPUs, as many as each rank has; none for a sum on the CPU.
+        devices: GPUs, as many as every rank has; none for a sum on the CPU.
+
+    Returns:
+        The seconds of the slowest device's fastest time.
 
     Raises:
         EDLError: a sum is wrong.
@@ -101,7 +126,7 @@ def check_sum(make: Callable[[str, Store, torch.device], None], store: Store, de
 
 
 def _sum(device: torch.device) -> float:
-    """Add up over the default group."""
+    """Add up over the default group. Returns the seconds of the fastest of several times."""
     rank, size = dist.get_rank(), dist.get_world_size()
     pattern = (torch.arange(_REDUCED, device=device) % 1000).float()
     numbers, expected = torch.empty_like(pattern), pattern * (size * (size + 1) / 2)
@@ -123,7 +148,7 @@ def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def _best(work: Callable[[], object], check: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of several times, the first one not counted, with a check of the results after each."""
+    """Return the seconds of the fastest of several times, after a first time that does not count; check all results."""
     times = []
     for _ in range(1 + _REPEATS):
         begin = time.perf_counter()

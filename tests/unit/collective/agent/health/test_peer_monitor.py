@@ -170,7 +170,7 @@ def test_one_refusal_is_not_a_death(
     peers: PeerConnections, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What stands between may begin anew, and refuse until it has."""
-    monkeypatch.setattr(peer_monitor, "_REFUSED_AGAIN_S", 1.0)  # so that this test need not be quicker than 30 ms
+    monkeypatch.setattr(peer_monitor, "_REFUSED_RETRY_S", 1.0)  # so that this test need not be quicker than 30 ms
     with socket.create_server(("127.0.0.1", 0)) as first:
         address = first.getsockname()[:2]
         peers.set_peers({"a": address})

@@ -78,7 +78,7 @@ def test_impostor_is_not_believed(
     )
     with other_agent(told) as (process, to_a):
         peers.set_peers({"a": to_a})
-        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].again_at))
+        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].retry_at))
         assert not peers._connections["a"].proven
         process.kill()
         assert nothing(gone), "its death proves nothing of the agent's"
@@ -105,7 +105,7 @@ def test_plain_agent_is_not_believed(tmp_path: Path, peers: PeerConnections, gon
     plain = PeerConnections("a", gone.put)
     try:
         peers.set_peers({"a": ("127.0.0.1", plain.port)})
-        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].again_at))
+        wait_for(lambda: "a" in peers._connections and bool(peers._connections["a"].retry_at))
         assert not peers._connections["a"].proven
     finally:
         plain.close()

@@ -77,7 +77,8 @@ class ElasticLoop:
             The number of the epoch, from 0 on.
 
         Raises:
-            SettingsError: this was called before, what was saved does not fit, or the job has ended with fewer epochs.
+            SettingsError: this was called before, what was saved does not fit, the job has ended with fewer epochs, or
+                the script leaves out the epoch that is gone on with.
         """
         if self._used:
             raise SettingsError("an ElasticLoop serves one loop over epochs: make another Accelerator and script")
@@ -93,8 +94,12 @@ class ElasticLoop:
             while place.epoch < count and not place.finished:
                 self._read = False
                 yield place.epoch
-                if not self._resuming:
-                    place.epoch, place.batches = place.epoch + 1, 0
+                if self._resuming:
+                    raise SettingsError(
+                        f"epoch {place.epoch} is gone on with behind its first {place.batches} batches, and the script "
+                        "did not call batches() in it: read it to its end, or leave the loop with break"
+                    )
+                place.epoch, place.batches = place.epoch + 1, 0
             if not place.finished:
                 place.finished = True
                 self._boundary.save_end(place.steps - 1)

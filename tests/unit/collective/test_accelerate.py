@@ -98,6 +98,18 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, strea
     assert torch.equal(finished[0].weight, model[0].weight)
 
 
+def test_a_resumed_epoch_is_not_left_out(tmp_path: Path) -> None:
+    with pytest.raises(LookupError):
+        train(tmp_path, 20)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    loop = ElasticLoop(accelerate.Accelerator(cpu=True), slots=SlotPair(tmp_path / "slots"))
+    loop._fields = lambda: {"place": loop._place}  # type: ignore[method-assign]  # a script that trains nothing more
+    epochs = loop.epochs(3)
+    assert next(epochs) == 1
+    with pytest.raises(SettingsError, match=r"epoch 1 .* leave the loop with break"):
+        next(epochs)
+
+
 @pytest.mark.parametrize("workers", ["global", "own"])
 def test_persistent_workers_draw_once(tmp_path: Path, workers: str) -> None:
     """The order is drawn from the global generator, and from the loader's own."""

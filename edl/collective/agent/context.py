@@ -22,7 +22,7 @@ from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
 from edl.collective.agent.shutdown import ShutdownState, release_host_folder, store_last_state
 from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
-from edl.collective.agent.worker_group import WorkerGroup
+from edl.collective.agent.workers.worker_group import WorkerGroup
 from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
 from edl.collective.job_records import JobState, Node, World
 from edl.collective.replica.replicator import JobSecret, Replicator

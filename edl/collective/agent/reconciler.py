@@ -22,7 +22,7 @@ from edl.collective.agent.membership.membership_timer import MembershipTimer, is
 from edl.collective.agent.membership.node_records import JobRecords
 from edl.collective.agent.membership.quorum_wait import QuorumWait
 from edl.collective.agent.membership.rendezvous import LocalObservation, failed_world, next_world
-from edl.collective.agent.worker_group import HANGING
+from edl.collective.agent.workers.generation_outcome import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput.node import AgentState
 from edl.collective.job_records import Exclusion, JobState, World
@@ -125,7 +125,7 @@ class NodeReconciler:
             name != self._context.id and node.busy == world.generation for name, node in records.nodes.items()
         )
         if self._worker_group.running:
-            self._worker_group.request_pause(world.pause_at)
+            self._worker_group.pages.request_pause(world.pause_at)
         if self._signals.stopping and self._worker_group.running and not self._worker_group.reports_steps:
             self._worker_group.terminate_workers(self._signals.number)  # there is no pause to wait for
         self._update_own_record(world)
@@ -303,7 +303,9 @@ class NodeReconciler:
             DiscoveryError: the store does not answer, and nothing is changed.
         """
         clear = not decision.unclear
-        exclusion = Exclusion(self._context.id, decision.restart, clear, self._worker_group.step, time.time())
+        exclusion = Exclusion(
+            self._context.id, decision.restart, clear, self._worker_group.pages.last_step, time.time()
+        )
         other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
@@ -354,8 +356,8 @@ class NodeReconciler:
             node=self._context.id,
             quiet_s=self._membership_timer.quiet_s(now),
             pausing_s=self._membership_timer.pausing_s(now),
-            pause_step=self._worker_group.pause_step(),
-            pause_needs_s=self._worker_group.pause_needs_s(),
+            pause_step=self._worker_group.choose_pause_step(),
+            pause_needs_s=self._worker_group.pages.pause_needs_s(),
             restart=decision.restart,
             forgives=decision.after_error,
             dead=self._context.host.dead,

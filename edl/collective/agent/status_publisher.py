@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from edl.collective.agent.health.step_times import share_step_times
 from edl.collective.agent.health.stragglers import StragglerDetector
-from edl.collective.agent.worker_group import WorkerGroup
+from edl.collective.agent.workers.worker_group import WorkerGroup
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, last_step_before
 from edl.discovery.store import Store

@@ -1,12 +1,11 @@
-"""The pipe through which an agent announces the next generation to a worker that stays: lines of JSON.
+"""The worker's end of the pipe through which an agent announces the next generation to a worker that stays.
 
-A line is the whole environment that a new worker would get. The agent opens the pipe, writes a line and closes it. A
-thread reads here, so that a worker that waits for a lost peer in a collective can be woken.
+The agent's end, and what an announcement looks like, is `edl.collective.agent.processes.environment_pipe`. A thread
+reads here, so that a worker that waits for a lost peer in a collective can be woken.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Final
 
 from edl.background import BackgroundLoop
+from edl.collective.agent.processes.environment_pipe import EnvironmentDecoder
 from edl.errors import ProtocolError
 from edl.settings import read
 
@@ -42,7 +42,7 @@ class ControlPipe:
         self._newest = generation
         self._environ: Mapping[str, str] | None = None
         self._lock = threading.Condition()
-        self._partial_line = b""
+        self._decoder = EnvironmentDecoder()
 
     @classmethod
     def from_env(cls, wake: Callable[[], object]) -> ControlPipe:
@@ -94,9 +94,8 @@ class ControlPipe:
         readable, _, _ = select.select([self._pipe, self._stopped], [], [])
         if self._stopped in readable:
             return None
-        *lines, self._partial_line = (self._partial_line + os.read(self._pipe, _READ_NBYTES)).split(b"\n")
-        for line in lines:
-            self._receive(json.loads(line))
+        for environ in self._decoder.feed_bytes(os.read(self._pipe, _READ_NBYTES)):
+            self._receive(environ)
         return 0.0
 
     def _receive(self, environ: Mapping[str, str]) -> None:

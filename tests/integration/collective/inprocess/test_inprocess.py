@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,9 @@ def test_worker_that_holds_on_is_replaced(tmp_path: Path) -> None:
         after = job.world(3, after=world[victim]["generation"])
         assert set(world) & set(after) == {good}, job.output
         assert "worker 1 took more than 2 s to go on in process" in job.output
+        stacks = job.output.partition("worker 1 took more than 2 s to go on in process; what it did:\n")[2]
+        assert re.match(r"--- rank \d, process \d+:\n", stacks), job.output
+        assert "in cling\n" in stacks.partition("edl run: ")[0], "the late worker's stack, before it is replaced"
         check_steps(job)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from edl.collective.agent.status_publisher import StatusPublisher
-from edl.collective.agent.worker_group import WorkerGroup
+from edl.collective.agent.workers.worker_group import WorkerGroup
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import LedgerWriter, read_job
 from edl.collective.worker_status import WorkerStatus

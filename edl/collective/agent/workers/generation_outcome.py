@@ -1,0 +1,138 @@
+"""How the workers of this node ended in a generation, and what follows for the job."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from edl.collective.agent.health import failures
+from edl.collective.agent.health.failure_policy import RestartPolicy
+from edl.collective.agent.health.failures import ExitCause, RecoveryDecision, WorkerFailure
+from edl.collective.agent.health.gpu_faults import KernelLog
+from edl.collective.agent.launch_spec import LaunchSpec
+from edl.collective.agent.processes.pool import WorkerExit
+
+__all__ = ["HANGING", "GenerationOutcome"]
+
+HANGING = "the workers hang"
+"""How the reason of a restart begins, before which every node shows the stacks of its workers."""
+
+_PEER_FAILURE_GRACE_S = 0.5
+"""How long a traceback may follow the death of the peer that caused it. Less would take a lost peer for an error of the
+script, which ends the job; more delays the end of a job whose script is wrong."""
+_LEASE_GRACE_S = 1.0
+"""Beyond a lease's length, how long other agents may need to see that a node is gone."""
+
+
+class GenerationOutcome:
+    """Collects exits and failures of one node's workers, from one generation to the next.
+
+    Args:
+        spec: this node's part of the job.
+    """
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._lease_s = spec.ttl_s
+        self._failures: list[WorkerFailure] = []
+        self._failed_at = 0.0
+        self._ended_well: set[int] = set()
+        self._restart_policy = RestartPolicy(spec.max_restarts)
+        self._kernel_log = KernelLog()
+        self._began_at = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has failed."""
+        return bool(self._failures)
+
+    @property
+    def failed_ranks(self) -> set[int]:
+        """The ranks of the workers that have failed."""
+        return {failure.rank for failure in self._failures}
+
+    @property
+    def ended_well(self) -> int:
+        """How many workers have ended with exit code 0."""
+        return len(self._ended_well)
+
+    def clear_generation(self) -> None:
+        """Clear failures and exits of the previous generation."""
+        if any(failure.cause in (ExitCause.UNCLEAR, ExitCause.MISSING) for failure in self._failures):
+            self._restart_policy.record_unclear_fault()  # also where another node was first to begin anew because of it
+        self._failures.clear()
+        self._ended_well.clear()
+
+    def begin_generation(self, now: float) -> None:
+        """Count the workers' life from `now` (`time.monotonic()`), and what the kernel logs."""
+        self._began_at = now
+        self._kernel_log.clear_xids()
+
+    def record_exit(self, event: WorkerExit, rank: int, error_files: Mapping[int, Path]) -> None:
+        """Record that a worker ended.
+
+        Args:
+            event: how it ended.
+            rank: among all ranks of the generation.
+            error_files: where workers leave their exceptions, by local rank.
+        """
+        if event.status == 0:
+            self._ended_well.add(rank)
+        else:
+            text = failures.read_error_file(error_files[event.local_rank])
+            self.record_failure(WorkerFailure(rank, event.status, text, f"{event} (rank {rank})"))
+
+    def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
+        """Record a worker that neither works nor ends as one that `number`, a signal, has killed."""
+        self.record_failure(WorkerFailure(rank, -number, "", description))
+
+    def record_failure(self, failure: WorkerFailure) -> None:
+        """Record that a worker failed."""
+        if not self._failures:
+            self._failed_at = time.monotonic()
+        self._failures.append(failure)
+
+    def decide_recovery(
+        self, forgiven: int, others_ended: Collection[int], *, missing: bool, trained: bool, step: int
+    ) -> RecoveryDecision | None:
+        """Decide what follows from the failures.
+
+        Args:
+            forgiven: after how many errors of the script's own the job has gone on.
+            others_ended: ranks of other nodes that ended well, which may be why contact was lost.
+            missing: whether a node of the generation is gone, which may be why as well.
+            trained: whether the job has trained before.
+            step: the last step that any worker here finished, -1 if they report none.
+
+        Returns:
+            What follows; None while nothing has failed, or the cause is not clear.
+        """
+        if not self._failures:
+            return None
+        ended = {*others_ended, *self._ended_well}
+        decision = failures.decide_recovery(
+            self._failures,
+            time.monotonic() - self._failed_at,
+            error_grace_s=_PEER_FAILURE_GRACE_S,
+            contact_timeout_s=_PEER_FAILURE_GRACE_S if ended else self._lease_s + _LEASE_GRACE_S,
+            ended=ended,
+            missing=missing,
+            trained=trained,
+            xids=self._kernel_log.read_xids(),
+        )
+        return self._restart_policy.apply_limits(decision, forgiven, step) if decision is not None else None
+
+    def count_restart(self, step: int) -> None:
+        """Count a restart that was carried out.
+
+        Args:
+            step: the last step that any worker finished before it, -1 if they report none.
+        """
+        hung = any(failure.description.startswith(HANGING) for failure in self._failures)
+        lived_s = 0.0 if hung else time.monotonic() - self._began_at
+        self._restart_policy.record_restart(step, lived_s)
+
+    def close(self) -> None:
+        """Read the kernel's log no more."""
+        self._kernel_log.close()

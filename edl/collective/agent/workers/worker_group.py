@@ -1,0 +1,336 @@
+"""This node's workers through the generations: started, kept or replaced, watched, and stopped."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+from edl.collective.agent.health.failures import RecoveryDecision
+from edl.collective.agent.health.hang_detector import HangDetector
+from edl.collective.agent.health.heartbeat import Heartbeat
+from edl.collective.agent.host_folder import HostFolder
+from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
+from edl.collective.agent.processes.environment_pipe import send_environments
+from edl.collective.agent.processes.log_tee import LogTee
+from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.stack_dump import dump_stacks
+from edl.collective.agent.processes.zygote import ForkRequest
+from edl.collective.agent.workers.generation_outcome import HANGING, GenerationOutcome
+from edl.collective.agent.workers.status_pages import NodeStatusPages
+from edl.collective.agent.workers.stuck_workers import REGROUP_S, StuckWorkers
+from edl.collective.job_records import World
+from edl.collective.worker_status import WorkerStatus
+from edl.errors import EDLError
+
+__all__ = ["WorkerGroup"]
+
+logger = logging.getLogger(__name__)
+
+_LATE_STACKS_TIMEOUT_S = 0.5
+"""For the stacks of a worker that is late: the other ranks wait for its successor meanwhile. A worker that can show its
+stacks does so within a tenth of it."""
+
+
+class WorkerGroup:
+    """The workers of one node. Used from the agent's thread only.
+
+    Args:
+        spec: this node's part of the job.
+        host: the node's folder in memory.
+        report: called from another thread with each `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
+            when the job's records have to be looked at before `allow_heartbeat` can be called again.
+        raise_if_stopping: called again and again while imports are waited for; may raise, to wait no longer.
+
+    Attributes:
+        generation: of the workers that run here or ran last, -1 before the first.
+        first_rank: the rank of the first of them.
+        running: whether workers were started and not stopped since.
+        pages: their status pages.
+        hangs: finds those that hang.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        host: HostFolder,
+        report: Callable[[WorkerExit | ZygoteLost | None], None],
+        raise_if_stopping: Callable[[], object],
+    ) -> None:
+        self._spec = spec
+        self._host = host
+        self._report = report
+        self._raise_if_stopping = raise_if_stopping
+        self._pool = WorkerPool(spec.warm, report)
+        self._log_tee = LogTee(spec.role)
+        self._error_files: dict[int, Path] = {}
+        self._outcome = GenerationOutcome(spec)
+        self._stuck_workers = StuckWorkers()
+        self._began_at = 0.0
+        self._forks_begin = True
+        self._since_generation = 0
+        self._terminated_at: float | None = None
+        self.generation = -1
+        self.first_rank = 0
+        self.running = False
+        self.pages = NodeStatusPages(host, spec.workers)
+        self.hangs = HangDetector(spec.hang)
+        self._heartbeat = Heartbeat(spec.ttl_s / 2, self.pages.record_agent_heartbeat, host.touch, lambda: report(None))
+
+    # --- Starting and stopping. ---
+
+    def warm_up(self) -> str:
+        """Get ready to fork.
+
+        Returns:
+            What could not be imported ahead of time, in words.
+
+        Raises:
+            EDLError: the process that forks workers died, or took too long.
+        """
+        self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
+        return self._pool.import_failures
+
+    def start_generation(self, world: World, position: int) -> None:
+        """Run the workers of a new generation: keep those that can go on as they are, and fork the others.
+
+        Args:
+            world: the generation.
+            position: this node's, among the world's nodes.
+
+        Raises:
+            EDLError: workers do not die, or cannot be forked.
+        """
+        member = world.nodes[position]
+        if not self._forks_begin and self._pool.prewarmed:
+            self._renew_pool()
+        statuses = self.read_statuses()
+        keepable = self._find_keepable(statuses)
+        self._clear_generation()
+        if self.generation < 0:
+            self._since_generation = world.generation
+            self.pages.record_agent_heartbeat()  # without a first sign of life the next ones would not be missed
+        self.generation = world.generation
+        self.first_rank = member.first_rank
+        forks, logs = worker_forks(self._spec, world, member, self._host, self._since_generation)
+        self._error_files = error_files(logs)
+        kept = self._announce_generation({rank: forks[rank] for rank in keepable})
+        self._stuck_workers.expect_generation(world.generation, kept, statuses)
+        try:
+            new_forks = {rank: fork for rank, fork in forks.items() if rank not in kept}
+            self._pool.replace_workers(world.generation, new_forks)
+        except EDLError as exc:  # the zygote has died, and with it all that it had forked
+            logger.warning("%s: another one imports what the script does first, which takes some seconds", exc)
+            self._renew_pool()
+            self._pool.fork_workers(world.generation, forks)
+        self._log_tee.stop()
+        self.running = True
+        self._began_at = time.monotonic()
+        self.hangs.begin_generation(self._began_at)
+        self._outcome.begin_generation(self._began_at)
+        self._log_tee.follow_logs(logs, self.first_rank)
+
+    def stop_workers(self) -> None:
+        """Stop the workers; their status pages and slots stay.
+
+        Raises:
+            EDLError: a worker does not die.
+        """
+        if self.running:
+            self.running = False
+            self._pool.kill_workers()
+            self._log_tee.stop()
+        self._clear_generation()
+
+    def terminate_workers(self, number: int) -> bool:
+        """Pass a signal on to the workers, the first time; from then on only their end is waited for.
+
+        Args:
+            number: the signal's.
+
+        Returns:
+            Whether they have ended, or have had `LaunchSpec.grace_s` for it; then `stop_workers` is due.
+        """
+        now = time.monotonic()
+        if self._terminated_at is None:
+            self._terminated_at = now
+            self._pool.send_signal(number)
+        return not self._pool.running or now - self._terminated_at >= self._spec.grace_s
+
+    @property
+    def terminating(self) -> bool:
+        """Whether the workers were asked to end, so that nothing follows from how they do."""
+        return self._terminated_at is not None
+
+    def allow_heartbeat(self, asked_at: float, until: float) -> None:
+        """Let the workers see that their agent lives.
+
+        Args:
+            asked_at: when the job's records were asked for, which have the workers go on (`time.monotonic()`).
+            until: until when that holds if the records cannot be read again.
+        """
+        self._heartbeat.allow_beats(asked_at, until)
+
+    def close(self) -> None:
+        """Stop everything."""
+        self._pool.close()
+        self._log_tee.stop()
+        self._heartbeat.close()
+        self._outcome.close()
+
+    # --- What is known of them. ---
+
+    def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
+        """Record that a worker ended, or all of them."""
+        if isinstance(event, ZygoteLost):
+            self._outcome.record_stuck_worker(self.first_rank, "the process that forks workers died")
+        elif event.generation == self.generation and self.running:
+            self._outcome.record_exit(event, self.first_rank + event.local_rank, self._error_files)
+
+    def read_statuses(self) -> dict[int, WorkerStatus]:
+        """Return what the workers' status pages say, by local rank."""
+        return self.pages.read_statuses()
+
+    def dump_stacks(self) -> str:
+        """Return what the workers execute just now, for a person to read."""
+        return self._dump_stacks(self._pool.running, timeout_s=2.0)
+
+    @property
+    def failing(self) -> bool:
+        """Whether a worker failed in this generation."""
+        return self._outcome.failed and not self.terminating
+
+    @property
+    def finished(self) -> bool:
+        """Whether all workers of this generation ended well."""
+        return self.running and not self.terminating and self._outcome.ended_well == self._spec.workers
+
+    @property
+    def paused(self) -> bool:
+        """Whether all workers have paused."""
+        return self.running and self.pages.have_paused(self.generation)
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether any worker has said which step it has finished."""
+        return self.pages.report_steps(self.generation)
+
+    def choose_pause_step(self) -> int | None:
+        """Return a step that no worker has finished and that all can still be told of; None if there is none."""
+        return self.pages.choose_pause_step(self.generation) if self.running else None
+
+    def judge_failures(
+        self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False
+    ) -> RecoveryDecision | None:
+        """Decide what follows from the failures of this generation.
+
+        Args:
+            forgiven: after how many errors of the script's own the job has gone on.
+            others_ended: ranks of other nodes that ended well, which may be why contact was lost.
+            missing: whether a node of this generation is gone, which may be why as well.
+
+        Returns:
+            What follows; None while nothing has failed, or the cause is not clear.
+        """
+        if not self.running or self.terminating:
+            return None
+        step = self.pages.last_step
+        trained = self._since_generation > 0 or step >= 0
+        return self._outcome.decide_recovery(forgiven, others_ended, missing=missing, trained=trained, step=step)
+
+    def count_restart(self) -> None:
+        """Count a restart that was carried out."""
+        self._outcome.count_restart(self.pages.last_step)
+
+    # --- Workers that neither work nor end. ---
+
+    def check_workers(self) -> None:
+        """Find workers that neither work nor end, and record them as failed."""
+        if not self.running or self.terminating:
+            return
+        running = self._pool.running
+        statuses = self.read_statuses()
+        for local_rank in self._stuck_workers.find_stopped(running):
+            rank = self.first_rank + local_rank
+            description = f"worker {local_rank} (rank {rank}) was stopped"
+            self._outcome.record_stuck_worker(rank, description, signal.SIGSTOP)
+        late = self._stuck_workers.find_late(running, statuses)
+        if late and not self._outcome.failed:
+            self._record_late_worker(late[0], running)
+        if not self._outcome.failed:
+            self._find_unbegun(running, statuses)
+        if not self._outcome.failed and not self.finished:
+            self._find_hung(running, statuses)
+
+    def _record_late_worker(self, local_rank: int, running: dict[int, int]) -> None:
+        """Have a worker replaced that stayed and has not come to the next generation; show why it has not."""
+        rank = self.first_rank + local_rank
+        description = f"worker {local_rank} took more than {REGROUP_S:g} s to go on in process"
+        worker = {local_rank: running[local_rank]} if local_rank in running else {}
+        stacks = self._dump_stacks(worker, timeout_s=_LATE_STACKS_TIMEOUT_S)
+        if stacks:
+            logger.warning("%s; what it did:\n%s", description, stacks, extra={"rank": rank})
+        self._outcome.record_stuck_worker(rank, description)
+
+    def _find_unbegun(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
+        """Have forks that never get to the script's first line replaced by processes that import everything themselves.
+
+        A fork has none of its parent's other threads. If one of them held a lock at that moment, the fork waits for it.
+        """
+        limit_s = self._spec.hang.begin_s
+        if self._spec.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
+            return
+        unbegun = [rank for rank in running if statuses[rank].generation != self.generation]
+        for local_rank in unbegun[:1]:
+            rank = self.first_rank + local_rank
+            what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
+            logger.warning("%s: workers are no longer forked from a process that has imported anything", what)
+            self._forks_begin = False
+            self._outcome.record_stuck_worker(rank, what)
+
+    def _find_hung(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
+        """Have workers replaced that are alive and make no step."""
+        watched = {
+            rank: (pid, statuses[rank]) for rank, pid in running.items() if statuses[rank].generation == self.generation
+        }
+        found = self.hangs.find_hung(watched, time.monotonic())
+        if found is not None:
+            rank = self.first_rank + found[0]
+            self._outcome.record_stuck_worker(rank, f"{HANGING}: rank {rank}, {found[1]}")
+
+    # --- Inside. ---
+
+    def _clear_generation(self) -> None:
+        self._outcome.clear_generation()
+        self._stuck_workers.clear_stopped()
+
+    def _renew_pool(self) -> None:
+        """Have another process to fork workers from; one that imports nothing where forks did not begin."""
+        self._pool.close()
+        warm = self._spec.warm if self._forks_begin else replace(self._spec.warm, prewarm=False)
+        self._pool = WorkerPool(warm, self._report)
+        self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
+
+    def _find_keepable(self, statuses: dict[int, WorkerStatus]) -> set[int]:
+        """Return the local ranks that can go on in their process, and did not fail."""
+        if not self.running:
+            return set()
+        failed = {rank - self.first_rank for rank in self._outcome.failed_ranks}
+        return {rank for rank in self._pool.running if rank not in failed and statuses[rank].in_process}
+
+    def _announce_generation(self, forks: dict[int, ForkRequest]) -> set[int]:
+        """Tell workers of the generation that they belong to from now on. Returns the local ranks that were told."""
+        pipes = {rank: self._host.control(rank) for rank in forks}
+        sent = send_environments({pipes[rank]: fork.environ for rank, fork in forks.items()})
+        return {rank for rank in forks if pipes[rank] in sent}
+
+    def _dump_stacks(self, processes: dict[int, int], *, timeout_s: float) -> str:
+        ordered = sorted(processes.items())
+        texts = dump_stacks([(pid, self._host.stacks(rank)) for rank, pid in ordered], timeout_s)
+        return "\n".join(
+            f"--- rank {self.first_rank + rank}, process {pid}:\n{text}"
+            for (rank, pid), text in zip(ordered, texts, strict=True)
+        )

@@ -1,7 +1,7 @@
-"""What a job's nodes write about themselves into the Store, for one another and for whoever asks how the job is.
+"""Records of a job in the Store: what its nodes write for other nodes, and for `edl status`.
 
-Every node's agent keeps a record of itself under a lease (`Node`); one record of the job (`World`) says who trains
-together, in which order, and under which generation. What does not belong here: what a record should become
+Every node's agent keeps a record of itself under a lease (`Node`); the record of the job (`World`) says which nodes
+train together, in which order, and under which generation. What does not belong here: what a record should become
 (`agent.membership.rendezvous`), and how it is read and written (`agent.membership.node_records`).
 """
 
@@ -18,17 +18,25 @@ __all__ = ["Exclusion", "JobState", "Member", "Node", "World", "exclusions_prefi
 
 
 def prefix(job: str) -> str:
-    """Where all records of a job lie in the Store."""
+    """Return the prefix of all keys of a job in the Store.
+
+    Args:
+        job: its name.
+    """
     return f"jobs/{job}/"
 
 
 def exclusions_prefix(job: str) -> str:
-    """Where the hosts stand that a job leaves out."""
+    """Return the prefix of the keys of hosts that a job leaves out.
+
+    Args:
+        job: its name.
+    """
     return f"{prefix(job)}left-out/"
 
 
 class JobState(str, Enum):
-    """What a job is about."""
+    """Where a job is in its life."""
 
     FORMING = "forming"
     RUNNING = "running"
@@ -38,21 +46,21 @@ class JobState(str, Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """What an agent says of itself; the record is gone when its lease is.
+    """An agent's record of itself, which is gone when its lease is.
 
     Attributes:
-        id: unique for each agent's process.
-        addr: where the workers of other nodes reach this one.
+        id: unique for an agent's process.
+        addr: where the workers of other nodes reach this node.
         port: of a `torch.distributed.TCPStore` that the agent holds ready and that no generation has used yet.
-        workers: how many it runs.
+        workers: the number of workers that it runs.
         replica_port: where its agent takes replicas of other nodes' states, 0 if it takes none.
-        tether_port: where others learn at once that its agent's process is gone, 0 if nowhere.
-        slot_nbytes: of one worker's slot of shared memory, for nodes that come; 0 while there is none.
+        tether_port: where peers connect, to learn at once that its agent's process is gone; 0 if nowhere.
+        slot_nbytes: bytes of a worker's slot of shared memory, for nodes that join; 0 while there is none.
         leaving: it wants to go, and must not be a member of the next world.
         paused: the generation in which all of its workers paused, -1 for none.
         finished: the generation in which all of its workers ended well, -1 for none.
-        busy: the generation in which a worker of it does something long between two steps, -1 for none: who waits for
-            it does not hang, and who wants to join waits until it is done.
+        busy: the generation in which a worker of it does something long between two steps, -1 for none: a rank that
+            waits for it does not hang, and a node that wants to join waits until it is done.
     """
 
     id: str
@@ -68,12 +76,15 @@ class Node:
     busy: int = -1
 
     def encode(self) -> bytes:
-        """JSON, for the Store."""
+        """Return the record as JSON, for the Store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Node:
-        """The inverse of `encode`; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+
+        Args:
+            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.
@@ -88,7 +99,7 @@ class Node:
 class Member:
     """A node in a world; its workers have the ranks from `first_rank` on. All ranks meet at the first node's `port`.
 
-    Its agent takes replicas of other nodes' states at `replica_port`, and is tied to at `tether_port`; 0 for neither.
+    Its agent takes replicas of other nodes' states at `replica_port`, and peers connect at `tether_port`; 0 for none.
     """
 
     id: str
@@ -101,7 +112,7 @@ class Member:
 
     @property
     def ranks(self) -> range:
-        """Those of its workers."""
+        """The ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
 
 
@@ -110,10 +121,10 @@ class World:
     """The record of a job.
 
     Attributes:
-        generation: grows by one with each new world; 0 is the first that runs.
+        generation: grows by 1 with a new world; 0 is the first that runs.
         nodes: the members; the position is the node's rank (torchrun's GROUP_RANK).
         message: why this world came to be, in words; of a job that failed, the traceback.
-        pause_at: the step after which all workers shall pause, None while nobody wants that.
+        pause_at: the step after which all workers shall pause, None while no node wants that.
         forgiven: after how many errors of the script's own the job went on.
     """
 
@@ -135,16 +146,23 @@ class World:
         return self.state in (JobState.DONE, JobState.FAILED)
 
     def position(self, node: str) -> int | None:
-        """The rank of a node, None if it is not a member."""
+        """Return the rank of a node, None if it is not a member.
+
+        Args:
+            node: its id.
+        """
         return next((place for place, member in enumerate(self.nodes) if member.id == node), None)
 
     def encode(self) -> bytes:
-        """JSON, for the Store."""
+        """Return the record as JSON, for the Store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> World:
-        """The inverse of `encode`; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+
+        Args:
+            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.
@@ -152,7 +170,7 @@ class World:
         try:
             values = _known(cls, json.loads(data))
             values["state"] = JobState(values["state"])
-            values["nodes"] = tuple(Member(**_known(Member, one)) for one in values["nodes"])
+            values["nodes"] = tuple(Member(**_known(Member, member)) for member in values["nodes"])
             return cls(**values)
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
@@ -160,13 +178,13 @@ class World:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A host that a job leaves out from now on, because a GPU of it failed. The record has no lease.
+    """A host that a job leaves out, because a GPU of it failed. The record has no lease.
 
     Attributes:
         node: the agent that found it out.
         reason: what failed, in a line.
         clear: it is the GPU for certain, and not perhaps a kernel of the script.
-        step: the last one that the node's workers had finished, -1 if they report none.
+        step: the last step that the node's workers had finished, -1 if they report none.
         at_s: wall clock, seconds since 1970.
     """
 
@@ -177,12 +195,15 @@ class Exclusion:
     at_s: float = 0.0
 
     def encode(self) -> bytes:
-        """JSON, for the Store."""
+        """Return the record as JSON, for the Store."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Exclusion:
-        """The inverse of `encode`; what a later version of EDL added is left out.
+        """Read a record that `encode` wrote; what a later version of EDL added is left out.
+
+        Args:
+            data: JSON.
 
         Raises:
             ProtocolError: the bytes are something else.
@@ -199,7 +220,7 @@ class Exclusion:
 
 
 def _known(cls: type, values: Any) -> dict[str, Any]:
-    """The attributes of a dataclass among `values`: a node of a later version may join, and must not break the rest."""
+    """Return the attributes of a dataclass among `values`: a node of a later version may join, and break nothing."""
     if not isinstance(values, dict):
         raise TypeError("no JSON object")
     names = {attribute.name for attribute in fields(cls)}

@@ -1,4 +1,4 @@
-"""What ranks know of each other: how many there are, which one this is, numbers that they tell between two steps."""
+"""The world size, the rank of this process, and numbers that ranks exchange between two steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ __all__ = ["exchange", "rank_of", "world_of"]
 
 
 def world_of(group: dist.ProcessGroup | None) -> int:
-    """Ranks in the group; 1 without a process group.
+    """Return the number of ranks.
+
+    Args:
+        group: the process group, torch's default group if None.
+
+    Returns:
+        The ranks in the group; 1 without a process group.
 
     Raises:
-        SettingsError: there is none, but there are other workers: each would train, and go on, by itself.
+        SettingsError: there is no group, but there are other workers: all would train, and go on, by themselves.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
@@ -37,12 +43,25 @@ def world_of(group: dist.ProcessGroup | None) -> int:
 
 
 def rank_of(group: dist.ProcessGroup | None) -> int:
-    """This rank in the group; 0 without a process group."""
+    """Return the rank of this process in the group; 0 without a process group.
+
+    Args:
+        group: the process group, torch's default group if None.
+    """
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def exchange(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[list[int]]:
-    """Every rank's numbers, by rank. All must call it with as many; `device` is one that the backend can send from."""
+    """Exchange numbers among all ranks. A collective: all ranks call it with as many numbers.
+
+    Args:
+        numbers: of this rank.
+        group: the process group, torch's default group if None.
+        device: from which the group's backend can send.
+
+    Returns:
+        The numbers of all ranks, by rank.
+    """
     world = world_of(group)
     if world == 1:
         return [list(numbers)]

@@ -1,4 +1,4 @@
-"""The module that a user wrote, and what is around it: `DistributedDataParallel`, `DataParallel`, `torch.compile`."""
+"""Finds the module that a user wrote inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ __all__ = ["layers", "unwrapped"]
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The module as it was given, then what each wrapper wraps, and the module that the user wrote last.
+    """Return a module with all that it wraps.
+
+    Args:
+        module: wrapped or not.
+
+    Returns:
+        The module as it was given, then what every wrapper wraps; the module that the user wrote is the last.
 
     Raises:
         SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.
@@ -31,7 +37,10 @@ def layers(module: nn.Module) -> list[nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that the user wrote.
+    """Return the module that the user wrote.
+
+    Args:
+        module: wrapped or not.
 
     Raises:
         SettingsError: it is wrapped in FSDP's first version, whose parts only that can name.

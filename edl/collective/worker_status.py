@@ -1,8 +1,9 @@
-"""What a worker and its node's agent tell each other: one page of shared memory, one writer for each field.
+"""The page of shared memory through which a worker and its node's agent tell how they are.
 
-A worker writes which phase it is in and how far it got; its agent reads that whenever it likes, also after the worker
-was killed or while it hangs. The agent writes what it asks of the worker: to pause at a step. Nothing here is sent,
-so nothing can be lost or wait. Times are of `time.monotonic()`, which all processes of a host share on Linux.
+A field has a single writer. A worker writes which phase it is in and how far it got; its agent reads that at any time,
+also after the worker was killed or while it hangs. The agent writes what it asks of the worker: to pause at a step.
+Nothing here is sent, so nothing can be lost or wait. Times are of `time.monotonic()`, which all processes of a host
+share on Linux.
 
 Without an agent (`WorkerStatusPage.from_env` outside `edl run`) the page is private memory, and asks for nothing.
 """
@@ -25,21 +26,22 @@ from edl.settings import read
 
 __all__ = ["Phase", "WorkerStatus", "WorkerStatusPage"]
 
-_SIZE: Final = 4096
+_SIZE: Final = 4096  # a page of memory, the least that can be mapped
 _MAGIC: Final = b"EDLBRD01"
-_RECENT: Final = 64
-_NEVER: Final = -1
+_RECENT: Final = 64  # steps whose durations are kept: enough for a median, and they fill the page up to _BUSY_WITH
+_NEVER: Final = -1  # no generation or step yet: both begin at 0
 
-# Every field is eight bytes at a multiple of eight, so that a reader never sees half of one.
+# Numbers of fields of eight bytes at a multiple of eight, so that a reader never sees half of a field. An agent reads
+# pages of workers of the same version only; another number is another format.
 _GENERATION, _PID, _PHASE, _SINCE, _STEP, _STEP_AT, _SAVED, _PAUSED, _SAMPLES, _FINISHED, _STAYS, _WAITED = range(1, 13)
-_FIRST = 13
-_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18
-_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128
-_BUSY_WITH_BYTES = 64
+_FIRST = 13  # the worker's last field
+_PAUSE_AT, _BEAT_AT, _BUSY_LIMIT = 16, 17, 18  # apart, for further fields of the worker
+_TOTALS, _DURATIONS, _BUSY_WITH = 24, 64, 128  # where arrays begin: a number for every phase, _RECENT durations, a text
+_BUSY_WITH_BYTES = 64  # more than a line of a log has room for; a multiple of a field's size
 
 
 class Phase(enum.IntEnum):
-    """What a worker does with its time; it is always in exactly one of these."""
+    """What a worker does with its time; it is in a single phase at any time."""
 
     START = 0
     """From the fork to the first step or load: imports, process group, model."""
@@ -62,20 +64,22 @@ class WorkerStatus:
     """What a worker's status page says at a moment.
 
     Attributes:
-        generation: of the world that the worker belongs to, -1 before it said so.
-        pid: the worker's, 0 before it said so.
-        phase: what it does, since `phase_since` (`time.monotonic()`).
-        totals_s: seconds in each phase until now, over all workers that wrote here.
-        step: the last one finished, -1 for none; `step_at` is when.
+        generation: of the world that the worker belongs to, -1 before it began.
+        pid: the worker's process, 0 before it began.
+        phase: what it does.
+        phase_since: when that began, by `time.monotonic()`.
+        totals_s: seconds in every phase until now, over all workers that wrote here.
+        step: the last finished step, -1 for none.
+        step_at: when it was finished, by `time.monotonic()`.
         saved: the newest step whose state is complete in shared memory, -1 for none.
         paused: the step after which it paused, -1 if it does not.
         samples: processed by this rank, over all workers that wrote here.
-        durations_s: of recent steps, in no order.
+        durations_s: seconds of recent steps, in no order.
         in_process: whether the worker can go on in the next generation in the same process.
-        waited_s: spent in the synchronisation of gradients, over all workers that wrote here; 0 if nobody measures it.
-        first: of the steps that this worker finished one after another until `step`, -1 before it finished one.
+        waited_s: seconds in the synchronization of gradients, over all workers that wrote here; 0 if not measured.
+        first: of the steps that this worker finished without a gap until `step`, -1 before it finished any.
         busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
-        busy_limit_s: how long that may take.
+        busy_limit_s: how long that may take, in seconds.
     """
 
     generation: int
@@ -97,14 +101,22 @@ class WorkerStatus:
 
 
 class WorkerStatusPage:
-    """One worker's page. Use `create` in the agent and `from_env` in the worker."""
+    """A worker's page. Use `create` in the agent and `from_env` in the worker.
+
+    Args:
+        memory: mapped, of a page's size.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
     @classmethod
     def create(cls, path: Path) -> WorkerStatusPage:
-        """A new, empty page in the file `path`, which must be in memory (`/dev/shm`)."""
+        """Make a new, empty page.
+
+        Args:
+            path: of its file, which must be in memory (`/dev/shm`).
+        """
         path.write_bytes(bytes(_SIZE))
         page = cls._map(path)
         for field in (_GENERATION, _STEP, _SAVED, _PAUSED, _FIRST, _PAUSE_AT):
@@ -115,7 +127,10 @@ class WorkerStatusPage:
 
     @classmethod
     def open(cls, path: Path) -> WorkerStatusPage:
-        """The page that an agent created.
+        """Open the page that an agent created.
+
+        Args:
+            path: of its file.
 
         Raises:
             ProtocolError: the file is no such page.
@@ -127,7 +142,7 @@ class WorkerStatusPage:
 
     @classmethod
     def from_env(cls) -> WorkerStatusPage:
-        """The page named by `EDL_BOARD`, or private memory where there is no agent."""
+        """Open the page named by `EDL_BOARD`; private memory where there is no agent."""
         path = read("EDL_BOARD", Path)
         if path is not None:
             return cls.open(path)
@@ -140,7 +155,11 @@ class WorkerStatusPage:
     # --- The worker's side. ---
 
     def record_worker_start(self, generation: int) -> None:
-        """A worker starts: the time until now counts as the phase that the last one was in."""
+        """Record that a worker starts: the time until now counts as the phase that the last worker was in.
+
+        Args:
+            generation: of its world.
+        """
         self._set(_PAUSED, _NEVER)
         self._set(_STAYS, 0)
         self._set(_FIRST, _NEVER)
@@ -149,16 +168,27 @@ class WorkerStatusPage:
         self._set(_GENERATION, generation)
 
     def record_in_process(self) -> None:
-        """Say that this worker listens to `EDL_CONTROL`, and can go on in the next generation as it is."""
+        """Record that this worker listens to `EDL_CONTROL`, and can stay in its process for the next generation."""
         self._set(_STAYS, 1)
 
     def join_generation(self, generation: int) -> None:
-        """This worker, which stayed, has joined the next generation, and trains from here."""
+        """Record that this worker, which stayed in its process, is in the next generation.
+
+        Args:
+            generation: of its world.
+        """
         self._set(_PAUSED, _NEVER)
         self._set(_GENERATION, generation)
 
     def enter_phase(self, phase: Phase) -> Phase:
-        """Be in `phase` from now on. Returns the phase until now."""
+        """Be in a phase from now on.
+
+        Args:
+            phase: the next.
+
+        Returns:
+            The phase until now.
+        """
         now = time.monotonic()
         before = Phase(self._get(_PHASE))
         total = _TOTALS + before
@@ -169,7 +199,11 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Be in `phase` for the block, then in the phase before it."""
+        """Be in a phase for the block, then in the phase before it.
+
+        Args:
+            phase: of the block.
+        """
         before = self.enter_phase(phase)
         try:
             yield
@@ -178,7 +212,12 @@ class WorkerStatusPage:
 
     @contextmanager
     def in_busy_phase(self, what: str, limit_s: float) -> Iterator[None]:
-        """Be in phase BUSY for the block, with `what`, for `limit_s` at most; then in the phase before it."""
+        """Be in phase BUSY for the block, then in the phase before it.
+
+        Args:
+            what: the worker is busy with, in words; cut to 64 bytes.
+            limit_s: how long that may take, in seconds.
+        """
         text = what.encode()[:_BUSY_WITH_BYTES].ljust(_BUSY_WITH_BYTES, b"\0")
         begin, before = _BUSY_WITH * 8, self._busy()
         self._memory[begin : begin + _BUSY_WITH_BYTES] = text
@@ -195,14 +234,24 @@ class WorkerStatusPage:
         return bytes(self._memory[begin : begin + _BUSY_WITH_BYTES]), self._get_time(_BUSY_LIMIT)
 
     def reassign_time(self, phase: Phase, seconds: float) -> None:
-        """The first `seconds` of the present phase, or all of it if it is not that long yet, were of `phase`."""
+        """Count the first part of the present phase for another phase.
+
+        Args:
+            phase: the other phase.
+            seconds: length of the part; all of the present phase if that is shorter.
+        """
         since, total = self._get_time(_SINCE), _TOTALS + phase
         seconds = min(max(seconds, 0.0), time.monotonic() - since)
         self._set_time(_SINCE, since + seconds)
         self._set_time(total, self._get_time(total) + seconds)
 
     def finish_step(self, step: int, samples: int = 0) -> None:
-        """Step `step` (counted from 0) is finished, with `samples` more samples processed by this rank."""
+        """Record a finished step.
+
+        Args:
+            step: its number, from 0 on.
+            samples: processed in it by this rank.
+        """
         now = time.monotonic()
         finished = self._get(_FINISHED)
         if finished and step == self._get(_STEP) + 1:
@@ -215,32 +264,48 @@ class WorkerStatusPage:
         self._set(_STEP, step)
 
     def add_sync_wait(self, seconds: float) -> None:
-        """So long did the synchronisation of gradients take, in which fast ranks wait for slow ones."""
+        """Add to the time in the synchronization of gradients, in which fast ranks wait for slow ranks.
+
+        Args:
+            seconds: since the last call.
+        """
         self._set_time(_WAITED, self._get_time(_WAITED) + seconds)
 
     def record_saved_step(self, step: int) -> None:
-        """The state after `step` is complete in shared memory."""
+        """Record that the state after a step is complete in shared memory.
+
+        Args:
+            step: its number.
+        """
         self._set(_SAVED, step)
 
     def is_pause_requested(self, step: int) -> bool:
-        """Whether the agent asked for a pause after `step` or an earlier one."""
+        """Return whether the agent asked for a pause after a step, or before it.
+
+        Args:
+            step: its number.
+        """
         return 0 <= self._get(_PAUSE_AT) <= step
 
     def record_pause(self, step: int) -> None:
-        """Say that this worker paused after `step` and has saved its state. It then waits to be stopped."""
+        """Record that this worker paused and has saved its state. It then waits to be stopped.
+
+        Args:
+            step: after which it paused.
+        """
         self.enter_phase(Phase.PAUSE)
         self._set(_PAUSED, step)
 
     def record_resume(self) -> None:
-        """Go on after a pause that nobody wants any more."""
+        """Record that training goes on after a pause that the agent took back."""
         self._set(_PAUSED, _NEVER)
         self.enter_phase(Phase.TRAIN)
 
     @property
     def agent_silence_s(self) -> float:
-        """For how long the agent has given no sign of life, 0 without an agent.
+        """Seconds since the last heartbeat of the agent, 0 without an agent.
 
-        A stopped agent may have lost its lease, and others may train in its place: who waits then does no harm.
+        A stopped agent may have lost its lease, and others may train in its place: a worker that waits does no harm.
         """
         beat_at = self._get_time(_BEAT_AT)
         return max(0.0, time.monotonic() - beat_at) if beat_at else 0.0
@@ -248,19 +313,23 @@ class WorkerStatusPage:
     # --- The agent's side. ---
 
     def record_agent_heartbeat(self) -> None:
-        """Show the worker that its agent lives."""
+        """Show the worker that its agent is alive."""
         self._set_time(_BEAT_AT, time.monotonic())
 
     def request_pause(self, step: int | None) -> None:
-        """Ask the worker to save and pause after `step`; None takes it back."""
+        """Ask the worker to save and pause.
+
+        Args:
+            step: after which; None takes the request back.
+        """
         self._set(_PAUSE_AT, _NEVER if step is None else step)
 
     def read_status(self) -> WorkerStatus:
-        """What the worker wrote, with the phase it is in counted until now."""
+        """Read what the worker wrote, with its present phase counted until now."""
         now = time.monotonic()
         phase = Phase(self._get(_PHASE))
         since = self._get_time(_SINCE)
-        totals = {each: self._get_time(_TOTALS + each) for each in Phase}
+        totals = {kind: self._get_time(_TOTALS + kind) for kind in Phase}
         totals[phase] += max(0.0, now - since)
         busy_with, busy_limit_s = self._busy()
         durations = tuple(self._get_time(_DURATIONS + slot) for slot in range(_RECENT))
@@ -275,7 +344,7 @@ class WorkerStatusPage:
             saved=self._get(_SAVED),
             paused=self._get(_PAUSED),
             samples=self._get(_SAMPLES),
-            durations_s=tuple(one for one in durations if one > 0),
+            durations_s=tuple(seconds for seconds in durations if seconds > 0),
             in_process=self._get(_STAYS) == 1,
             waited_s=self._get_time(_WAITED),
             first=self._get(_FIRST),

@@ -14,8 +14,8 @@ from edl.errors import ProtocolError
 
 __all__ = ["Event", "decode_events", "decode_record", "encode_events", "encode_record"]
 
-VERSION: Final = 1
-_MAX_TEXT: Final = 300
+VERSION: Final = 1  # of the format; another is refused
+_MAX_TEXT: Final = 300  # characters of an event: a line or two; 300 events stay below 120 KB in ASCII
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Event:
 
     Attributes:
         at_us: wall clock, microseconds since 1970.
-        node: whom it happened to, or who saw it.
+        node: that it happened to, or that saw it.
         kind: "join", "leave", "kill", "exit", "hang", "faulty", "straggler", "restart", "generation" or "error"; others
             are shown as they are.
         text: what happened, in a few words.
@@ -39,7 +39,11 @@ class Event:
 
 
 def encode_record(record: NodeRecord) -> bytes:
-    """`record` as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks."""
+    """Write a ledger as JSON: below 60 KB with `MAX_SPANS` spans and 300 marks.
+
+    Args:
+        record: the ledger.
+    """
     fields = {
         "version": VERSION,
         "states": [state.name.lower() for state in TimeCategory],
@@ -60,7 +64,11 @@ def encode_record(record: NodeRecord) -> bytes:
 
 
 def decode_record(data: bytes, where: str) -> NodeRecord:
-    """The inverse of `encode_record`. `where` names the bytes in errors.
+    """Read a ledger that `encode_record` wrote.
+
+    Args:
+        data: JSON.
+        where: names it in errors.
 
     Raises:
         ProtocolError: they are something else, or of another version.
@@ -88,13 +96,21 @@ def decode_record(data: bytes, where: str) -> NodeRecord:
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
-    """`events` as JSON."""
+    """Write events as JSON.
+
+    Args:
+        events: of an agent, oldest first.
+    """
     rows = [[event.at_us, event.node, event.kind, event.text[:_MAX_TEXT], event.generation] for event in events]
     return json.dumps({"version": VERSION, "events": rows}, separators=(",", ":")).encode()
 
 
 def decode_events(data: bytes, where: str) -> list[Event]:
-    """The inverse of `encode_events`. `where` names the bytes in errors.
+    """Read events that `encode_events` wrote.
+
+    Args:
+        data: JSON.
+        where: names it in errors.
 
     Raises:
         ProtocolError: they are something else, or of another version.

@@ -5,7 +5,7 @@ least at that moment is charged, among the nodes that run workers. Where none do
 decides; where no agent is alive, the job is DOWN. A node that waits to join costs the job nothing, but its workers'
 seconds count in `worker_goodput`.
 
-Nodes are joined by their wall clocks, which must agree to within what one wants to see: an error of a second moves one
+Nodes are joined by their wall clocks, which must agree to within what is to be seen: an error of a second moves a
 node's row by a second, and moves no more than a second between the job's states at each restart.
 """
 
@@ -26,9 +26,10 @@ class JobLedger:
 
     Attributes:
         began_us: wall clock, microseconds since 1970; 0 for a job without a ledger.
-        spans: the time since then; `workers` are those that ran, over all nodes.
-        amounts: microseconds in each state; their sum is the elapsed time.
-        trained_us, present_us: microseconds of workers in TRAIN, and of workers whose agent was alive.
+        spans: the time since then; `workers` are all that ran, over all nodes.
+        amounts: microseconds in every category; their sum is the elapsed time.
+        trained_us: microseconds of workers in TRAIN.
+        present_us: microseconds of workers whose agent was alive.
     """
 
     began_us: int
@@ -39,25 +40,29 @@ class JobLedger:
 
     @property
     def elapsed_us(self) -> int:
-        """How much time has passed."""
+        """Microseconds that have passed."""
         return sum(self.amounts.values())
 
     @property
     def goodput(self) -> float | None:
-        """train / elapsed of the whole job, from 0 to 1; None where no time has passed."""
+        """Time in TRAIN by elapsed time of the whole job, from 0 to 1; None where no time has passed."""
         return goodput(self.amounts)
 
     @property
     def worker_goodput(self) -> float | None:
-        """The part of its workers' seconds that trained: nodes that wait outside, or for slower ones, lower it."""
+        """The part of its workers' seconds that trained: nodes that wait outside, or for slower nodes, lower it."""
         return self.trained_us / self.present_us if self.present_us else None
 
 
 def join_ledgers(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
-    """Join what the nodes recorded.
+    """Join the nodes' ledgers.
 
     Args:
-        until_us: wall clock at which the job's time ends; the last sign of life if that is later.
+        records: of all lives of all nodes, in any order.
+        until_us: wall clock at which the job's time ends, in microseconds; the last sign of life if that is later.
+
+    Returns:
+        The job's time, charged to categories.
     """
     records = [record for record in records if record.spans]
     if not records:
@@ -75,7 +80,7 @@ def join_ledgers(records: Iterable[NodeRecord], until_us: int = 0) -> JobLedger:
 
 
 def _charged(length_us: int, present: Sequence[tuple[Span, list[float]]]) -> Span:
-    """What the job is charged for a time in which `present` are the nodes' spans."""
+    """Return what the job is charged for a time in which `present` are the nodes' spans."""
     if not present:
         return span_of(TimeCategory.DOWN, length_us)
     running = [pair for pair in present if pair[0].running]
@@ -88,7 +93,7 @@ def _charged(length_us: int, present: Sequence[tuple[Span, list[float]]]) -> Spa
 
 
 def _moments(records: Sequence[NodeRecord], until_us: int) -> Iterator[tuple[int, list[tuple[Span, list[float]]]]]:
-    """Stretches of time in which no node goes from one span to its next, with the spans they are in."""
+    """Yield stretches of time in which no node goes to its next span, with the nodes' spans."""
     changes: list[tuple[int, int, Span | None]] = []
     for row, record in enumerate(records):
         start_us = record.began_us

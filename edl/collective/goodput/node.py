@@ -1,7 +1,7 @@
-"""One node's ledger, fed by its agent with what the workers' status pages say: what each stretch of time is charged to.
+"""A node's ledger, fed by its agent from the workers' status pages: what its time is charged to.
 
 A status page counts the seconds of a phase exactly, so that 20 ms are charged though the agent looks once a second.
-Of several workers of the node the slowest counts, the one that trained least: the others wait for it.
+Of several workers of the node the slowest counts, which trained least: the others wait for it.
 
 Time in TRAIN is charged to steps that finish:
 
@@ -26,11 +26,11 @@ from edl.collective.worker_status import Phase, WorkerStatus
 
 __all__ = ["AgentState", "Ledger", "ProgressMark", "NodeRecord"]
 
-_MICRO: Final = 1_000_000
-_MAX_MARKS: Final = 300
-_RATE_OVER_S: Final = 15.0
+_MICRO: Final = 1_000_000  # microseconds of a second
+_MAX_MARKS: Final = 300  # a picture's line has no more corners to see; as JSON below 15 KB
+_RATE_OVER_S: Final = 15.0  # several steps of most jobs; longer, a change shows late
 
-_STATE_OF: Final = {
+_CATEGORY_OF_PHASE: Final = {
     Phase.START: TimeCategory.LOAD,
     Phase.LOAD: TimeCategory.LOAD,
     Phase.TRAIN: TimeCategory.TRAIN,
@@ -44,12 +44,12 @@ _STATE_OF: Final = {
 
 
 class AgentState(enum.Enum):
-    """What an agent does from now on."""
+    """What an agent does."""
 
     STARTING = "starting"
     """It imports what workers will need, and has not merge_alike yet."""
     RENDEZVOUS = "rendezvous"
-    """It waits for others, or agrees with them on the next world; whatever workers it has are being replaced."""
+    """It waits for others, or agrees with them on the next world; its workers, if any, are being replaced."""
     RUNNING = "running"
     """It has workers, whose status pages say more."""
     IDLE = "idle"
@@ -66,7 +66,13 @@ _WITHOUT_WORKERS: Final = {
 
 @dataclass(frozen=True)
 class ProgressMark:
-    """How far the node was at a moment: microseconds since its ledger began, last step, samples processed."""
+    """How far a node was at a moment.
+
+    Attributes:
+        at_us: microseconds since its ledger began.
+        step: the last finished step, -1 for none.
+        samples: processed until then.
+    """
 
     at_us: int
     step: int
@@ -75,15 +81,19 @@ class ProgressMark:
 
 @dataclass(frozen=True)
 class NodeRecord:
-    """One life of one node's agent, as others see it.
+    """A life of a node's agent, as others see it.
 
     Attributes:
         began_us: wall clock (microseconds since 1970) at which the ledger began.
         spans: all the time from then until the last observation.
         marks: progress over time, oldest first, thinned out as they become many.
-        generation, step: -1 before there is one.
-        steps_per_s, samples_per_s: over the last 15 seconds, 0 where nothing moved.
-        ended: the agent said goodbye. If not, it lives or was killed.
+        node: the agent's name.
+        workers: that it has or wants to have.
+        generation: of the workers' world, -1 before the first.
+        step: the last finished step, -1 for none.
+        steps_per_s: over the last 15 seconds, 0 where nothing moved.
+        samples_per_s: over the last 15 seconds, 0 where nothing moved.
+        ended: the agent ended its ledger. If not, it lives or was killed.
         reached: the last step that the job is known to have ever finished before `generation`, -1 for none.
         replicated_us: wall clock of the newest state of this node of which another node has a replica, 0 for none.
     """
@@ -107,20 +117,25 @@ class NodeRecord:
         return self.began_us + sum(span.length_us for span in self.spans)
 
 
-class _Worker:
-    """What one local rank has finished, through all the processes that were it."""
+class _RankProgress:
+    """What a local rank has finished, through all the processes that were it."""
 
     def __init__(self, status: WorkerStatus) -> None:
         self.last = status
         self._highest = status.step
 
-    def repeated(self, status: WorkerStatus, highest: int) -> float | None:
-        """Which part of the steps finished since the last call had been finished before; None: none was finished.
+    def repeated_part(self, status: WorkerStatus, highest: int) -> float | None:
+        """Return which part of the steps finished since the last call had been finished before, from 0 to 1.
 
         Args:
+            status: of the rank now.
             highest: the last step that the job had ever finished before the present generation.
+
+        Returns:
+            The part; None where no step was finished.
         """
-        before, self.last = self.last, status
+        before = self.last
+        self.last = status
         self._highest = max(self._highest, highest)
         if status.step_at == before.step_at:
             return None
@@ -133,13 +148,13 @@ class _Worker:
 
 
 class Ledger:
-    """One node's time from `now_s` on.
+    """A node's time from `now_s` on.
 
     Args:
         node: the agent's name, the same when it comes back.
         workers: that it has or wants to have.
         now_s: `time.monotonic()`.
-        wall_s: `time.time()` at the same moment, to join this ledger with those of other nodes.
+        wall_s: `time.time()` at the same moment, to join this ledger with other nodes' ledgers.
     """
 
     def __init__(self, node: str, workers: int, now_s: float, wall_s: float) -> None:
@@ -149,10 +164,11 @@ class Ledger:
         self._at_us = 0
         self._workers = workers
         self._agent_state = AgentState.STARTING
-        self._rank_progress: list[_Worker] = []
+        self._rank_progress: list[_RankProgress] = []
         self._spans: list[Span] = []
         self._open_us = 0  # of the time charged to TRAIN, what belongs to a step not finished yet
-        self._highest = self._reached = -1
+        self._highest = -1
+        self._reached = -1
         self._usual_step_s = 0.0
         self._marks: list[ProgressMark] = []
         self._mark_every_us = 0
@@ -167,22 +183,26 @@ class Ledger:
         Call it about once a second and when `agent_state` changes. A clock that stands or goes back charges nothing.
 
         Args:
+            now_s: `time.monotonic()`.
+            agent_state: what the agent does from now on.
             statuses: of all local ranks, in their order; empty where there are none.
             highest: the last step that any node of the job ever finished before the workers' generation, where the
                 agent knows it.
         """
         length_us = max(0, round((now_s - self._base_s) * _MICRO) - self._at_us)
         self._at_us += length_us
-        self._highest, self._reached = max(self._highest, highest), max(self._reached, highest)
+        self._highest = max(self._highest, highest)
+        self._reached = max(self._reached, highest)
         known = len(statuses) == len(self._rank_progress)
         befores = [worker.last for worker in self._rank_progress] if known else list(statuses)
         if not known:
-            self._rank_progress = [_Worker(status) for status in statuses]
-        if any(one.generation != before.generation for one, before in zip(statuses, befores, strict=True)):
+            self._rank_progress = [_RankProgress(status) for status in statuses]
+        if any(now.generation != before.generation for now, before in zip(statuses, befores, strict=True)):
             self._lose_open_step()
             self._reached = self._highest
         repeats = [
-            worker.repeated(one, self._reached) for worker, one in zip(self._rank_progress, statuses, strict=True)
+            progress.repeated_part(status, self._reached)
+            for progress, status in zip(self._rank_progress, statuses, strict=True)
         ]
         if self._agent_state is not AgentState.RUNNING or not statuses:
             self._charge(span_of(_WITHOUT_WORKERS[self._agent_state], length_us))
@@ -192,18 +212,22 @@ class Ledger:
             self._train(Span(shares[slowest]), statuses[slowest], repeats[slowest], now_s)
         if agent_state is AgentState.RENDEZVOUS:
             self._lose_open_step()
-        self._note(statuses)
+        self._mark_progress(statuses)
         self._agent_state = agent_state
         if len(self._spans) > MAX_SPANS:
             self._spans = limit_spans(self._spans)
 
     def end(self, now_s: float) -> None:
-        """The agent says goodbye."""
+        """Charge the time until now, and end the ledger: the agent leaves on purpose.
+
+        Args:
+            now_s: `time.monotonic()`.
+        """
         self.observe(now_s, AgentState.IDLE, [worker.last for worker in self._rank_progress])
         self._ended = True
 
     def record(self) -> NodeRecord:
-        """All until the last observation."""
+        """Return all until the last observation."""
         newest = [worker.last for worker in self._rank_progress]
         steps_per_s, samples_per_s = self._rates()
         return NodeRecord(
@@ -212,8 +236,8 @@ class Ledger:
             workers=self._workers,
             spans=tuple(self._spans),
             marks=tuple(self._marks),
-            generation=max((one.generation for one in newest), default=-1),
-            step=min((one.step for one in newest), default=-1),
+            generation=max((status.generation for status in newest), default=-1),
+            step=min((status.step for status in newest), default=-1),
             reached=self._reached,
             steps_per_s=steps_per_s,
             samples_per_s=samples_per_s,
@@ -229,12 +253,12 @@ class Ledger:
         self._charge(span)
         whole_us = self._open_us + span.amounts[TimeCategory.TRAIN]
         open_us = 0
-        if _STATE_OF[status.phase] is TimeCategory.TRAIN:
+        if _CATEGORY_OF_PHASE[status.phase] is TimeCategory.TRAIN:
             open_us = round((now_s - max(status.step_at, status.phase_since)) * _MICRO)
         self._open_us = min(max(open_us, 0), whole_us)
         if repeated is None:
             return
-        # A worker may know by itself that it repeats steps, and then said so.
+        # A worker that knows by itself that it repeats steps has charged them to ROLLBACK.
         known_us = span.amounts[TimeCategory.ROLLBACK]
         self._move(round((whole_us - self._open_us + known_us) * repeated) - known_us, TimeCategory.ROLLBACK)
         if status.durations_s:
@@ -259,12 +283,12 @@ class Ledger:
         for span in reversed(later):
             append(self._spans, span)
 
-    def _note(self, statuses: Sequence[WorkerStatus]) -> None:
+    def _mark_progress(self, statuses: Sequence[WorkerStatus]) -> None:
         """Keep how far the node is: thinned out for the picture, closely for the rates."""
         if not statuses:
             return
-        step = min(one.step for one in statuses)
-        mark = ProgressMark(self._at_us, step, sum(one.samples for one in statuses))
+        step = min(status.step for status in statuses)
+        mark = ProgressMark(self._at_us, step, sum(status.samples for status in statuses))
         self._highest = max(self._highest, step)
         self._recent.append(mark)
         while self._recent[0].at_us < self._at_us - _RATE_OVER_S * _MICRO:
@@ -287,11 +311,11 @@ class Ledger:
 
 
 def _amounts(length_us: int, before: WorkerStatus, after: WorkerStatus) -> tuple[int, ...]:
-    """What `length_us` between two statuses of a worker went into."""
+    """Return what `length_us` between two statuses of a worker went into, in microseconds by category."""
     spent = [0.0] * len(TimeCategory)
-    for phase, state in _STATE_OF.items():
+    for phase, state in _CATEGORY_OF_PHASE.items():
         spent[state] += max(0.0, after.totals_s[phase] - before.totals_s[phase])
     # Where the sum is not the time that passed, a page was replaced, or read while its writer changed phases.
     if not 0.9 * length_us - 5_000 <= sum(spent) * _MICRO <= 1.1 * length_us + 5_000 or sum(spent) <= 0:
-        return span_of(_STATE_OF[after.phase], length_us).amounts
+        return span_of(_CATEGORY_OF_PHASE[after.phase], length_us).amounts
     return apportion(length_us, spent)

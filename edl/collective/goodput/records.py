@@ -1,11 +1,11 @@
-"""A job's ledger in the Store, written by its agents and read by whoever asks how the job is.
+"""A job's ledger in the Store, written by its agents and read by `edl status` and `edl report`.
 
 ::
 
     jobs/JOB/world                  which nodes train together (edl.collective.job_records), written by all agents
-    jobs/JOB/ledger/NODE/BEGAN      one life of one node's agent: all of its time, rewritten about once a second
+    jobs/JOB/ledger/NODE/BEGAN      a life of a node's agent: all of its time, rewritten about once a second
     jobs/JOB/left-out/HOST          a host that the job leaves out (edl.collective.job_records)
-    jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it, the last ones
+    jobs/JOB/events/NODE/BEGAN      what happened to it or was seen by it lately
 
 None of it has a lease: it stays when the agents are gone, until `delete_ledgers`. BEGAN is when that life began, so
 that an agent which comes back writes beside what it wrote before.
@@ -28,17 +28,23 @@ from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["JobRecord", "LedgerWriter", "last_step_before", "delete_ledgers", "list_jobs", "read_job"]
 
-MAX_EVENTS: Final = 300
+MAX_EVENTS: Final = 300  # of a life of an agent: as JSON below 120 KB in ASCII, written again with every event
 
 
 class LedgerWriter:
-    """Writes one agent's ledger and events. All methods are single puts and raise what `Store.put` does.
+    """Writes an agent's ledger and events. All methods are single puts and raise what `Store.put` does.
 
     What could not be written is in the next put, so a caller may ignore a `DiscoveryError`.
+
+    Args:
+        store: stays the caller's to close.
+        job: its name.
+        ledger: of the agent's node.
     """
 
     def __init__(self, store: Store, job: str, ledger: Ledger) -> None:
-        self._store, self._ledger = store, ledger
+        self._store = store
+        self._ledger = ledger
         life = f"{quote(ledger.node, safe='')}/{ledger.record().began_us}"
         self._ledger_key = f"{_prefix(job)}ledger/{life}"
         self._events_key = f"{_prefix(job)}events/{life}"
@@ -53,7 +59,14 @@ class LedgerWriter:
         self._store.put(self._ledger_key, encode_record(record or self._ledger.record()))
 
     def record_event(self, kind: str, text: str, generation: int = -1, node: str = "") -> None:
-        """Put an event that happens now, to this node if no other is named. Kinds: see `Event`."""
+        """Put an event that happens now.
+
+        Args:
+            kind: see `Event`.
+            text: what happened, in a few words.
+            generation: of the world in which it happened, -1 before the first.
+            node: that it happened to; this node if empty.
+        """
         self._events.append(Event(round(time.time() * 1e6), node or self._ledger.node, kind, text, generation))
         self._store.put(self._events_key, encode_events(self._events))
 
@@ -63,8 +76,9 @@ class JobRecord:
     """All that the Store has of a job.
 
     Attributes:
-        world: None where no agent wrote one yet.
-        nodes: one for each life of an agent, in the order in which they began.
+        job: its name.
+        world: None where no agent has written it yet.
+        nodes: all lives of its agents, in the order in which they began.
         events: oldest first.
         exclusions: hosts that it leaves out, in the order in which their GPUs failed.
     """
@@ -78,6 +92,10 @@ class JobRecord:
 
 def read_job(store: Store, job: str) -> JobRecord:
     """Read what the Store has of a job.
+
+    Args:
+        store: to read from.
+        job: its name.
 
     Raises:
         SettingsError: it has nothing; the message names the jobs that it has.
@@ -109,28 +127,38 @@ def read_job(store: Store, job: str) -> JobRecord:
 
 
 def last_step_before(store: Store, job: str, generation: int) -> int:
-    """The last step that any node of the job ever finished before a generation, -1 for none.
+    """Return the last step that any node of a job ever finished before a generation, -1 for none.
 
-    Others may be at work in that generation already, and their steps in it do not count.
+    Other nodes may be at work in that generation already, and their steps in it do not count.
+
+    Args:
+        store: to read from.
+        job: its name.
+        generation: of the workers' world.
 
     Raises:
         DiscoveryError: the store does not answer.
     """
     highest = -1
     for entry in store.list(f"{_prefix(job)}ledger/"):
-        with contextlib.suppress(ProtocolError):  # whoever asks how the job is, is told of that one
+        with contextlib.suppress(ProtocolError):  # `edl status` reports it
             record = decode_record(entry.value, entry.key)
             highest = max(highest, record.reached, record.step if record.generation < generation else -1)
     return highest
 
 
 def list_jobs(store: Store) -> list[str]:
-    """The names of all jobs that the Store has anything of."""
+    """Return the names of all jobs that the Store has anything of."""
     return sorted({entry.key.split("/")[1] for entry in store.list("jobs/")})
 
 
 def delete_ledgers(store: Store, job: str) -> None:
-    """Delete a job's ledgers and events, for one that begins anew under the same name."""
+    """Delete a job's ledgers and events, for a job that begins anew under the same name.
+
+    Args:
+        store: to delete from.
+        job: its name.
+    """
     for part in ("ledger/", "events/"):
         for entry in store.list(_prefix(job) + part):
             store.delete(entry.key)

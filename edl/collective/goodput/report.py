@@ -1,6 +1,6 @@
-"""The picture of a job: a row of states for each node, how far it got, and where the time went.
+"""The picture of a job: a row of time for every node, how far it got, and where the time went.
 
-matplotlib is imported when something is drawn. Within a span the states are drawn one upon the other, as high as their
+matplotlib is imported when something is drawn. Within a span the categories are stacked, as high as their
 share: many short saves are a thin stripe along a long bar, and areas are amounts of time.
 """
 
@@ -44,12 +44,16 @@ _MARKERS: Final[Mapping[str, tuple[str, str]]] = {
     "restart": ("o", _NEUTRAL),
     "generation": ("|", "#000000"),
 }
-_MAX_ROWS: Final = 40
+_MAX_ROWS: Final = 40  # about 12 inches of picture: a page
 _FORMATS: Final = (".png", ".svg", ".pdf")
 
 
 def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
-    """The unit of a time axis of that length, and how many microseconds it has."""
+    """Return the unit of a time axis, and how many microseconds it has.
+
+    Args:
+        elapsed_us: length of the axis, in microseconds.
+    """
     if elapsed_us < 10 * 60e6:
         return "seconds", 1e6
     return ("minutes", 60e6) if elapsed_us < 5 * 3600e6 else ("hours", 3600e6)
@@ -58,9 +62,17 @@ def choose_time_unit(elapsed_us: int) -> tuple[str, float]:
 def main_categories(
     spans: Sequence[Span], at_us: int, began_us: int, until_us: int, count: int
 ) -> list[TimeCategory | None]:
-    """What most of each of `count` equal parts of the time from `began_us` to `until_us` was; None: not there.
+    """Find the main category of equal parts of a time.
 
-    The spans begin at `at_us`.
+    Args:
+        spans: of the node, or the job.
+        at_us: when they begin, wall clock in microseconds.
+        began_us: when the time begins.
+        until_us: when it ends.
+        count: the number of parts.
+
+    Returns:
+        The category of every part; None where the spans cover less than half of it.
     """
     sums = [[0.0] * len(TimeCategory) for _ in range(count)]
     width_us = (until_us - began_us) / count
@@ -76,7 +88,11 @@ def main_categories(
 
 
 def draw_report(summary: Summary, path: Path) -> None:
-    """Write the picture to `path`: a .png, .svg or .pdf.
+    """Write the picture of a job.
+
+    Args:
+        summary: of the job.
+        path: of the file; the suffix chooses the format: .png, .svg or .pdf.
 
     Raises:
         SettingsError: the name ends in something else, the file cannot be written, or the job has no time to show.
@@ -110,7 +126,7 @@ def _title(figure: Figure, summary: Summary) -> None:
 
 
 def _draw_amounts(axes: Axes, summary: Summary) -> None:
-    """One bar: all of the elapsed time by state, with the shares in the legend."""
+    """Draw a bar of all of the elapsed time by category, with the shares in the legend."""
     elapsed_us = summary.ledger.elapsed_us
     left = 0.0
     for state in TimeCategory:
@@ -138,7 +154,7 @@ def _draw_timeline(axes: Axes, summary: Summary, rows: Sequence[NodeRow]) -> Non
     for place, row in enumerate(rows, start=1):
         _draw_row(axes, place, row.record.began_us - ledger.began_us, row.record.spans, unit_us, height=0.62)
         places[row.node] = place
-        if row.state == "lost":  # it could not say so itself
+        if row.state == "lost":  # it could not record that itself
             events.append(Event(row.record.until_us, row.node, "lost"))
     drawn: set[str] = set()
     for event in events:

@@ -1,9 +1,9 @@
-"""Where a job's time goes: exclusive states whose seconds sum, without rest, to the time that passed.
+"""Where a job's time goes: exclusive categories whose seconds sum, without rest, to the time that passed.
 
-All amounts are whole microseconds, so that sums are equal and not only close. A `Span` is a stretch of one node's (or
-the job's) time with the amount of each state in it; how long it is *is* the sum of its amounts, so that nothing can be
-counted twice or left out. Spans follow one another without gaps. Neighbours alike are one span (run-length), and when
-there are too many the older ones are rolled up in pairs: that costs detail of when, and nothing of how much.
+All amounts are whole microseconds, so that sums are equal and not only close. A `Span` is a stretch of a node's (or the
+job's) time with the amounts of the categories in it; how long it is *is* the sum of its amounts, so that nothing can be
+counted twice or left out. Spans follow one another without gaps. Neighbours alike are merged (run-length), and when
+there are too many spans the older half is rolled up in pairs: that costs detail of when, and nothing of how much.
 
 `goodput` is train / elapsed: the part of the wall-clock time since the job began that went into steps which were
 finished once and never lost. Availability, which is often published in its place, is the part of the time in which
@@ -35,7 +35,7 @@ MAX_SPANS: Final = 600
 
 
 class TimeCategory(enum.IntEnum):
-    """What a moment was used for; it is always exactly one of these."""
+    """What a moment was used for: a single category."""
 
     TRAIN = 0
     """Steps that count: forward, backward, the wait for other ranks' gradients, the data, evaluation between steps."""
@@ -58,7 +58,7 @@ class Span:
     """A stretch of time.
 
     Attributes:
-        amounts: microseconds of each `TimeCategory`, in their order.
+        amounts: microseconds by `TimeCategory`, in their order.
         workers: the most that the node (or the job) had in it.
         running: whether workers ran; False while an agent waited without any.
     """
@@ -69,7 +69,7 @@ class Span:
 
     @property
     def length_us(self) -> int:
-        """How long it lasted."""
+        """How long it lasted, in microseconds."""
         return sum(self.amounts)
 
     @property
@@ -78,26 +78,39 @@ class Span:
         return TimeCategory(max(TimeCategory, key=lambda state: (self.amounts[state], -state)))
 
     def __add__(self, later: Span) -> Span:
-        """Both, as one."""
+        """Join two spans."""
         amounts = tuple(mine + theirs for mine, theirs in zip(self.amounts, later.amounts, strict=True))
         return Span(amounts, max(self.workers, later.workers), self.running or later.running)
 
     def alike(self, other: Span) -> bool:
-        """Whether the two may become one without a loss that a person would see."""
-        mine, theirs = (self.main, self.workers, self.running), (other.main, other.workers, other.running)
-        return mine == theirs
+        """Return whether the two may be joined without a loss that a person would see.
+
+        Args:
+            other: the span before or after.
+        """
+        return (self.main, self.workers, self.running) == (other.main, other.workers, other.running)
 
 
-def span_of(state: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
-    """A span of one state only."""
-    return Span(tuple(length_us if each is state else 0 for each in TimeCategory), workers, running)
+def span_of(category: TimeCategory, length_us: int, workers: int = 0, running: bool = False) -> Span:
+    """Make a span of a single category.
+
+    Args:
+        category: of all of its time.
+        length_us: how long it lasts, in microseconds.
+        workers: that the node had in it.
+        running: whether workers ran.
+    """
+    return Span(tuple(length_us if found is category else 0 for found in TimeCategory), workers, running)
 
 
 def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Split `total` in proportion to `weights` into whole numbers whose sum is `total`.
 
-    The largest remainders get what rounding down left over (Hamilton's method). At least one weight must be above 0,
-    none below.
+    The largest remainders get what rounding down left over (Hamilton's method).
+
+    Args:
+        total: to split, from 0 on.
+        weights: from 0 on, some of them above.
     """
     whole = sum(weights)
     exact = [total * (weight / whole) for weight in weights]
@@ -114,7 +127,12 @@ def apportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def append(spans: list[Span], span: Span) -> None:
-    """Let `span` follow, as part of the last one where they are alike."""
+    """Append a span, joined with the last span where they are alike.
+
+    Args:
+        spans: to append to.
+        span: nothing is appended if it has no length.
+    """
     if not span.length_us:
         return
     if spans and spans[-1].alike(span):
@@ -124,9 +142,12 @@ def append(spans: list[Span], span: Span) -> None:
 
 
 def merge_alike(spans: Iterable[Span]) -> list[Span]:
-    """The same time with neighbours alike made one and empty ones gone.
+    """Join neighbours alike, and leave out empty spans.
 
-    Joining parts first, in whatever grouping, gives the same.
+    Joining parts first, in any grouping, gives the same.
+
+    Args:
+        spans: that follow one another.
     """
     done: list[Span] = []
     for span in spans:
@@ -135,7 +156,12 @@ def merge_alike(spans: Iterable[Span]) -> list[Span]:
 
 
 def limit_spans(spans: Iterable[Span], limit: int = MAX_SPANS) -> list[Span]:
-    """The same time in at most `limit` spans: while there are more, those of the older half become one in pairs."""
+    """Describe the same time in fewer spans: while there are too many, the older half is joined in pairs.
+
+    Args:
+        spans: that follow one another.
+        limit: the most spans to return.
+    """
     done = merge_alike(spans)
     while len(done) > limit:
         old = done[: max(2, len(done) // 2)]
@@ -145,7 +171,11 @@ def limit_spans(spans: Iterable[Span], limit: int = MAX_SPANS) -> list[Span]:
 
 
 def sum_amounts(spans: Iterable[Span]) -> dict[TimeCategory, int]:
-    """Microseconds in each state."""
+    """Sum up microseconds by category.
+
+    Args:
+        spans: in any order.
+    """
     sums = [0] * len(TimeCategory)
     for span in spans:
         for state in TimeCategory:
@@ -154,6 +184,10 @@ def sum_amounts(spans: Iterable[Span]) -> dict[TimeCategory, int]:
 
 
 def goodput(amounts: dict[TimeCategory, int]) -> float | None:
-    """train / elapsed, from 0 to 1; None where no time has passed."""
+    """Return the time in TRAIN by the elapsed time, from 0 to 1; None where no time has passed.
+
+    Args:
+        amounts: microseconds by category.
+    """
     elapsed = sum(amounts.values())
     return amounts[TimeCategory.TRAIN] / elapsed if elapsed else None

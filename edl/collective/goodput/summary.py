@@ -1,4 +1,4 @@
-"""What there is to say of a job at a moment: who is in it, what they do, where the time went, what happened."""
+"""A job at a moment: its nodes, what they do, where the time went, what happened."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from edl.collective.job_records import Exclusion, World
 __all__ = ["NodeRow", "Summary", "as_dict", "summarize"]
 
 SILENT_S: Final = 5.0
-"""An agent that wrote nothing for so long is taken for gone. It writes about once a second."""
+"""An agent that wrote nothing for so long is taken for gone. It writes about once a second, and may miss a few."""
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One life of one node.
+    """A life of a node.
 
     Attributes:
         ranks: of its workers in the present world, None where it is not a member.
-        state: "train", "load", ... of its last second; "left" after a goodbye, "lost" without one.
-        silent_s: since its last sign of life.
-        goodput: of this node's own time; None where none has passed.
-        replica_age_s: how old the newest state is of which another node has a replica; None where there is none.
+        node: the agent's name.
+        record: its ledger.
+        state: "train", "load", ... of its last second; "left" if its agent ended the ledger, "lost" if it fell silent.
+        silent_s: seconds since its last sign of life.
+        goodput: of this node's own time; None where no time has passed.
+        replica_age_s: how old, in seconds, the newest state is of which another node has a replica; None for none.
     """
 
     node: str
@@ -50,7 +52,7 @@ class Summary:
         steps_known: whether any step was reported. If not, the script uses nothing of EDL that reports steps, and all
             of its time looks like LOAD.
         exclusions: hosts that the job leaves out, since a GPU of theirs failed.
-        nodes: the present members by rank, then others that live, then those that are gone, the last one first.
+        nodes: the present members by rank, then others that live, then nodes that are gone, the last first.
     """
 
     job: str
@@ -72,12 +74,17 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
     """Sum up what the Store has of a job.
 
     Args:
-        now_us: wall clock. A job that runs and is silent has been down until now; one that ended ended when it did.
+        record: of the job.
+        now_us: wall clock, in microseconds. A job that runs and is silent has been down until now; a job that ended has
+            ended with its last sign of life.
+
+    Returns:
+        The job at that moment.
     """
     world = record.world
     ended = world is not None and world.ended
-    last_us = max((one.until_us for one in record.nodes), default=now_us) if ended else now_us
-    rows = [_row(one, world, now_us, last_us) for one in record.nodes]
+    last_us = max((node.until_us for node in record.nodes), default=now_us) if ended else now_us
+    rows = [_row(node, world, now_us, last_us) for node in record.nodes]
     rows.sort(key=_order)
     alive = [row.record for row in rows if row.state not in ("left", "lost")]
     members = [row.record for row in rows if row.ranks is not None and row.record in alive]
@@ -88,11 +95,11 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
         job=record.job,
         state="down" if not alive and not ended else state,
         message=world.message if world is not None else "",
-        generation=world.generation if world is not None else max((one.generation for one in alive), default=-1),
-        step=max((one.step for one in record.nodes), default=-1),
-        steps_per_s=min((one.steps_per_s for one in members), default=0.0),
-        samples_per_s=sum(one.samples_per_s for one in members),
-        steps_known=any(one.step >= 0 for one in record.nodes),
+        generation=world.generation if world is not None else max((node.generation for node in alive), default=-1),
+        step=max((node.step for node in record.nodes), default=-1),
+        steps_per_s=min((node.steps_per_s for node in members), default=0.0),
+        samples_per_s=sum(node.samples_per_s for node in members),
+        steps_known=any(node.step >= 0 for node in record.nodes),
         world_size=world.size if world is not None else 0,
         ledger=ledger,
         nodes=tuple(rows),
@@ -102,7 +109,12 @@ def summarize(record: JobRecord, now_us: int) -> Summary:
 
 
 def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
-    """For programs: times in seconds, wall clocks in seconds since 1970, goodput from 0 to 1."""
+    """Return a summary for programs: times in seconds, wall clocks in seconds since 1970, goodput from 0 to 1.
+
+    Args:
+        summary: of a job.
+        last_events: how many of the newest events to return.
+    """
     ledger = summary.ledger
     return {
         "job": summary.job,
@@ -120,15 +132,15 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
         "worker_goodput": ledger.worker_goodput if summary.steps_known else None,
         "nodes": [_row_as_dict(row) for row in summary.nodes],
         "left_out": [
-            {"node": each.node, "reason": each.reason, "clear": each.clear, "step": each.step, "at": each.at_s}
-            for each in summary.exclusions
+            {"node": host.node, "reason": host.reason, "clear": host.clear, "step": host.step, "at": host.at_s}
+            for host in summary.exclusions
         ],
         "events": [_event_as_dict(event) for event in _last(summary.events, last_events)],
     }
 
 
 def _row(record: NodeRecord, world: World | None, now_us: int, last_us: int) -> NodeRow:
-    """`last_us` is when the job ended, or now."""
+    """Make the row of a life; `last_us` is when the job ended, or now."""
     state = record.spans[-1].main.name.lower() if record.spans else TimeCategory.RENDEZVOUS.name.lower()
     if (last_us - record.until_us) / 1e6 > SILENT_S and not record.ended:
         state = "lost"

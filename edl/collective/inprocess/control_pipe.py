@@ -30,7 +30,7 @@ class ControlPipe:
 
     Args:
         path: the pipe; None where there is no agent.
-        generation: that this worker belongs to. Environments of it and of earlier ones are passed over.
+        generation: that this worker belongs to. Environments of it and of earlier generations are passed over.
         wake: called from a thread of this object when the next generation is known, before `wait_for_environment`
             returns it.
     """
@@ -79,7 +79,9 @@ class ControlPipe:
         if self.path is not None:
             # Also open for writing, so that the pipe does not end when the agent closes it.
             self._pipe = os.open(self.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._stopped, self._stop = os.pipe2(os.O_CLOEXEC)
+            stopped, stop = os.pipe2(os.O_CLOEXEC)
+            self._stopped = stopped
+            self._stop = stop
             self._loop = BackgroundLoop("edl-control", self._read_lines, lambda: os.write(self._stop, b"\0"))
         return self
 

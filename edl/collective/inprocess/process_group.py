@@ -32,7 +32,7 @@ that connects, so on a host whose resolver does not answer it takes seconds; ask
 
 
 class AbortableProcessGroup:
-    """torch's default process group, of one generation.
+    """torch's default process group, for a generation.
 
     `connect_store` and `wait_for_ranks` come first, where there is an agent; then `track_sockets`, `init_group`, and
     `end_tracking` when the group was used once. `abort` may come at any time, `destroy` is the end.

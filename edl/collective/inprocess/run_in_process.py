@@ -1,8 +1,8 @@
 """Training that stays in its process when workers come and go: the fastest way to recover, which loses no step.
 
-The survivors of a generation drop its broken process group and form the next one, in which they agree on the step and
+The survivors of a generation drop its broken process group and form the next, in which they agree on the step and
 give their state to ranks that lack it. That works only where torch cooperates: where it does not, or takes too long,
-the worker ends, and its agent forks another one, which is the ordinary way to recover and needs nothing of this.
+the worker ends, and its agent forks another, which is the ordinary way to recover and needs nothing of this.
 
 ::
 
@@ -56,7 +56,7 @@ class Place:
         size: the number of ranks.
         local_rank: among the workers of this node.
         generation: grows by one with each change of the world.
-        step: the last finished step, -1 for none: go on with the one after it.
+        step: the last finished step, -1 for none: go on after it.
     """
 
     rank: int
@@ -78,11 +78,11 @@ def run_in_process(
 ) -> None:
     """Call `train(place)` in each generation, in this same process, until it returns on every rank.
 
-    `train` makes anew whatever knows the process group, `DistributedDataParallel` first of all, goes on after
+    `train` makes anew all that knows the process group, `DistributedDataParallel` first of all, goes on after
     `place.step`, and calls `checkpointer.save(step)` right after each update, before any other collective. It is left
     by an exception, so it keeps nothing of a generation elsewhere. The process group is made here.
 
-    Outside `edl run` there is one generation, and errors are raised as they come.
+    Outside `edl run` there is a single generation, and errors are raised as they come.
 
     Args:
         train: the training loop.

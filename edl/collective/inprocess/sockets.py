@@ -49,7 +49,7 @@ def shut_down_connections(inodes: Collection[int]) -> int:
 
 
 class GroupSockets:
-    """The connections of a process group: those that appear from now until `end_tracking`.
+    """The connections of a process group: all that appear from now until `end_tracking`.
 
     Args:
         until_end: inodes of other connections that a thread may wait on while it makes the group, and not afterwards.

@@ -1,27 +1,12 @@
-"""The version of a model that Python code makes, where the user names none: a hash of its weights and code.
-
-Hashed are
-
-- the weights: parameters, buffers and attributes of a PyTorch module, or what a function's closure and defaults hold;
-- the source of the user's modules: the module that is named, and those that it imports;
-- which functions of that source are used, with the closures and defaults of methods as of functions;
-- the arrays, numbers and text in the globals of those modules.
-
-A version that stays the same although the model has changed would let students reuse labels of the old model. So where
-a model holds anything else (an object, a container that is filled later, code without source), its version is unknown
-until `--model-version` names it. Not seen, and for `--model-version` as well: files and environment variables that a
-function reads when it is called, and the versions of installed libraries.
-"""
+"""Hashes what a model holds: values, the code of functions and classes, and tensors."""
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
 import enum
 import functools
 import hashlib
-import importlib.util
 import logging
 import os
 import re
@@ -35,12 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from edl_serving.backends.source import ModelSource, top_name
-from edl_serving.backends.target import in_package, is_library
+from edl_serving.backends.model_version.user_modules import UnknownStateError, UserModules, is_submodule
+from edl_serving.backends.source import top_name
+from edl_serving.backends.target import is_library
 
-__all__ = ["compute_version"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["ContentHash"]
 
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, range),
@@ -67,111 +51,44 @@ _SET_ON_ENUMS = {"__new__", *(name for name in vars(enum.Flag("_Sample", "A")) i
 _SET_ON_MEMBERS = {"_value_", "_name_", "_sort_order_", "__objclass__"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in another's text: differs between processes
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE of CPython: a type made at run time, as by a class statement
-_OWN_PACKAGES = ("edl", "edl_serving")
 
 
 class _WithoutSlots:
     """Measures an object whose state is all in `vars`: others have a larger `__basicsize__`, or no `__dict__`."""
 
 
-class _UnknownStateError(Exception):
-    """A model holds something that cannot be hashed; the message names it."""
-
-
-def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -> str:
-    """Hash the model that the user's code has made.
+class ContentHash:
+    """A hash of values.
 
     Args:
-        source: where the model comes from; its options are part of the version.
-        module: the module that `source` names.
-        model: a function over arrays or a PyTorch module, with its weights loaded.
-
-    Returns:
-        16 hexadecimal digits; empty, with a warning in the log that says why, if the model holds what cannot be hashed.
-    """
-    content = _Content(module)
-    try:
-        content.add("the function's name", source.target.rpartition(":")[2])
-        content.update(source.settings())
-        content.queue_module(module)
-        content.add("the model", model)
-        content.add_modules()
-    except Exception as exc:  # noqa: BLE001 - objects of the user's may raise anything when they are looked at
-        reason = str(exc) if isinstance(exc, _UnknownStateError) else f"{type(exc).__name__}: {exc}"
-        _log.warning(
-            "the version of the model is unknown: %s. Students keep no labels of it in caches: name the version by "
-            "--model-version, and another one with each change",
-            reason,
-        )
-        return ""
-    return content.digest()
-
-
-class _Content:
-    """A hash of values, and of the user's modules that they lead to.
-
-    Args:
-        module: the module that the user named; its package is the user's even where it is installed.
+        modules: gets the modules that the values lead to.
     """
 
-    def __init__(self, module: types.ModuleType) -> None:
-        self._named = module
-        self._package = top_name(module.__name__)
+    def __init__(self, modules: UserModules) -> None:
+        self._modules = modules
         self._hash = hashlib.sha256()
-        self._modules: dict[str, types.ModuleType] = {}
-        self._whole: set[str] = set()  # names of those whose submodules are queued
         self._seen: dict[int, tuple[int, Any]] = {}  # by address, which no other object gets while this one is held
 
     def digest(self) -> str:
+        """Return 16 hexadecimal digits."""
         return self._hash.hexdigest()[:16]
 
     def update(self, *parts: bytes | memoryview) -> None:
+        """Hash bytes."""
         for part in parts:
             self._hash.update(len(part).to_bytes(8, "little"))  # so that no two lists of parts have the same bytes
             self._hash.update(part)
 
-    def queue_module(self, module: types.ModuleType | None, *, submodules: bool = True) -> None:
-        """Have `add_modules` hash a module of the user's, with the packages around it; leave out installed ones.
-
-        Args:
-            module: None for one that is not loaded.
-            submodules: hash those of a package as well, which whoever holds the package may use by name. What is only
-                around a module leads to nothing but its own variables.
-
-        Raises:
-            _UnknownStateError: another module has the same name.
-        """
-        if module is None or module.__name__ in (self._whole if submodules else self._modules):
-            if module is not None and self._modules.get(module.__name__, module) is not module:
-                raise _UnknownStateError(f"two modules have the name {module.__name__}")
-            return
-        users = self._is_users(module)
-        if users:
-            if self._modules.setdefault(module.__name__, module) is not module:
-                raise _UnknownStateError(f"two modules have the name {module.__name__}")
-            self.queue_module(sys.modules.get(module.__name__.rpartition(".")[0]), submodules=False)
-        if submodules and (users or self._is_namespace(module)):
-            self._whole.add(module.__name__)
-            for variable, value in list(vars(module).items()):
-                if isinstance(value, types.ModuleType) and value.__name__ == f"{module.__name__}.{variable}":
-                    self.queue_module(value)
-
-    def add_modules(self) -> None:
-        """Hash source and globals of the queued modules, and of those that they lead to."""
-        done: set[str] = set()
-        while waiting := [name for name in self._modules if name not in done]:
-            for name in waiting:
-                done.add(name)
-                self._add_source(self._modules[name])
-                for variable, value in vars(self._modules[name]).items():
-                    submodule = isinstance(value, types.ModuleType) and value.__name__ == f"{name}.{variable}"
-                    if not submodule and variable not in _SET_BY_PYTHON:
-                        self.update(variable.encode())
-                        self._add_variable(f"the global {name}.{variable}", value)
+    def add_globals(self, module: types.ModuleType) -> None:
+        """Hash the variables of a module, but for those that Python sets and its submodules."""
+        for variable, value in vars(module).items():
+            if variable not in _SET_BY_PYTHON and not is_submodule(module, variable, value):
+                self.update(variable.encode())
+                self._add_variable(f"the global {module.__name__}.{variable}", value)
 
     def _add_variable(self, where: str, value: Any) -> None:
         if type(value) in (list, dict, set) and not value:
-            raise _UnknownStateError(f"{where} is empty, and may be filled later")
+            raise UnknownStateError(f"{where} is empty, and may be filled later")
         self.add(where, value)
 
     def add(self, where: str, value: Any) -> None:
@@ -182,7 +99,7 @@ class _Content:
             value: any object.
 
         Raises:
-            _UnknownStateError: the value, or something that it holds, cannot be hashed.
+            UnknownStateError: the value, or something that it holds, cannot be hashed.
         """
         torch = sys.modules.get("torch")
         kind = type(value)
@@ -221,11 +138,11 @@ class _Content:
 
     def _add_module(self, where: str, module: types.ModuleType) -> None:
         self.update(b"module", module.__name__.encode())
-        self.queue_module(module)
-        if getattr(module, "__file__", None) is None and not self._is_namespace(module):
+        self._modules.queue(module)
+        if getattr(module, "__file__", None) is None and not self._modules.is_namespace(module):
             top = sys.modules.get(top_name(module.__name__))
-            if sys.modules.get(module.__name__) is not module or top is None or self._is_users(top):
-                raise _UnknownStateError(f"{where} is the module {module.__name__}, which has no file")
+            if sys.modules.get(module.__name__) is not module or top is None or self._modules.is_users(top):
+                raise UnknownStateError(f"{where} is the module {module.__name__}, which has no file")
 
     def _add_object(self, where: str, value: Any, torch: Any) -> None:
         self.update(type(value).__name__.encode())
@@ -237,7 +154,7 @@ class _Content:
             self.update(repr(value.dtype).encode(), str(value.shape).encode(), _bytes_of(value))
         elif isinstance(value, type):
             self._add_class(where, value)
-        elif self._is_library_object(value) or (
+        elif self._modules.is_library_object(value) or (
             isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType | type | None)
         ):
             self.update(f"{value.__module__}.{value.__qualname__}".encode())
@@ -253,7 +170,7 @@ class _Content:
         elif torch is not None and isinstance(value, torch.nn.Module) and not isinstance(value, torch.jit.ScriptModule):
             self._add_torch_module(where, torch, value)
         else:
-            raise _UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
+            raise UnknownStateError(f"{where} is or holds a {type(value).__module__}.{type(value).__qualname__}")
 
     def _add_container(self, where: str, value: Any) -> None:
         """Hash entries, and what a subclass adds to them."""
@@ -263,7 +180,7 @@ class _Content:
             entries = [part for entry in dict.items(value) for part in entry]
         elif isinstance(value, (set, frozenset)):
             if not all(type(entry) in _SCALARS for entry in value):
-                raise _UnknownStateError(f"{where} is or holds a {kind.__qualname__} of objects, which has no order")
+                raise UnknownStateError(f"{where} is or holds a {kind.__qualname__} of objects, which has no order")
             entries = sorted(value, key=lambda entry: (type(entry).__name__, repr(entry)))
         else:
             entries = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
@@ -280,16 +197,16 @@ class _Content:
             self.add(where, attributes)
 
     def _add_function(self, where: str, function: types.FunctionType) -> None:
-        by_library = self._is_library(function.__code__.co_filename)
+        by_library = self._modules.is_library(function.__code__.co_filename)
         if by_library:
             self.update(f"{function.__globals__.get('__name__')}".encode())
         else:
-            module = self._module(str(function.__globals__.get("__name__")))
+            module = self._modules.find(str(function.__globals__.get("__name__")))
             if module is None or vars(module) is not function.__globals__:
-                raise _UnknownStateError(f"{where} is a function of no module ({function.__code__.co_filename})")
+                raise UnknownStateError(f"{where} is a function of no module ({function.__code__.co_filename})")
             if os.path.realpath(function.__code__.co_filename) != os.path.realpath(module.__file__ or ""):
-                raise _UnknownStateError(f"{where} is code that is not in the file of {module.__name__}")
-            self.queue_module(module)
+                raise UnknownStateError(f"{where} is code that is not in the file of {module.__name__}")
+            self._modules.queue(module)
             self.update(_code_text(function.__code__).encode())
         self.update(function.__qualname__.encode(), function.__code__.co_name.encode())
         self.add(where, function.__dict__)
@@ -301,7 +218,7 @@ class _Content:
             try:
                 content = cell.cell_contents
             except ValueError:
-                raise _UnknownStateError(f"{held} is not set yet") from None
+                raise UnknownStateError(f"{held} is not set yet") from None
             if by_library and isinstance(content, types.MethodType):
                 self.add(held, content.__func__)
                 content = content.__self__
@@ -319,14 +236,14 @@ class _Content:
             and kind.__basicsize__ == _WithoutSlots.__basicsize__
             and hasattr(value, "__dict__")
             and not isinstance(value, types.ModuleType | type)
-            and self._is_library_object(kind)
+            and self._modules.is_library_object(kind)
         )
 
     def _add_class(self, where: str, kind: type) -> None:
         self.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-        if self._is_library_object(kind) or not kind.__flags__ & _HEAP_TYPE:
+        if self._modules.is_library_object(kind) or not kind.__flags__ & _HEAP_TYPE:
             return
-        self.queue_module(self._module(kind.__module__))
+        self._modules.queue(self._modules.find(kind.__module__))
         self.add(where, type(kind))
         for base in kind.__bases__:
             self.add(kind.__qualname__, base)
@@ -373,7 +290,7 @@ class _Content:
         for name, value in vars(model).items():
             held = f"{name!r} of {where}"
             if name.endswith("_hooks") and value:
-                raise _UnknownStateError(f"{held} are code that EDL does not know")
+                raise UnknownStateError(f"{held} are code that EDL does not know")
             if name == "_modules":
                 for child, part in value.items():
                     self.update(child.encode())
@@ -382,85 +299,11 @@ class _Content:
                 self.update(name.encode())
                 self.add(held, value)
 
-    def _add_source(self, module: types.ModuleType) -> None:
-        try:
-            text = Path(module.__file__ or "").read_bytes()
-            tree = ast.parse(text)
-        except (OSError, SyntaxError, ValueError):
-            raise _UnknownStateError(f"module {module.__name__} has no source") from None
-        self.update(text)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Global | ast.Nonlocal):
-                raise _UnknownStateError(f"a function of {module.__name__} sets the variable {node.names[0]!r} later")
-            for name in _imported_names(node, module.__package__):
-                loaded = sys.modules.get(name)
-                if loaded is not None:
-                    self.queue_module(loaded)
-                elif self._may_be_loaded_later(name):
-                    raise _UnknownStateError(f"a function of {module.__name__} imports {name} later")
-
-    def _may_be_loaded_later(self, name: str) -> bool:
-        """Whether `name` is a module of the user's that is there and not loaded."""
-        package = name.rpartition(".")[0]
-        if package and package not in sys.modules:
-            return self._may_be_loaded_later(package)
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            return False
-        return spec is not None and spec.has_location and not self._is_library(spec.origin or "")
-
-    def _module(self, name: str) -> types.ModuleType | None:
-        """The module of that name; a file that the user named may have the name of another module."""
-        return self._modules.get(name) or sys.modules.get(name)
-
-    def _is_users(self, module: types.ModuleType) -> bool:
-        file = getattr(module, "__file__", None)
-        return module is self._named or (file is not None and not self._is_library(file))
-
-    def _is_namespace(self, module: types.ModuleType) -> bool:
-        """Whether a module is a package of the user's without `__init__.py`."""
-        folders = list(getattr(module, "__path__", ()))
-        if getattr(module, "__file__", None) is not None:
-            return False
-        return any(not self._is_library(f"{folder}{os.sep}") for folder in folders)
-
-    def _is_library(self, file: str) -> bool:
-        if file.startswith("<"):
-            return file.startswith("<frozen ")  # other such names are those of `exec`
-        if any(in_package(file, name) for name in _OWN_PACKAGES):
-            return file != self._named.__file__
-        return is_library(file) and not in_package(file, self._package)
-
-    def _is_library_object(self, value: Any) -> bool:
-        """Whether a value is what an installed module has under the value's own name, such as `numpy.dot`."""
-        module = sys.modules.get(getattr(value, "__module__", None) or "")
-        if module is None or self._is_users(module):
-            return False
-        found: Any = module
-        for name in str(getattr(value, "__qualname__", "")).split("."):
-            found = getattr(found, name, None)
-        return found is value
-
-
-def _imported_names(node: ast.AST, package: str | None) -> list[str]:
-    """Modules that an import statement may name."""
-    if isinstance(node, ast.Import):  # without `as`, the name of the package around it is what is bound
-        bound = [top_name(alias.name) for alias in node.names if not alias.asname]
-        return [*(alias.name for alias in node.names), *bound]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    try:
-        base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-    except ImportError:
-        return []
-    return [base, *(f"{base}.{alias.name}" for alias in node.names)]
-
 
 def _refuse_slots(where: str, kind: type) -> None:
     """Raise if objects of a class may have attributes that are not in `vars`."""
     if kind.__flags__ & _HEAP_TYPE and any(vars(base).get("__slots__") for base in kind.__mro__):
-        raise _UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
+        raise UnknownStateError(f"{where} is or holds a {kind.__module__}.{kind.__qualname__}, which has slots")
 
 
 class _SamplePair(NamedTuple):
@@ -498,7 +341,7 @@ def _ufunc_name(where: str, function: np.ufunc) -> str:
     for name, module in {"numpy": np, **sys.modules}.items():  # numpy's first, whatever else is imported
         if is_library(getattr(module, "__file__", None) or "") and vars(module).get(function.__name__) is function:
             return f"{name}.{function.__name__}"
-    raise _UnknownStateError(
+    raise UnknownStateError(
         f"{where} is a numpy.ufunc that no installed module has under the name {function.__name__!r}"
     )
 
@@ -519,7 +362,7 @@ def _tensor_parts(where: str, torch: Any, tensor: Any) -> Iterable[bytes | memor
         flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
         return f"{tensor.dtype} {list(tensor.shape)}".encode(), flat
     except Exception as exc:  # quantized, nested, on the meta device: what it is raised by differs
-        raise _UnknownStateError(f"{where} is a tensor that cannot be read ({exc})") from exc
+        raise UnknownStateError(f"{where} is a tensor that cannot be read ({exc})") from exc
 
 
 def _is_path(text: str) -> bool:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edl import mounts
 from edl.errors import SettingsError
@@ -286,4 +286,25 @@ class Credentials:
             server_name=server_name or read("EDL_TLS_SERVER_NAME", str, environ),
             token_file=token_file or read("EDL_TOKEN_FILE", str, environ),
             allow_insecure_tokens=allow_insecure_tokens,
+        )
+
+    @classmethod
+    def of_options(cls, given: Mapping[str, Any]) -> Credentials:
+        """Take values of a command's options over the environment over the default.
+
+        Args:
+            given: by name: `tls_ca`, `tls_cert`, `tls_key`, `tls_server_name`, `token_file` and
+                `allow_insecure_tokens`; others are not looked at. What is missing or None comes from the environment.
+
+        Returns:
+            The credentials.
+
+        Raises:
+            SettingsError: they do not go together, or `EDL_TOKEN` is set.
+        """
+        names = ("ca", "cert", "key", "server_name")
+        return cls.of(
+            **{name: given.get(f"tls_{name}") for name in names},
+            token_file=given.get("token_file"),
+            allow_insecure_tokens=given.get("allow_insecure_tokens"),
         )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 
 from edl.errors import SettingsError
-from edl.settings import Credentials
 
-__all__ = ["add_credentials", "credentials_of"]
+__all__ = ["add_credentials"]
 
 
 def add_credentials(parser: argparse.ArgumentParser) -> None:
-    """Add the options. What is not given comes from the environment."""
+    """Add the options of which `Credentials.of_options` takes the values."""
     add = parser.add_argument_group(
         "TLS and tokens (docs/security.md); files are read again when they change"
     ).add_argument
@@ -27,22 +26,6 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
         help="send it without TLS beyond this host, too (EDL_ALLOW_INSECURE_TOKENS)",
     )
     add("--token", action=_NoToken, help=argparse.SUPPRESS)
-
-
-def credentials_of(options: argparse.Namespace) -> Credentials:
-    """What the options and the environment say.
-
-    Raises:
-        SettingsError: they do not go together.
-    """
-    return Credentials.of(
-        ca=options.tls_ca,
-        cert=options.tls_cert,
-        key=options.tls_key,
-        server_name=options.tls_server_name,
-        token_file=options.token_file,
-        allow_insecure_tokens=options.allow_insecure_tokens,
-    )
 
 
 class _NoToken(argparse.Action):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from edl.cli._credentials import add_credentials, credentials_of
+from edl.cli._credentials import add_credentials
 from edl.distill import Credentials, DistillReader, Options, ReaderStats, Teachers
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
@@ -74,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
         own = [] if options.teachers else _start(stack, options.local, load)
         who = options.teachers or [teacher.endpoint for teacher in own]
         teachers = replace(Teachers.parse(who, discovery=options.discovery), model=options.model)
-        credentials = credentials_of(options) if options.teachers else Credentials()  # those started here have none
+        # Teachers that are started here have none.
+        credentials = Credentials.of_options(vars(options)) if options.teachers else Credentials()
         result = _measure(teachers, load, own, credentials)
     if options.json:
         print(json.dumps(asdict(result)))

@@ -16,7 +16,7 @@ from rich.progress import Progress as Bar
 from rich.progress import TimeRemainingColumn as Remaining
 from rich.text import Text
 
-from edl.cli._credentials import add_credentials, credentials_of
+from edl.cli._credentials import add_credentials
 from edl.distill.cache import SoftLabelCache
 from edl.distill.datasets import open_data
 from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, label
@@ -24,6 +24,7 @@ from edl.distill.options import Options
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
+from edl.settings import Credentials
 
 __all__ = ["main"]
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         ),
         dataset=options.dataset,
         batch_rows=_at_least_one("--batch", options.batch),
-        options=Options(teacher_timeout_s=options.timeout, credentials=credentials_of(options)),
+        options=Options(teacher_timeout_s=options.timeout, credentials=Credentials.of_options(vars(options))),
     )
     data = open_data(options.data, _names(options.inputs), options.ids, options.workers)
     new = not Path(options.output).exists()

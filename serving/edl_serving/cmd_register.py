@@ -19,13 +19,12 @@ from edl.protocol import names
 from edl.quoting import quote
 from edl.settings import Credentials
 from edl_serving.command_line import option_values as v
-from edl_serving.command_line.options import Option, OptionGroup, add_flags, read_file, values
+from edl_serving.command_line.options import Option, OptionGroup
 from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import (
     CLIENT_CREDENTIALS,
     DISCOVERY_OPTIONS,
     LOG_FORMAT,
-    credentials_of,
     registration_settings_of,
 )
 from edl_serving.process.parent_watch import terminate_with_parent
@@ -146,7 +145,7 @@ class RegisterConfig:
         seconds = {"interval": "interval_s", "timeout": "timeout_s"}
         kept = ("interval", "timeout", "failures", "ready_file", "exit_with", "verbose", "log_format")
         rest = {seconds.get(name, name): given[name] for name in kept if name in given}
-        return cls(endpoint, address, port, model, registration, credentials=credentials_of(given), **rest)
+        return cls(endpoint, address, port, model, registration, credentials=Credentials.of_options(given), **rest)
 
 
 def parse_endpoint(name: str, text: str) -> tuple[str, int]:
@@ -184,12 +183,8 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = CommandParser("edl register ENDPOINT", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="the server's gRPC address, host:port")
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
-    add_flags(parser, _GROUPS)
-    flags = vars(parser.parse(argv))
-    path = flags.pop("config", None)
-    endpoint = flags.pop("endpoint")
-    config = RegisterConfig.of(endpoint, values(_GROUPS, flags, read_file(path) if path else {}, path or ""))
+    arguments, given = parser.parse_settings(_GROUPS, argv)
+    config = RegisterConfig.of(arguments["endpoint"], given)
     log_to_stderr("edl register", verbose=config.verbose, log_format=config.log_format)
     if config.exit_with is not None:
         terminate_with_parent(config.exit_with)

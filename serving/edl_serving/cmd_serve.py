@@ -14,7 +14,6 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend
 from edl_serving.command_line.model_failure import describe_failure
-from edl_serving.command_line.options import add_flags, read_file, values
 from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import GROUPS, ServeConfig
 from edl_serving.process.parent_watch import terminate_with_parent
@@ -70,11 +69,8 @@ def main(argv: Sequence[str]) -> int:
         SettingsError: wrong usage or settings.
     """
     parser = CommandParser("edl serve", _DESCRIPTION, _EXAMPLES)
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
-    add_flags(parser, GROUPS)
-    flags = vars(parser.parse(argv))
-    path = flags.pop("config", None)
-    config = ServeConfig.of(values(GROUPS, flags, read_file(path) if path else {}, path or ""))
+    _, given = parser.parse_settings(GROUPS, argv)
+    config = ServeConfig.of(given)
     log_to_stderr("edl serve", verbose=config.verbose, log_format=config.log_format)
     return run(config)
 

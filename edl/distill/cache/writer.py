@@ -90,6 +90,7 @@ class SegmentWriter:
                     self._waiting.append(self._gathering.pop(kind))
             if self._thread is None:
                 _RUNNING.add(self)
+                # Not a `BackgroundLoop`, which ends without a last step: this thread writes all that waits as it ends.
                 self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
                 self._thread.start()
             if self._waiting:

@@ -60,6 +60,7 @@ class EventLoopThread:
         self._first_stop = threading.Lock()
         self._pid = os.getpid()
         self.loop = asyncio.new_event_loop()
+        # Not a `BackgroundLoop`: what it runs is asyncio's loop, which has wake-ups and an end of its own.
         self._thread = threading.Thread(target=self._run, name="edl-distill", daemon=True)
 
     @classmethod

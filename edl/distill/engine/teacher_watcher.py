@@ -10,15 +10,22 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
+from edl.background import BackgroundLoop
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.distill.teachers import Teachers, fixed_instance
 from edl.errors import DiscoveryError
-from edl.notifier import ReentrantEvent
 from edl.settings import DiscoverySettings
 
 __all__ = ["TeacherWatcher"]
 
 logger = logging.getLogger("edl.distill")
+
+_RETRY_S = 1.0
+"""Between attempts: a registry that restarts is back within a second or two."""
+_LOOK_S = 0.5
+"""How often a watch without news looks whether this is closed: so long `close` may take."""
+_CLOSE_S = 10.0
+"""How long `close` waits for a registry that does not answer: twice a request's own deadline (5 s unless set)."""
 
 
 class TeacherWatcher:
@@ -35,8 +42,8 @@ class TeacherWatcher:
     def __init__(self, teachers: Teachers, changed: Callable[[Snapshot], None]) -> None:
         self._teachers = teachers
         self._changed = changed
-        self._closing = ReentrantEvent()  # closed by signal handlers as well
-        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._loop: BackgroundLoop | None = None
         self._registry: Registry | None = None
         self._last = Snapshot(teachers.name, ())  # teachers last known stay while the registry fails
         self._model = teachers.model
@@ -46,33 +53,31 @@ class TeacherWatcher:
             return
         self._url = DiscoverySettings.of(teachers.discovery).url
         self._registry = open_registry(self._url)  # a bad URL is the caller's error, here and now
-        self._thread = threading.Thread(target=self._follow, name=f"edl-follow-{teachers.service}", daemon=True)
-        self._thread.start()
+        self._loop = BackgroundLoop(f"edl-follow-{teachers.service}", self._follow)
 
     def close(self) -> None:
         """Stop the thread, and close the registry."""
-        self._closing.set()
-        if self._thread is not None:
-            self._thread.join(10.0)
+        self._closing = True
+        if self._loop is not None:
+            self._loop.close(_CLOSE_S)
         if self._registry is not None:
             self._registry.close()
 
-    def _follow(self) -> None:
+    def _follow(self) -> float | None:
+        """Follow the service until closed; return after how many seconds to try again, None for no more."""
         service = self._teachers.service
         assert service is not None
-        while not self._closing.is_set():
-            try:
-                self._watch(service)
-            except DiscoveryError as exc:
-                self._changed(replace(self._last, stale=str(exc)))
-                self._closing.wait(1.0)
-            except Exception as exc:
-                # Whatever it was: a student that no longer hears of teachers would wait for them without a word.
-                if self._closing.is_set():
-                    return
-                logger.exception("following %s failed in a way not foreseen, and is tried again", service)
-                self._changed(replace(self._last, stale=f"{type(exc).__name__}: {exc}"))
-                self._closing.wait(1.0)
+        try:
+            self._watch(service)
+        except DiscoveryError as exc:
+            self._changed(replace(self._last, stale=str(exc)))
+        except Exception as exc:
+            # Whatever it was: a student that no longer hears of teachers would wait for them without a word.
+            if self._closing:
+                return None
+            logger.exception("following %s failed in a way not foreseen, and is tried again", service)
+            self._changed(replace(self._last, stale=f"{type(exc).__name__}: {exc}"))
+        return _RETRY_S
 
     def _watch(self, service: str) -> None:
         assert self._registry is not None
@@ -90,8 +95,8 @@ class TeacherWatcher:
             store.close()
 
     def _pass_on(self, get: Callable[[float | None], Snapshot | None]) -> None:
-        while not self._closing.is_set():
-            snapshot = get(0.5)
+        while not self._closing:
+            snapshot = get(_LOOK_S)
             if snapshot is None:
                 continue
             if self._model:

@@ -70,6 +70,7 @@ class CacheQueue:
         self._not_taken_rows = self._not_put_rows = 0
         self._busy = self._closing = self._ended = self._reported_full = False
         self._reported: set[str] = set()
+        # Not a `BackgroundLoop`, which goes on after errors and ends without a last step: this thread puts what waits.
         self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
         self._thread.start()
 

@@ -93,6 +93,7 @@ class Epoch:
         self._failure: BaseException | None = None
         self._closed = False
         self._flusher: threading.Thread | None = None
+        # Not a `BackgroundLoop`: the source is the user's code, and what it raises belongs into the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
         self._feeder.start()
 
@@ -345,6 +346,7 @@ class Epoch:
 
     def _wake_flusher(self) -> None:
         if self._flusher is None:
+            # Not a `BackgroundLoop`, as the feeding thread; a signal handler may close the epoch before it is started.
             self._flusher = threading.Thread(target=self._flush, name="edl-flush", daemon=True)
             self._flusher.start()
         self._for_flusher.notify()

@@ -443,6 +443,7 @@ class LabelSession:
 
     def _close_apart(self) -> None:
         """Close in another thread, since the loop, which this runs on, is needed for that."""
+        # Not `start_call`, whose thread is a daemon: a program that ends meanwhile waits for this.
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:

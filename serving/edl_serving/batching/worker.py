@@ -57,6 +57,7 @@ class Worker:
         self._metrics = metrics
         self._discarded = False
         self._loop = asyncio.get_running_loop()
+        # Not a `BackgroundLoop`: some models must be warmed up, asked and closed in a single thread; it starts late.
         self._thread = threading.Thread(target=self._run, name="edl-teacher", daemon=True)
         self.warm: asyncio.Future[None] = self._loop.create_future()
         self.closed: asyncio.Future[None] = self._loop.create_future()

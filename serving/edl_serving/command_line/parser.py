@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from edl.errors import SettingsError
+from edl_serving.command_line.options import OptionGroup, add_flags, read_file, values
 from edl_serving.spelling import did_you_mean
 
 __all__ = ["CommandParser"]
@@ -30,6 +31,29 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=_Help,
             allow_abbrev=False,
         )
+
+    def parse_settings(
+        self, groups: Sequence[OptionGroup], argv: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Add the options of a command, and `--config`; read the command line, and the file that it names.
+
+        Args:
+            groups: of options.
+            argv: what follows the command's name.
+
+        Returns:
+            The values of other arguments that were added, by name, and the values of the options by key.
+
+        Raises:
+            SettingsError: an unknown or malformed argument, or a file that cannot be used.
+        """
+        self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
+        others = [action.dest for action in self._actions if action.dest not in ("help", "config")]
+        add_flags(self, groups)
+        flags = vars(self.parse(argv))
+        path = flags.pop("config", None)
+        arguments = {name: flags.pop(name) for name in others}
+        return arguments, values(groups, flags, read_file(path) if path else {}, path or "")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments as `parse_args` does.

@@ -22,7 +22,6 @@ __all__ = [
     "GROUPS",
     "LOG_FORMAT",
     "ServeConfig",
-    "credentials_of",
     "registration_settings_of",
 ]
 
@@ -257,22 +256,6 @@ def registration_settings_of(given: Mapping[str, Any], service: str) -> Registra
     )
 
 
-def credentials_of(given: Mapping[str, Any]) -> Credentials:
-    """Build the credentials from values of the options, or else from the environment.
-
-    Args:
-        given: values by key of their option.
-    """
-    return Credentials.of(
-        ca=given.get("tls_ca"),
-        cert=given.get("tls_cert"),
-        key=given.get("tls_key"),
-        server_name=given.get("tls_server_name"),
-        token_file=given.get("token_file"),
-        allow_insecure_tokens=given.get("allow_insecure_tokens"),
-    )
-
-
 def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
     names = {
         **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
@@ -302,7 +285,7 @@ def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
         "max_connection_age": "max_connection_age_s",
     }
     chosen = _only(given, names)
-    chosen["credentials"] = credentials_of(given)
+    chosen["credentials"] = Credentials.of_options(given)
     if "max_queue" not in given and "max_batch" in given:
         chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * given["max_batch"])
     if "metrics_port" not in given and "metrics_host" in given:

@@ -12,6 +12,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from edl.background import start_call
+
 __all__ = ["MetricsServer"]
 
 _MOST_CONNECTIONS: Final = 16
@@ -37,8 +39,7 @@ class MetricsServer:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         server_class: type[_Server] = type("_Server", (_Server,), {"address_family": family})
         self._server: _Server = make_server(str(address[0]), port, make_wsgi_app(registry), server_class, _Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="edl-metrics", daemon=True)
-        self._thread.start()
+        self._serving = start_call("edl-metrics", self._server.serve_forever)
 
     @property
     def port(self) -> int:
@@ -49,7 +50,7 @@ class MetricsServer:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._serving.exception()
 
 
 class _Server(ThreadingMixIn, WSGIServer):

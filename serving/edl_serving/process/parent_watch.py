@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
 import sys
-import threading
-import time
 
+from edl.background import BackgroundLoop
 from edl.errors import SettingsError
 
 __all__ = ["terminate_with_parent"]
@@ -35,7 +35,7 @@ def terminate_with_parent(pid: int) -> None:
         raise SettingsError(f"--exit-with {pid}: there is no such process") from exc
     if os.getpgrp() != os.getpid() and os.getsid(0) != os.getpid():
         os.setpgid(0, 0)
-    threading.Thread(target=_wait, args=(pid, watched), name="edl-leash", daemon=True).start()
+    BackgroundLoop("edl-parent-watch", functools.partial(_terminate_if_gone, pid, watched))
 
 
 def _open(pid: int) -> int | None:
@@ -46,21 +46,26 @@ def _open(pid: int) -> int | None:
             raise
         except OSError:
             pass  # a kernel or sandbox without it
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        pass  # somebody else's, but there
+    if not _is_alive(pid):
+        raise ProcessLookupError
     return None
 
 
-def _wait(pid: int, watched: int | None) -> None:
+def _terminate_if_gone(pid: int, watched: int | None) -> float | None:
+    """Send SIGTERM if the process has ended; return the seconds to wait before the next look, None for no more."""
     if watched is not None:
         select.select([watched], [], [])
-    else:
-        try:
-            while True:
-                os.kill(pid, 0)
-                time.sleep(_POLL_S)
-        except ProcessLookupError:
-            pass
+    elif _is_alive(pid):
+        return _POLL_S
     os.kill(os.getpid(), signal.SIGTERM)
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's, but there
+    return True

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from edl.background import start_call
 from edl_serving.backends.backend import Backend
 from edl_serving.rpc.authentication import warn_of_no_credentials
 from edl_serving.server import TeacherServer
@@ -72,6 +72,7 @@ async def _serve(
             joining = _in_thread(lambda: join(server))
             if not await _done_before(signalled, joining):  # else `leave` could overtake it
                 await asyncio.wait({joining}, timeout=settings.drain_timeout_s / 2)
+                joining.cancel()  # a call that ends when the loop is closed has nothing to wake there
         await signalled.wait()
         drained = await _drain(server, leave)
         if drained:
@@ -113,29 +114,8 @@ async def _done_before(signalled: asyncio.Event, work: asyncio.Future[Any]) -> b
 
 
 def _in_thread(call: Callable[[], None]) -> asyncio.Future[None]:
-    """Run `call` in a daemon thread: unlike an executor's, it does not keep the process from ending if it hangs."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def finish(failure: Exception | None) -> None:
-        if future.done():
-            return
-        if failure is None:
-            future.set_result(None)
-        else:
-            future.set_exception(failure)
-
-    def run() -> None:
-        failure = None
-        try:
-            call()
-        except Exception as exc:  # noqa: BLE001 - raised again where the future is awaited
-            failure = exc
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, failure)
-
-    threading.Thread(target=run, name="edl-discovery", daemon=True).start()
-    return future
+    """Run `call` in a thread that does not keep the process from ending if it hangs."""
+    return asyncio.wrap_future(start_call("edl-discovery", call))
 
 
 async def _drain(server: TeacherServer, leave: Callable[[], None] | None) -> bool:

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from edl.backoff import Backoff
 from edl.discovery import Instance, Registry, open_registry
 from edl.discovery.registry import Registration
 from edl.errors import DiscoveryError
@@ -48,6 +49,7 @@ class InstanceReconciler:
             self._registry = open_registry(url)
         except DiscoveryError as exc:
             _log.warning("discovery at %s does not answer yet: %s", url, exc)
+        # Not a `BackgroundLoop`, which goes on after errors: this thread ends with an error, and deregisters then.
         self._thread = threading.Thread(target=self._run, name="edl-reconciler", daemon=True)
         self._thread.start()
 
@@ -129,7 +131,7 @@ class InstanceReconciler:
             desired = self._desired
             if self._closing:
                 return False
-        retry_s = _FIRST_RETRY_S
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
         while True:
             try:
                 self._publish(desired)
@@ -137,13 +139,12 @@ class InstanceReconciler:
                 break
             except DiscoveryError as exc:
                 self._trouble = str(exc)
-                level = logging.WARNING if retry_s == _FIRST_RETRY_S else logging.DEBUG
+                level = logging.DEBUG if backoff.failures else logging.WARNING
                 _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._desired != desired, retry_s)
+                self._changed.wait_for(lambda: self._closing or self._desired != desired, backoff.next_wait_s())
                 if self._closing or self._desired != desired:
                     return not self._closing
-            retry_s = min(2 * retry_s, _LAST_RETRY_S)
         if self._on_published is not None:
             self._on_published(desired)
         with self._changed:

@@ -62,6 +62,7 @@ class AccessLog:
         except OSError as exc:
             why = "nobody reads this pipe" if exc.errno == errno.ENXIO else exc.strerror or exc
             raise SettingsError(f"--access-log {path!r}: cannot be written: {why}") from exc
+        # Not a `BackgroundLoop`: a set event costs a request less than a wake-up, and what waits is written at the end.
         self._thread = threading.Thread(target=self._run, name="edl-access-log", daemon=True)
         self._thread.start()
 

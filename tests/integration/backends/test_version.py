@@ -23,7 +23,8 @@ from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
-from edl_serving.backends import ModelSource, model_version, open_backends
+from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends.model_version import content_hash
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for all models
 
@@ -416,7 +417,7 @@ def test_copies_of_tensors_are_not_held(tmp_path: Path, monkeypatch: pytest.Monk
     """Copies on the host, as of a model on a GPU; here, contiguous ones of transposed tensors."""
     copies: list[weakref.ref[Any]] = []
     most = 0
-    tensor_parts = model_version._tensor_parts
+    tensor_parts = content_hash._tensor_parts
 
     def watched(where: str, torch: Any, tensor: Any) -> Any:
         nonlocal most
@@ -425,7 +426,7 @@ def test_copies_of_tensors_are_not_held(tmp_path: Path, monkeypatch: pytest.Monk
         most = max(most, sum(copy() is not None for copy in copies))
         return head, content
 
-    monkeypatch.setattr(model_version, "_tensor_parts", watched)
+    monkeypatch.setattr(content_hash, "_tensor_parts", watched)
     text = "import torch\nW = [(torch.ones(2, 3) * number).T for number in range(8)]\n"
     (tmp_path / "large.py").write_text(text + "def predict(i):\n    return {'y': i['x']}\n")
     assert open_backends(ModelSource("callable", f"{tmp_path}/large.py:predict", inputs=("x:float32[2]",)))[0].version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,9 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
 from edl.distill.transport.stream import InferStream, RawResponse
 from edl.protocol import bundles, codec, names
-from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start
-
-TIMEOUT_S = 20.0
+from tests.integration.distill.transport.recording import TIMEOUT_S, with_stream
 
 
 class Recorder:
@@ -50,23 +48,6 @@ def parts_of(data: bytes) -> list[Any]:
     return list(raw) if bundles.is_bundle(header) else [data]
 
 
-def with_stream(in_bundles: bool, test: Callable[[InferStream, Recorder], Awaitable[None]]) -> None:
-    async def run() -> None:
-        recorder = Recorder()
-        server = grpc.aio.server()
-        handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(recorder.stream)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stream = InferStream(channel, "here", in_bundles=in_bundles)
-            await test(stream, recorder)
-            await stream.close()
-        await server.stop(0)
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
-
-
 async def ask_all(stream: InferStream, tensors: list[bytes]) -> None:
     """Start them in one turn of the loop, and see that each gets its own answer."""
     loop = asyncio.get_running_loop()
@@ -90,7 +71,7 @@ def test_bundle_answers_each_request() -> None:
         assert len(sizes) == 3, "seven fit into a message that no server refuses"
         assert max(map(len, recorder.messages)) <= 4096
 
-    with_stream(True, test)
+    with_stream(Recorder(), test, in_bundles=True)
 
 
 def test_large_request_keeps_its_place() -> None:
@@ -100,7 +81,7 @@ def test_large_request_keeps_its_place() -> None:
         await ask_all(stream, [b"a", b"b", b"c" * 10_000, b"d", b"e"])
         assert [len(parts_of(message)) for message in recorder.messages] == [2, 1, 2]
 
-    with_stream(True, test)
+    with_stream(Recorder(), test, in_bundles=True)
 
 
 def test_cancellation_follows_its_request() -> None:
@@ -117,7 +98,7 @@ def test_cancellation_follows_its_request() -> None:
         mine = [codec.parse_request(header) for header, _, its_number in heads if its_number == number]
         assert [names.CANCEL in header.parameters for header in mine] == [False, True]
 
-    with_stream(True, test)
+    with_stream(Recorder(), test, in_bundles=True)
 
 
 def test_old_server_gets_single_messages() -> None:
@@ -129,7 +110,7 @@ def test_old_server_gets_single_messages() -> None:
         assert len(recorder.messages) == 20
         assert not any(bundles.is_bundle(codec.split_streamed_request(one)[0]) for one in recorder.messages)
 
-    with_stream(False, test)
+    with_stream(Recorder(), test, in_bundles=False)
 
 
 @pytest.mark.parametrize("announced", [True, False])

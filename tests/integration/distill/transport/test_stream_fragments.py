@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
 from edl.distill.transport.stream import InferStream, RawResponse
 from edl.protocol import codec, fragments, kserve, names
-from edl.protocol.transport import grpc
 from tests.integration.distill.conftest import Start
+from tests.integration.distill.transport.recording import TIMEOUT_S, with_stream
 
-TIMEOUT_S = 20.0
 LEAST_NBYTES, FRAGMENT_NBYTES = 10_000, 4_000
 
 
@@ -66,23 +65,6 @@ def kind_of(header: bytes) -> str:
     return "cancellation" if names.CANCEL in codec.parse_request(header).parameters else "whole"
 
 
-def with_stream(test: Callable[[InferStream, Recorder], Awaitable[None]], *, in_fragments: bool = True) -> None:
-    async def run() -> None:
-        recorder = Recorder()
-        server = grpc.aio.server()
-        handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(recorder.stream)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stream = InferStream(channel, "here", in_fragments=in_fragments)
-            await test(stream, recorder)
-            await stream.close()
-        await server.stop(0)
-
-    asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
-
-
 def start(stream: InferStream, tensor: bytes) -> tuple[str, asyncio.Future[RawResponse | RequestFailure | None]]:
     future: asyncio.Future[RawResponse | RequestFailure | None] = asyncio.get_running_loop().create_future()
     return stream.start(b"", [tensor], TIMEOUT_S, future.set_result), future
@@ -112,7 +94,7 @@ def test_large_requests_go_in_fragments(in_fragments: bool) -> None:
         ]
         assert max(map(len, recorder.messages)) < (9_100 if in_fragments else 11_100)
 
-    with_stream(test, in_fragments=in_fragments)
+    with_stream(Recorder(), test, in_fragments=in_fragments)
 
 
 def test_cancelled_request_is_read_no_more() -> None:
@@ -131,7 +113,7 @@ def test_cancelled_request_is_read_no_more() -> None:
         assert 1 <= kinds.count("fragment") < len(large) // FRAGMENT_NBYTES, "the rest is not sent"
         assert kinds.count("fragment") == len(kinds) - 1
 
-    with_stream(test)
+    with_stream(Recorder(), test, in_fragments=True)
 
 
 def test_stream_that_ends_midway() -> None:
@@ -145,7 +127,7 @@ def test_stream_that_ends_midway() -> None:
         assert found.kind is FailureKind.LOST
         recorder.gate.set()
 
-    with_stream(test)
+    with_stream(Recorder(), test, in_fragments=True)
 
 
 def use_unknown_fragments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def label(
     """
     session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
     try:
-        view = session.view(cache, tuple(data.inputs))
+        view = session.labeller.view(cache, tuple(data.inputs))
         view.verify()
         run = _Run(data, plan, session, view, progress)
         for number in range(_PASSES):
@@ -152,7 +152,7 @@ class _Run:
         self.lost = 0
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
         getters = {name: _input(name) for name in self._data.inputs}
-        cutter = BatchCutter(getters, None, self._session.services, lambda batch: batch[0])
+        cutter = BatchCutter(getters, None, self._session.labeller.services, lambda batch: batch[0])
         epoch = self._session.start(batches, cutter)
         try:
             for number, item in enumerate(epoch, 1):
@@ -180,7 +180,7 @@ class _Run:
 
     def _settle(self) -> None:
         """Check that what was answered has been kept."""
-        self._session.prepare_epoch()
+        self._session.labeller.prepare_epoch()
         lost = int(np.count_nonzero(~self._view.contains(self._unsettled)))
         self.lost += lost
         self._labelled -= lost

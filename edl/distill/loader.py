@@ -95,14 +95,14 @@ class DistillLoader(Generic[B], abc.ABC):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
         self._session = LabelSession(teachers, output_spec, options, cache_config)
-        weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the labeller sees to that
+        weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Any]]:
-        self._session.check()
-        cutter = BatchCutter(self._getters, self._batch_rows, self._session.services, self._ids)
+        self._session.labeller.check()
+        cutter = BatchCutter(self._getters, self._batch_rows, self._session.labeller.services, self._ids)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
         return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: self.loader, cutter))))
 
@@ -129,9 +129,10 @@ class DistillLoader(Generic[B], abc.ABC):
         """Return a tensor on its way to `device`; any other value as it is."""
 
     def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
+        services = self._session.labeller.services
         try:
             for item in epoch:
-                combined = self._combiner([item_outputs(item, service) for service in range(self._session.services)])
+                combined = self._combiner([item_outputs(item, service) for service in range(services)])
                 epoch.taken(item)
                 labels = [
                     self._tensors(value) for outputs in combined for value in values_by_name(outputs, self._outputs)

@@ -283,13 +283,13 @@ class DistillReader:
             raise SettingsError("no data source: call set_batch_generator, set_sample_generator or its like first")
         source = self._source
         session = self._start()
-        session.check()
+        session.labeller.check()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
-        cutter = _CUTTERS[self._kind](getters, self._batch_size, session.services, ids)
+        cutter = _CUTTERS[self._kind](getters, self._batch_size, session.labeller.services, ids)
         epoch = session.begin(lambda: _checked(source()), cutter)
-        weights = [group.weight for group in session.teachers] or [1.0]
-        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.services))
+        weights = [group.weight for group in session.labeller.teachers] or [1.0]
+        return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.labeller.services))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread while the reader runs."""
@@ -313,9 +313,9 @@ class DistillReader:
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
             session = self._session = LabelSession(groups, self._output_spec, self._options, self._cache_config)
-            if self._closed:  # by a signal handler, before there was a labeller to close
+            if self._closed:  # by a signal handler, before there was a session to close
                 session.close()
-            weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the labeller sees to that
+            weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
         return self._session
 
     def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:

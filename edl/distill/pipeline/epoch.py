@@ -13,9 +13,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.open_chunks import OpenChunks
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter
@@ -35,27 +36,6 @@ _SHORTEST_LOOK_S = 0.001
 """Between two looks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
 
 
-class LabelService(Protocol):
-    """What an epoch needs of its session; see `LabelSession`."""
-
-    memory_bytes: int
-    linger_s: float
-
-    @property
-    def depth(self) -> int: ...
-    @property
-    def backlog(self) -> float: ...
-    def check(self) -> None: ...
-    def prepare_epoch(self) -> None: ...
-    def max_rows(self, stopped: Callable[[], bool]) -> int: ...
-    def estimate_answers(self, chunk: Chunk) -> None: ...
-    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None: ...
-    def prioritize(self, chunk: Chunk) -> None: ...
-    def cancel(self, chunks: Iterable[Chunk]) -> None: ...
-    def record_delivery(self, rows: int) -> None: ...
-    def record_wait(self, seconds: float) -> None: ...
-
-
 class Epoch:
     """An iterator over items whose chunks are done. Closing it drops what is under way.
 
@@ -69,13 +49,13 @@ class Epoch:
     was raised in the training loop, whose traceback leads to the reader.
 
     Args:
-        session: labels the chunks.
+        labeller: labels the chunks.
         source: yields items.
         cutter: cuts them into chunks.
     """
 
-    def __init__(self, session: LabelService, source: Iterator[Any], cutter: Cutter) -> None:
-        self._session = session
+    def __init__(self, labeller: ChunkLabeller, source: Iterator[Any], cutter: Cutter) -> None:
+        self._labeller = labeller
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
         self._for_feeder = Notifier()  # where the feeding thread waits
@@ -101,7 +81,7 @@ class Epoch:
         return self
 
     def __next__(self) -> Item:
-        self._session.check()
+        self._labeller.check()
         started = time.monotonic()
         try:
             found = self._next_done()
@@ -109,7 +89,7 @@ class Epoch:
             self.close()
             raise
         finally:
-            self._session.record_wait(time.monotonic() - started)
+            self._labeller.record_wait(time.monotonic() - started)
         if isinstance(found, Item):
             return found
         self.close()
@@ -127,7 +107,7 @@ class Epoch:
                 self._open_chunks.remove(chunk)
                 chunk.release()
         self._wake_feeder()
-        self._session.record_delivery(item.rows)
+        self._labeller.record_delivery(item.rows)
 
     @property
     def rows(self) -> int:
@@ -159,7 +139,7 @@ class Epoch:
         for chunk in chunks:
             chunk.error = None
         if chunks:
-            self._session.cancel(chunks)
+            self._labeller.cancel(chunks)
 
     def is_feeding(self) -> bool:
         """Return whether this is the feeding thread, in which the source runs."""
@@ -216,7 +196,7 @@ class Epoch:
             return chunk.done or self._closed or (self._fed and not chunk.sent)
 
         if not self._for_loop.wait_for(ended, _PATIENCE_S):
-            self._session.prioritize(chunk)
+            self._labeller.prioritize(chunk)
             if not chunk.sent:
                 self._wake_flusher()
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
@@ -248,7 +228,7 @@ class Epoch:
             self._end(None)
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
-        self._session.prepare_epoch()
+        self._labeller.prepare_epoch()
         while not self._closed:
             self._asked_at = time.monotonic()
             self._reuse.begin_draw()
@@ -265,7 +245,7 @@ class Epoch:
             if not self._take_back():
                 return
             if cutter.empty:  # a new chunk, whose size may be another one; asked for each sample it takes its time
-                cutter.max_rows = self._session.max_rows(lambda: self._closed)
+                cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
             item, ready = cutter.put(value)
             self._reuse.check_drawn(item)
             self._offer(item)
@@ -313,7 +293,7 @@ class Epoch:
     def _submit(self, chunks: list[Chunk]) -> bool:
         """Send chunks, when there is room; return False if the epoch is closed. For the thread that has the cutter."""
         for chunk in chunks:
-            self._session.estimate_answers(chunk)
+            self._labeller.estimate_answers(chunk)
             self._unsent = chunk
             self._for_feeder.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
             self._unsent = None
@@ -323,24 +303,24 @@ class Epoch:
             self._open_chunks.add(chunk)
             chunk.sent = True
             try:
-                self._session.submit(chunk, self._notify, lambda: self._closed)
+                self._labeller.submit(chunk, self._notify, lambda: self._closed)
             except BaseException as exc:
                 chunk.error = _failure_of(exc)
                 raise
             self._open_chunks.add_cached(chunk)
             if self._closed:  # maybe before the chunk was among those that are open
-                self._session.cancel([chunk])
+                self._labeller.cancel([chunk])
             elif self._awaited is chunk:
-                self._session.prioritize(chunk)
+                self._labeller.prioritize(chunk)
         return not self._closed
 
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
         # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
-        if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._session.memory_bytes:
+        if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
-        return self._session.backlog < backlog and self._open_chunks.chunks < self._session.depth
+        return self._labeller.backlog < backlog and self._open_chunks.chunks < self._labeller.depth
 
     # The flushing thread, started when the training loop waits for a request that is not full
 
@@ -354,7 +334,7 @@ class Epoch:
     def _flush(self) -> None:
         while not self._over:
             self._for_flusher.wait_for(lambda: self._over or self._waits_for_source)
-            left_s = self._asked_at + self._session.linger_s - time.monotonic()
+            left_s = self._asked_at + self._labeller.linger_s - time.monotonic()
             if left_s <= 0:
                 self._flush_now()
             self._for_flusher.wait_for(lambda: self._over, max(left_s, _SHORTEST_LOOK_S))

@@ -1,4 +1,4 @@
-"""Labels chunks of rows, from one or several services: engines, shared memory and the cache behind a single front.
+"""A reader's epochs, one after the other, over its connections, and the end of both.
 
 A `LabelSession` belongs to a reader and lives across its epochs. It is started by the first and ended by `close`.
 """
@@ -7,76 +7,46 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from edl.discovery.registry import Snapshot
-from edl.distill.cache import CacheView, SoftLabelCache
-from edl.distill.engine.engine import Engine
-from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job import LabelJob
-from edl.distill.engine.teacher_watcher import TeacherWatcher
 from edl.distill.options import Options
-from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
-from edl.distill.pipeline.cache_lookup import (
-    CacheConfig,
-    CacheKeyTemplate,
-    CacheMiss,
-    look_up_offline,
-    offline_view,
-    open_view,
-)
-from edl.distill.pipeline.cache_queue import CacheQueue
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import Epoch
-from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
-from edl.distill.stats import ReaderStats, merged
-from edl.distill.teachers import Teachers, service_identities
-from edl.distill.transport.conversion import select_inputs
-from edl.distill.transport.message_limits import MessageLimits, rows_that_fit
-from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
-from edl.distill.transport.shm import Arena
-from edl.distill.transport.tracing import current_traceparent
-from edl.errors import ClosedError, EDLError, SettingsError, TemporaryError
-from edl.memory import keep_freed_memory
-from edl.protocol.tensors import Array
-from edl.protocol.tls.credentials import CredentialFiles
-from edl.settings import Credentials
+from edl.distill.stats import ReaderStats
+from edl.distill.teachers import Teachers
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import ClosedError, TemporaryError
 
 __all__ = ["LabelSession"]
 
 logger = logging.getLogger("edl.distill")
 
-_CLOSE_S = 10.0
-"""How long `close` waits for the connections of a service: gRPC takes milliseconds, a stuck host is left alone."""
 _SOURCE_STOP_S = 5.0
 """How long `close` waits for the source to be let go: longer than a batch takes to load, and shorter than the time that
 a scheduler gives a process to end."""
 _SAY_AFTER_S = 5.0
-"""Waiting that is worth a warning: a person begins to wonder."""
+"""Waiting for a busy source that is worth a warning: a person begins to wonder."""
 
 
 class LabelSession:
-    """Connections, shared memory and cache of a reader. `submit` is for the feeding thread, the rest for any.
+    """The epochs of a reader, of which a single one runs at a time.
 
     Args:
-        teachers: a group per service; without teachers, the cache must have all labels.
+        teachers: see `ChunkLabeller`, as for the others.
         output_spec: what is asked for.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
 
     Attributes:
-        teachers: as given.
-        memory_bytes: as in `Options`.
-        linger_s: as in `Options`.
+        labeller: labels the chunks of all epochs.
 
     Raises:
         SettingsError: wrong credentials or discovery, or a cache without fitting labels where there are no teachers.
@@ -89,292 +59,20 @@ class LabelSession:
         options: Options,
         cache_config: CacheConfig | None = None,
     ) -> None:
-        self.teachers = teachers
-        credentials = Credentials.of() if options.credentials is None else options.credentials
-        self._files = (
-            CredentialFiles.of(credentials) if teachers else None
-        )  # what is wrong with them shows here and now
-        self._thread = EventLoopThread.acquire(for_grpc=bool(teachers))
-        self._cache_config = cache_config
-        self._offline: CacheView | None = None
-        self._cache_queue: CacheQueue | None = None
-        self._arena: Arena | None = None
-        self.memory_bytes = options.memory_bytes
-        self.linger_s = options.linger_s
+        self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config)
         self._options = options
         self._pid = os.getpid()
-        self._closed = False
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
-        self._numbers = itertools.count()
-        self._delivered = self._cached = 0
-        self._wait_s = 0.0
-        self._progress_at = time.monotonic() + options.progress_s
-        self._progress_rows = 0
-        keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
-        self._engines: list[Engine] = []
-        self._cache_keys: list[CacheKeyTemplate] = []
-        self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
-        self._warned_unversioned = False
-        self._watchers: list[TeacherWatcher] = []
-        self._answer_sizes: list[AnswerSizeEstimator] = []
         self._epoch: Epoch | None = None
-        self._epoch_begins = False
-        self._traceparent = ""
-        self._submitted = [0] * len(teachers)  # written by the feeding thread only
-        try:
-            if cache_config is not None:
-                self._offline = offline_view(cache_config, output_spec) if not teachers else None
-                self._cache_queue = CacheQueue(options.cache_queue_bytes)
-            if options.shared_memory:
-                self._arena = Arena(2 * options.memory_bytes)
-            for group, identity in zip(teachers, service_identities(teachers), strict=True):
-                self._add_service(
-                    group,
-                    identity,
-                    replace(
-                        output_spec,
-                        model=group.model or output_spec.model,
-                        version=group.version or output_spec.version,
-                    ),
-                )
-        except BaseException:
-            self.close()
-            raise
         _OPEN_SESSIONS.add(self)
-
-    def _add_service(self, group: Teachers, identity: str, output_spec: OutputSpec) -> None:
-        engine = Engine(
-            group.described,
-            output_spec,
-            thread=self._thread,
-            arena=self._arena,
-            policy=self._options.policy,
-            teacher_timeout_s=self._options.teacher_timeout_s,
-            files=self._files,
-            mixed_versions=self._options.mixed_versions,
-            limits=MessageLimits(self._options.max_answer_bytes, self._options.max_request_bytes),
-        )
-        self._engines.append(engine)
-        self._cache_keys.append(
-            CacheKeyTemplate(output_spec, self._cache_config.dataset if self._cache_config else "", identity)
-        )
-        self._answer_sizes.append(AnswerSizeEstimator(output_spec))
-
-        def changed(snapshot: Snapshot) -> None:
-            self._thread.call(engine.set_teachers, snapshot)
-
-        self._watchers.append(TeacherWatcher(group, changed))
-
-    @property
-    def services(self) -> int:
-        """How many answers a chunk gets."""
-        return max(len(self.teachers), 1)
-
-    @property
-    def depth(self) -> int:
-        """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
-        return max(8, 4 * max((engine.capacity for engine in self._engines), default=0))
-
-    @property
-    def backlog(self) -> float:
-        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches.
-
-        Where chunks gather to be sent together, it is enough when the next chunks are there by then.
-        """
-        pairs = zip(self._submitted, self._engines, strict=True)
-        waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
-        together = max((engine.gather_limit for engine in self._engines), default=0)
-        return waiting / max(2 + self.depth // 16, 1 + together)
-
-    def check(self) -> None:
-        """Raise `ClosedError` if closed, or in a forked child."""
-        if self._closed:
-            raise ClosedError("the reader is closed")
-        self._thread.check()
-
-    def estimate_answers(self, chunk: Chunk) -> None:
-        """Estimate the bytes of the answers to a chunk, as far as can be told."""
-        for index, (engine, size_estimator) in enumerate(zip(self._engines, self._answer_sizes, strict=True)):
-            nbytes = size_estimator.expected(chunk.rows, engine.await_spec(0.0))
-            chunk.answers_nbytes[index] = nbytes or 0
-            chunk.foreseen = chunk.foreseen and nbytes is not None
-
-    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
-        """Ask every service for the chunk's labels.
-
-        Args:
-            chunk: sealed.
-            changed: called when the chunk may be done, or was sent; for an answer, with the bytes beyond the estimate.
-            stopped: whether the epoch was closed, which ends all waiting.
-
-        Raises:
-            NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
-            SourceError: the model cannot take these inputs.
-        """
-        if self._offline is not None and chunk.ids is not None:
-            self._store_cached(chunk, 0, look_up_offline(self._offline, chunk.ids))
-            self._cached += chunk.rows
-        for index, engine in enumerate(self._engines):
-            spec = self._await_spec(engine, stopped)
-            if spec is None:
-                return
-            missing = self._look_up_cache(chunk, index, spec)
-            if missing is not None and missing.found.complete:
-                self._store_cached(chunk, index, dict(missing.found.outputs))
-                continue
-            fields = select_inputs(spec, chunk.fields)
-            if missing is not None and missing.found.outputs:
-                fields = {name: array[~missing.found.mask] for name, array in fields.items()}
-            # A label that is kept must be that of the bytes which came with the id, whenever they are sent.
-            copy = missing is not None and not chunk.copied
-            payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
-            payload.traceparent = self._traceparent
-            number = next(self._numbers)
-            chunk.jobs.append((index, number))
-            self._submitted[index] += 1
-            answer = _AnswerHandler(chunk, index, changed, missing, self._cache_queue, self._answer_sizes[index])
-            engine.submit(LabelJob(number, payload, answer, changed))
-        changed()
-
-    def _store_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
-        chunk.surplus_nbytes += _count_answer_nbytes(
-            chunk, service, outputs, self._answer_sizes[service] if self._answer_sizes else None
-        )
-        chunk.outputs[service] = outputs
-
-    def max_rows(self, stopped: Callable[[], bool]) -> int:
-        """Return the rows that teachers take in a request, 0 if any number.
-
-        Waits for teachers, and fails, as `submit` does.
-        """
-        limits = [engine.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
-        return min((limit for limit in limits if limit), default=0)
-
-    def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
-        """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""
-        fitting = [
-            rows_that_fit(fields, spec, engine.max_nbytes)
-            for engine in self._engines
-            if engine.max_nbytes and (spec := engine.await_spec(0)) is not None
-        ]
-        return min(fitting, default=0)
-
-    def _look_up_cache(self, chunk: Chunk, index: int, spec: ModelSpec) -> CacheMiss | None:
-        if self._cache_config is None or chunk.ids is None:
-            return None
-        if not spec.version:
-            self._warn_unversioned(index, chunk.rows)
-            return None
-        self._engines[index].check_cacheable(chunk.fields)
-        cache = self._cache_config.cache
-        labels = self._cache_keys[index]
-        if not labels.inputs:
-            labels = self._cache_keys[index] = replace(labels, inputs=tuple(chunk.fields))
-        view = self._views.get((index, spec.name, spec.version))
-        if view is None:
-            own = [each.service for each in self._cache_keys]
-            view = open_view(cache, labels.key(spec, spec.version), own)
-            self._views[index, spec.name, spec.version] = view
-        found = view.get(chunk.ids)
-        self._cached += int(found.mask.sum())
-        ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
-        return CacheMiss(found, view, ids, cache, labels, spec)
-
-    def _warn_unversioned(self, index: int, rows: int) -> None:
-        if self._cache_queue is not None:
-            self._cache_queue.count_dropped(rows)
-        if not self._warned_unversioned:
-            self._warned_unversioned = True
-            logger.warning(
-                "the teachers of %s do not say which version of the model they have: their labels are not kept in the "
-                "cache, since those of another model could not be told from them. Name the version with version=",
-                self._engines[index].name,
-            )
-
-    def view(self, cache: SoftLabelCache, inputs: tuple[str, ...]) -> CacheView:
-        """Return where the labels of the only service are kept; waits for its first teacher.
-
-        Args:
-            cache: of the labels.
-            inputs: names of all inputs that may be sent.
-
-        Raises:
-            NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
-            SettingsError: it does not say the model's version.
-        """
-        spec = self.model_spec()
-        if not spec.version:
-            raise SettingsError(
-                f"the teachers of {self._engines[0].name} do not say which version of model {spec.name!r} they have, "
-                "which labels are kept by: name it with --model-version (version=)"
-            )
-        return open_view(cache, replace(self._cache_keys[0], inputs=inputs).key(spec, spec.version), ())
-
-    def model_spec(self, service: int = 0) -> ModelSpec:
-        """Return what the teachers of a service say of their model; waits for the first of them.
-
-        Raises:
-            NoTeacherError: no teacher told within `teacher_timeout_s`.
-        """
-        spec = self._await_spec(self._engines[service], lambda: self._closed)
-        if spec is None:
-            raise ClosedError("the reader is closed")
-        return spec
-
-    def prepare_epoch(self) -> None:
-        """Let the cache take in the answers of the epoch before, and follow the teachers' version."""
-        if self._cache_queue is not None:
-            self._cache_queue.drain()
-        elif self._options.mixed_versions != "refuse":
-            return
-        if self._epoch_begins:
-            self._epoch_begins = False
-            for engine in self._engines:
-                engine.select_version()
-
-    def prioritize(self, chunk: Chunk) -> None:
-        """Note that the training loop waits for this chunk now."""
-        for index, number in chunk.jobs:
-            self._thread.call(self._engines[index].prioritize, number)
-
-    def cancel(self, chunks: Iterable[Chunk]) -> None:
-        """Drop chunks whose labels are no longer wanted."""
-        numbers: dict[int, list[int]] = {}
-        for chunk in chunks:
-            for index, number in chunk.jobs:
-                numbers.setdefault(index, []).append(number)
-        if self._closed or os.getpid() != self._pid:
-            return
-        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
-            for index, gone in numbers.items():
-                self._thread.call(self._engines[index].cancel, gone)
-
-    def record_delivery(self, rows: int) -> None:
-        """Count rows that went to the training loop, and log progress now and then."""
-        self._delivered += rows
-        now = time.monotonic()
-        if now >= self._progress_at:
-            rate = (self._delivered - self._progress_rows) / (now - self._progress_at + self._options.progress_s)
-            logger.info("%s, %.0f rows/s", self.stats().line(), rate)
-            self._progress_at = now + self._options.progress_s
-            self._progress_rows = self._delivered
-
-    def record_wait(self, seconds: float) -> None:
-        """Count seconds that the training loop waited."""
-        self._wait_s += seconds
 
     def stats(self) -> ReaderStats:
         """Return the counters of this reader."""
         epoch = self._epoch
         return replace(
-            merged(engine.stats() for engine in self._engines),
-            rows_cached=self._cached,
-            rows_delivered=self._delivered,
+            self.labeller.stats(),
             rows_buffered=epoch.rows if epoch is not None else 0,
             bytes_held=epoch.nbytes if epoch is not None else 0,
-            wait_s=self._wait_s,
-            rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
-            cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )
 
     def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
@@ -388,25 +86,23 @@ class LabelSession:
             ClosedError: the reader is closed, or this is its own source.
             TemporaryError: the source is still busy with the epoch before after `source_timeout_s`.
         """
-        self.check()
+        self.labeller.check()
         if self._epoch is not None:
             self._end_epoch(self._epoch)
-        self._epoch_begins = True
-        self._traceparent = current_traceparent()
-        for engine in self._engines:
-            self._thread.call(engine.begin_epoch)
+        self.labeller.begin_epoch()
         iterator = SourceIterator(source())
         return self.start(iterator, cutter)
 
     def start(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
         """Start an epoch over an iterator."""
-        self.check()
+        self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
-        cutter.fit = self.rows_that_fit
-        epoch = self._epoch = Epoch(self, source, cutter)
-        if self._closed:  # by a signal handler, or another thread, before the epoch was there to be closed as well
+        cutter.fit = self.labeller.rows_that_fit
+        epoch = self._epoch = Epoch(self.labeller, source, cutter)
+        # By a signal handler, or another thread, before the epoch was there to be closed as well.
+        if self.labeller.closed:
             epoch.close()
-            self.check()
+            self.labeller.check()
         return epoch
 
     def _end_epoch(self, epoch: Epoch) -> None:
@@ -437,9 +133,9 @@ class LabelSession:
 
     def close_without_waiting(self) -> None:
         """Close from a finalizer, which may run in any thread and in the middle of any function."""
-        if not self._closed and os.getpid() == self._pid:
+        if not self.labeller.closed and os.getpid() == self._pid:
             with contextlib.suppress(ClosedError):  # by another thread, meanwhile
-                self._thread.call(self._close_apart)
+                self.labeller.thread.call(self._close_apart)
 
     def _close_apart(self) -> None:
         """Close in another thread, since the loop, which this runs on, is needed for that."""
@@ -447,24 +143,16 @@ class LabelSession:
         threading.Thread(target=self.close, name="edl-close").start()
 
     def close(self) -> None:
-        """End connections, threads and shared memory. Has no effect in a forked child, whose parent owns them.
+        """End the epoch and the labeller. Has no effect in a forked child, whose parent owns them.
 
         May be called by a signal handler, in the middle of any of these methods.
         """
         if os.getpid() != self._pid or not self._first_close.acquire(blocking=False):
             return
-        self._closed = True
+        self.labeller.refuse_work()
         _OPEN_SESSIONS.discard(self)
         with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
-            if self._arena is not None:
-                stack.callback(self._arena.close)
-            if self._cache_queue is not None:
-                stack.callback(self._cache_queue.close)
-            stack.callback(self._thread.release)
-            for engine in self._engines:
-                stack.callback(self._close_engine, engine)
-            for watcher in self._watchers:
-                stack.callback(watcher.close)
+            stack.callback(self.labeller.close)
             if self._epoch is not None:
                 stack.callback(self._join_source, self._epoch)
                 stack.callback(self._epoch.close)
@@ -472,25 +160,6 @@ class LabelSession:
     def _join_source(self, epoch: Epoch) -> None:
         if not epoch.join(_SOURCE_STOP_S):
             logger.warning("the data source is still busy %g s after its reader was closed; left alone", _SOURCE_STOP_S)
-
-    def _close_engine(self, engine: Engine) -> None:
-        self._thread.run(engine.close(), _CLOSE_S)
-
-    def _await_spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher; return None if the epoch was closed meanwhile."""
-        begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
-        warned = False
-        while not stopped():
-            spec = engine.await_spec(0.2)
-            if spec is not None:
-                return spec
-            waited_s = time.monotonic() - begin
-            if waited_s > timeout_s:
-                raise engine.no_teacher()
-            if not warned and waited_s > _SAY_AFTER_S:
-                warned = True
-                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, timeout_s)
-        return None
 
 
 _OPEN_SESSIONS: set[LabelSession] = set()
@@ -502,58 +171,3 @@ def _close_open() -> None:
     with contextlib.ExitStack() as stack:
         for session in _OPEN_SESSIONS.copy():
             stack.callback(session.close)
-
-
-@dataclass(frozen=True)
-class _AnswerHandler:
-    """Puts a job's outputs into its chunk, on the loop, and has them kept."""
-
-    chunk: Chunk
-    service: int
-    changed: Callable[..., None]
-    missing: CacheMiss | None
-    cache_queue: CacheQueue | None
-    size_estimator: AnswerSizeEstimator
-
-    def __call__(self, result: Outputs | EDLError, version: str) -> None:
-        surplus_nbytes = 0
-        if isinstance(result, EDLError):
-            self.chunk.error = result
-        else:
-            surplus_nbytes = self._take(result, version)
-        self.changed(surplus_nbytes)
-
-    def _take(self, outputs: Outputs, version: str) -> int:
-        """Hand the outputs over; return by how many bytes they exceed the estimate."""
-        try:
-            whole = outputs if self.missing is None else self.missing.completed(outputs)
-        except SettingsError as exc:
-            self.chunk.error = exc
-            return 0
-        surplus_nbytes = _count_answer_nbytes(self.chunk, self.service, whole, self.size_estimator)
-        self.chunk.outputs[self.service] = whole
-        self._keep(outputs, version)
-        return surplus_nbytes
-
-    def _keep(self, outputs: Outputs, version: str) -> None:
-        if self.missing is None or self.cache_queue is None:
-            return
-        missing = self.missing
-        if version == missing.spec.version:
-            self.cache_queue.put(missing.view, missing.ids, outputs)
-        elif version:
-            self.cache_queue.put(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
-        else:
-            self.cache_queue.count_dropped(len(missing.ids))
-
-
-def _count_answer_nbytes(
-    chunk: Chunk, service: int, outputs: Outputs, size_estimator: AnswerSizeEstimator | None
-) -> int:
-    """Note the bytes of an answer, before it is there to be taken; return by how many they exceed the estimate."""
-    nbytes = outputs_nbytes(outputs)
-    surplus_nbytes = nbytes - chunk.answers_nbytes[service]
-    chunk.answers_nbytes[service] = nbytes
-    if size_estimator is not None:
-        size_estimator.came(chunk.rows, nbytes)
-    return surplus_nbytes

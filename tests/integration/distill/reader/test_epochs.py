@@ -162,7 +162,7 @@ def test_shared_memory_and_grpc_agree(start: Start, shared_memory: bool) -> None
     options = Options(shared_memory=shared_memory, teacher_timeout_s=60)
     with reader_of(start("echo"), options=options).set_sample_generator(samples(300)) as reader:
         check(list(reader()), 300)
-        arena = reader._session._arena  # type: ignore[union-attr]
+        arena = reader._session.labeller._arena  # type: ignore[union-attr]
         assert (arena is not None and bool(arena._regions)) == shared_memory
 
 

@@ -60,7 +60,7 @@ def check(delivered: list[Any]) -> None:
 
 def clients(reader: DistillReader) -> list[Any]:
     assert reader._session is not None
-    links = [link for engine in reader._session._engines for link in engine._pool.connections.values()]
+    links = [link for engine in reader._session.labeller._engines for link in engine._pool.connections.values()]
     return [link._client for link in links if link._client is not None]
 
 

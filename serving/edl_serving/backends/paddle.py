@@ -136,7 +136,7 @@ def from_inference_model(source: ModelSource) -> Backend:
         sample=read_sample(source.sample) if source.sample else None,
         device=source.device,
         threads=source.threads,
-        version=source.version or digest([program, weights]),
+        version=source.version or digest([program, weights, source.settings()]),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,28 @@ def test_model_is_named_by_any_file(folder: Path) -> None:
             ModelSource("paddle", str(folder / name), device="cpu", outputs=("logits",), threads=1)
         )
         np.testing.assert_allclose(opened.predict({"x": X})["logits"], expected(X), rtol=1e-5, atol=1e-6)
+
+
+def test_the_order_of_outputs_is_a_version(tmp_path: Path) -> None:
+    """Names that are not the model's are given by place, so in another order they are other labels."""
+    import paddle
+
+    class Pair(paddle.nn.Layer):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(1.0))
+
+        def forward(self, x: Any) -> Any:
+            return x * self.scale, x * self.scale * 2.0
+
+    path = str(tmp_path / "pair")
+    paddle.jit.save(Pair(), path, input_spec=[paddle.static.InputSpec([None, 4], "float32", name="x")])
+    found = {}
+    for outputs in (("one", "double"), ("double", "one"), ("one", "double")):
+        (backend,) = open_backends(ModelSource("paddle", path, device="cpu", outputs=outputs))
+        doubled = bool(np.allclose(backend.predict({"x": X})["double"], X * 2))
+        assert found.setdefault(doubled, backend.version) == backend.version, "the same labels have the same version"
+    assert len(set(found.values())) == len(found) == 2
 
 
 def test_misfits_are_named(folder: Path, tmp_path: Path) -> None:

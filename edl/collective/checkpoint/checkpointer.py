@@ -1,4 +1,4 @@
-"""Saving a job's state every few steps, into memory that outlives the worker, and going on from there."""
+"""Saving a job's state every few steps, into memory that outlives the worker, and restoring it from there."""
 
 from __future__ import annotations
 
@@ -33,12 +33,19 @@ logger = logging.getLogger(__name__)
 NO_STEP: Final = -1
 """What `Checkpointer.restore` returns where there is nothing to restore."""
 OVERHEAD: Final = 0.01
+"""The share of the time that saves may take where nothing else is said: less than runs differ by from day to day."""
 STORE_EVERY_S: Final = 300.0
+"""Seconds between stored states where nothing else is said: what the loss of all hosts at once costs at most."""
 PAUSE_S: Final = 60.0
+"""How long a pause waits for the agent: longer than a new worker takes to import everything on a busy machine."""
 AGENT_S: Final = 600.0
+"""How long to wait for a silent agent: one that was stopped by hand, or swapped out, comes back within minutes."""
 CLOSE_S: Final = 600.0
+"""How long the last state may take to be stored: tens of gigabytes at the speed of a slow storage."""
 _POLL_S: Final = 0.005
+"""How often a pause looks at the status page: little beside a recovery of some hundred milliseconds."""
 _UNATTENDED_S: Final = 1.0
+"""Silence of the agent from which a worker waits: others may take this node for dead after a lease of about as long."""
 
 
 class Checkpointer:
@@ -49,8 +56,32 @@ class Checkpointer:
     of this process, and never makes training wait. Under `edl run` it also tells the agent of each step, and pauses
     when asked to.
 
-    As a context manager it also saves the last step, if the block ends well: nobody wants to lose the finished model.
+    As a context manager it also saves the last step, if the block ends well, since that is the finished model.
     Not so if it ends by `sys.exit`, which a signal's handler may call in the middle of a step.
+
+    Of `overhead`, `interval_s` and `interval_steps` give one at most.
+
+    Args:
+        state: what is saved and restored.
+        overhead: save as often as costs this share of the time (default 0.01).
+        interval_s: save about so often.
+        interval_steps: save after so many steps.
+        storage: a folder or URL of fsspec. `EDL_CHECKPOINT`. Where no agent stores, a `with` block that ends well
+            raises `TemporaryError` if its last state cannot be stored.
+        storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
+        keep: how many to keep there, if this process writes them itself.
+        overlap: copy parameters and optimizers' moments that are in the CPU's memory beside the next forward and
+            backward pass, and have the next `step()` of an optimizer wait for the rest. With it, nothing but an
+            optimizer may change them between a save and its next step (averaged weights that are swapped in for
+            an evaluation do), unless `wait_until_finished` comes before; torch does not see writes to `.data`.
+        pause_s: how long to wait, paused, for the agent.
+        agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
+        slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
+        board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
+        group: the process group whose ranks hold the state together; by default the default group, if there is one.
+
+    Raises:
+        SettingsError: the settings contradict each other.
     """
 
     def __init__(
@@ -70,29 +101,6 @@ class Checkpointer:
         board: WorkerStatusPage | None = None,
         group: transfer.Group = None,
     ) -> None:
-        """A checkpointer of `state`. Of `overhead`, `interval_s` and `interval_steps` give one at most.
-
-        Args:
-            overhead: save as often as costs this share of the time (default 0.01).
-            interval_s: save about so often.
-            interval_steps: save after so many steps.
-            storage: a folder or URL of fsspec. `EDL_CHECKPOINT`. Where no agent stores, a `with` block that ends well
-                raises `TemporaryError` if its last state cannot be stored.
-            storage_interval_s: how often a saved state is stored there (default 300). `EDL_CHECKPOINT_INTERVAL_S`.
-            keep: how many to keep there, if this process writes them itself.
-            overlap: copy parameters and optimizers' moments that are in the CPU's memory beside the next forward and
-                backward pass, and have the next `step()` of an optimizer wait for the rest. With it, nothing but an
-                optimizer may change them between a save and its next step (averaged weights that are swapped in for
-                an evaluation do), unless `wait_until_finished` comes before; torch does not see writes to `.data`.
-            pause_s: how long to wait, paused, for the agent.
-            agent_s: how long to wait for an agent that gives no sign of life, before the worker ends.
-            slots: shared memory to save to; by default what `EDL_SLOTS` says, or else private.
-            board: what to tell the agent by; by default what `EDL_BOARD` says, or else nobody.
-            group: the process group whose ranks hold the state together; by default the default group, if there is one.
-
-        Raises:
-            SettingsError: the settings contradict each other.
-        """
         if overhead is None and interval_s is None and interval_steps is None:
             overhead = OVERHEAD
         self.state = state
@@ -106,16 +114,18 @@ class Checkpointer:
         self._holders: frozenset[int] = frozenset()
         self._usual_s = 0.0
         self._last: tuple[int, float] | None = None
-        self._ahead_of = self._step = self._saved = NO_STEP
+        self._ahead_of = NO_STEP
+        self._step = NO_STEP
+        self._saved = NO_STEP
         self._place: tuple[int, int] | None = None
         self._saved_for_good = False
         self._training = False
         self._closed = False
-        told = read("EDL_CHECKPOINT", str)
-        if storage is not None and storage != told and read("EDL_BOARD", str) is not None:
-            where = told or "nowhere"
+        agents_storage = read("EDL_CHECKPOINT", str)
+        if storage is not None and storage != agents_storage and read("EDL_BOARD", str) is not None:
+            where = agents_storage or "nowhere"
             raise SettingsError(f"storage={storage!r}, but the agent stores at {where}: use edl run --checkpoint")
-        self._storage = storage or told
+        self._storage = storage or agents_storage
         self._store_every_s = storage_interval_s or read("EDL_CHECKPOINT_INTERVAL_S", positive_float) or STORE_EVERY_S
         self._stored_at = time.monotonic()
         self._store_next = False
@@ -133,7 +143,7 @@ class Checkpointer:
         self._interrupt: Callable[[], object] = _nothing
 
     def restore(self, *, evaluate: bool = True) -> int:
-        """Restore the newest state there is: from the memory of any rank, or else from storage. Collective.
+        """Restore the newest state: from the memory of any rank, or else from storage. Collective.
 
         Afterwards the functions registered with `State.register_adjust_function` are called if another number of ranks
         saved it.
@@ -163,7 +173,8 @@ class Checkpointer:
             if restored is None and self._storage is not None:
                 restored = restore_from_storage(self.state, self._storage, self._group)
         self._schedule.restart()
-        self._last, self._keep_next = None, False
+        self._last = None
+        self._keep_next = False
         self._ahead_of = reached
         step = NO_STEP if restored is None else restored.step
         self._step = self._saved = step
@@ -178,11 +189,12 @@ class Checkpointer:
         return step
 
     def save(self, step: int, *, force: bool = False, samples: int = 0) -> bool:
-        """Step `step` (counted from 0) is finished: save the state if it is time to. Every rank calls this.
+        """Save the state if it is time to, after step `step`. Every rank calls this after every step.
 
         What is saved is the state as it is now; with `overlap`, see there for what may change afterwards.
 
         Args:
+            step: that is finished, counted from 0.
             force: save now and wait for all of the copy; and have it stored, however short ago the last was. Of forced
                 saves that come while a state is being stored, only the newest is stored. A step that is stored is not
                 stored again in the same generation, so a state that changed since then needs a later `step`.
@@ -218,14 +230,17 @@ class Checkpointer:
         return due or force or pausing
 
     def busy(self, what: str, limit_s: float) -> AbstractContextManager[None]:
-        """Do something between two steps that takes longer than a step: for the block, no step is expected.
+        """Return a context in which no step is expected, for what takes longer than a step.
 
         Without it a worker that reports no step for `edl run --hang-after` seconds and does not visibly work counts as
-        hanging. Ranks that wait for this one do not, whether or not they say that they are busy themselves.
+        hanging. Ranks that wait for this rank do not, whether or not they say that they are busy themselves.
 
         Args:
-            what: it does, in a word or two.
+            what: the worker does, in a word or two.
             limit_s: the longest time in seconds that it may take, before it counts as a hang after all.
+
+        Returns:
+            The context manager.
 
         Raises:
             SettingsError: `limit_s` is not above 0.
@@ -251,7 +266,7 @@ class Checkpointer:
             SettingsError: it is no field of the `State`, or its result cannot be saved.
         """
         self._check_open()
-        if not any(evaluator is one for one in self._evaluators()):
+        if not any(evaluator is field for field in self._evaluators()):
             raise SettingsError(
                 f"{evaluator.name}: the Evaluator is no field of the State, so its results would be lost with the "
                 "worker: State(..., evaluator=evaluator)"
@@ -275,21 +290,30 @@ class Checkpointer:
         return self._writer.finish_write()
 
     def change_generation(self, generation: int) -> None:
-        """Belong to another world from now on, without a restart of this process: count the interval anew."""
+        """Save for another world from now on, without a restart of this process: count the interval anew.
+
+        Args:
+            generation: of that world.
+        """
         self._writer.finish_write()
         self.generation = generation
         self._schedule.restart()
-        self._last, self._keep_next = None, False
+        self._last = None
+        self._keep_next = False
 
     def set_step_hooks(self, finished: Callable[[int], object], interrupt: Callable[[], object]) -> None:
-        """Have each `save` call `finished(step)` first, and `interrupt()` last and, again and again, while it waits.
+        """Have every `save` call functions.
 
-        `interrupt` may raise, to leave the training loop between two steps.
+        Args:
+            finished: is called first, with the step.
+            interrupt: is called last and, again and again, while `save` waits. It may raise, to leave the training loop
+                between two steps.
         """
-        self._finished, self._interrupt = finished, interrupt
+        self._finished = finished
+        self._interrupt = interrupt
 
     def close(self) -> None:
-        """Let go of everything, without another save. Slots of an agent stay; private ones are removed.
+        """Release everything, without another save. Slots of an agent stay; private slots are removed.
 
         Where no agent stores what was to be stored, this does, and warns if it cannot.
         """
@@ -299,7 +323,7 @@ class Checkpointer:
             logger.warning("%s", exc)
 
     def _let_go(self) -> None:
-        """Give everything back.
+        """Release everything.
 
         Raises:
             TemporaryError: what was to be stored is not.
@@ -307,7 +331,7 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+        with ExitStack() as stack:  # each is closed, whatever becomes of the others
             if self._replica_slots is not None:
                 stack.callback(self._replica_slots.close)
             stack.callback(self._slots.close)
@@ -326,7 +350,7 @@ class Checkpointer:
             self.close()
             return
         try:
-            # Whoever leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
+            # A script that leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
             if error is None and not self._closed and self._place is not None and self._lacks_the_last():
                 with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place, wait=True)
@@ -336,11 +360,11 @@ class Checkpointer:
         self._let_go()  # a script that ends well has its result in storage, as it has with an agent
 
     def _lacks_the_last(self) -> bool:
-        """Whether the last step is not yet where it should be in the end: in this rank's own slots, and marked."""
+        """Return whether the last step is not yet where it should be in the end: in this rank's slots, and marked."""
         return self._step != self._saved or not self._saved_for_good or not self._writer.finish_write()
 
     def _evaluators(self) -> list[Evaluator]:
-        """Those among the fields of the state, in an order that all ranks share."""
+        """Return the evaluators among the fields of the state, in an order that all ranks share."""
         fields = (getattr(self.state, name) for name in self.state)
         return [field for field in fields if isinstance(field, Evaluator)]
 
@@ -382,7 +406,7 @@ class Checkpointer:
             raise ClosedError("this Checkpointer is closed")
 
     def _stored(self) -> tuple[int, int]:
-        """Generation and step of the newest state of this run on storage. Collective."""
+        """Return generation and step of the newest state of this run on storage. Collective."""
         if self._storage is None:
             return NO_STEP, NO_STEP
         return newest_stored(self._storage, self._group, run=read("EDL_RUN", str) or "")
@@ -390,11 +414,14 @@ class Checkpointer:
     def _save(
         self, step: int, persist: bool, place: tuple[int, int], *, replica_slots: ReplicaSlots | None = None, wait: bool
     ) -> float:
-        """Copy the state into the older one of two slots. Returns the seconds that it held training up.
+        """Copy the state into the older of two slots. Returns the seconds that it held training up.
 
         Args:
-            place: ranks and rank. At the end of a job, when there is no process group any more, those of the last save.
-            keeping: where the state is to be kept for a replica, if it is.
+            step: the last that is finished.
+            persist: whether the state is to be stored.
+            place: ranks and rank. At the end of a job, when there is no process group any more, as in the last save.
+            replica_slots: where the state is to be kept for a replica, if it is.
+            wait: leave nothing of the copy for later.
         """
         begin = time.perf_counter()
         header = SlotHeader(self.generation, step, *place, persist=persist)
@@ -419,7 +446,8 @@ class Checkpointer:
                 raise
             logger.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
             self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
-        self._saved, self._place = step, place
+        self._saved = step
+        self._place = place
         self._saved_for_good = persist or self._storage is None
         return time.perf_counter() - begin
 
@@ -447,14 +475,15 @@ class Checkpointer:
             store, keep, busy, alone = bool(stored), not kept_not, bool(waiting), bool(any_alone)
         store = store and not busy
         self._schedule.set_next_save(step, steps)
-        self._store_next, self._keep_next = store, keep and alone
+        self._store_next = store
+        self._keep_next = keep and alone
         if self._persister is not None:
             self._persister.set_run(run_name(self._run))
         if store:
             self._stored_at = now
 
     def _is_alone(self) -> bool:
-        """Whether no other node has the shards of this rank, as far as is known: then its loss would lose them."""
+        """Return whether no other node has the shards of this rank, as far as is known: its loss would lose them."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
         if rank is None or local_rank is None or count is None or self._group is not None:
@@ -475,12 +504,12 @@ class Checkpointer:
         self._status_page.record_resume()
 
     def _await_agent(self) -> None:
-        """The agent is silent: others may take this node for dead and train in its place. Wait for it, or to be killed.
+        """Wait for a silent agent, or to be killed: others may take this node for dead and train in its place.
 
-        An agent that is gone for good takes its workers with it, so this does not wait for a dead one.
+        An agent that is gone for good takes its workers with it, so this does not wait for a dead agent.
 
         Raises:
-            TemporaryError: it was stopped for so long that whoever looks after this host should see an end of it.
+            TemporaryError: it was stopped for so long that the worker should end.
         """
         logger.warning(
             "the agent of this node has been silent for %.1f s: waiting for it", self._status_page.agent_silence_s
@@ -497,4 +526,4 @@ class Checkpointer:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody attends."""
+    """Do nothing: the hook of a `Checkpointer` without `set_step_hooks`."""

@@ -49,8 +49,11 @@ def encode(value: Any, store_tensor: StoreTensor, path: Path = ()) -> bytes:
         value: None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, deque, set,
             frozenset, numpy scalars, numpy arrays (not of objects), `torch.Size`, `torch.dtype`, `torch.device` and
             torch tensors (not in sets, nor as keys), nested at most 64 deep.
-        aside: is given each tensor and numpy array.
+        store_tensor: is called with every tensor and numpy array.
         path: where `value` is, for messages and for `store_tensor`.
+
+    Returns:
+        JSON.
 
     Raises:
         SettingsError: something of another type is in there. The message says where.

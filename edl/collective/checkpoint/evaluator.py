@@ -12,7 +12,7 @@ from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["Evaluator", "agree_on_pending", "share_result"]
 
-_VERSION = 1
+_VERSION = 1  # of the saved form; another is refused
 _NONE_PENDING = -2
 """Below every step, and below -1, which stands for the time before the first."""
 
@@ -58,14 +58,22 @@ class Evaluator:
     ) -> None:
         if not limit_s > 0:
             raise SettingsError(f"limit_s={limit_s}: must be above 0, the longest time that the evaluation may take")
-        self.function, self.limit_s, self.name = function, limit_s, name
+        self.function = function
+        self.limit_s = limit_s
+        self.name = name
         self.on_result = on_result
         self.results: dict[int, Any] = {}
         self.pending: int | None = None
 
     def record(self, step: int, result: Any) -> None:
-        """Keep the result of the evaluation after `step`, and have `on_result` act on it."""
-        self.results[step], self.pending = result, None
+        """Keep the result of the evaluation after `step`, and have `on_result` act on it.
+
+        Args:
+            step: whose evaluation it is.
+            result: a plain value.
+        """
+        self.results[step] = result
+        self.pending = None
         if self.on_result is not None:
             self.on_result(result)
 
@@ -74,18 +82,22 @@ class Evaluator:
         return {"version": _VERSION, "results": dict(self.results), "pending": self.pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Go on with what `state_dict` returned.
+
+        Args:
+            state: of an evaluator in this or another process.
 
         Raises:
             ProtocolError: it is of another version of EDL.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"an evaluator's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
-        self.results, self.pending = dict(state["results"]), state["pending"]
+        self.results = dict(state["results"])
+        self.pending = state["pending"]
 
 
 def share_result(evaluator: Evaluator, result: Any, group: transfer.Group) -> Any:
-    """Return the result of the first rank that has one, on every rank. Collective.
+    """Return the result of the first rank that has any, on every rank. Collective.
 
     Raises:
         SettingsError: the result is of a type that cannot be saved.

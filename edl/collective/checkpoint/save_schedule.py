@@ -12,15 +12,18 @@ __all__ = ["SaveSchedule"]
 
 @dataclass
 class SaveSchedule:
-    """Counts steps to the next save. All ranks of a world must be told the same, or they save different steps.
+    """Counts steps to the next save. All ranks of a world must agree on the next step, or they save different steps.
 
-    Exactly one of the three says how often.
+    Exactly one of `overhead`, `interval_s` and `interval_steps` is given.
 
     Attributes:
         overhead: the share of the time that saving may cost at most.
         interval_s: seconds between two saves.
         interval_steps: steps between two saves.
-        next_step: the step after which to save next; None for the one that is finished next.
+        next_step: the step after which to save next; None for the step that is finished next.
+
+    Raises:
+        SettingsError: none or several of the three are given, or not above 0.
     """
 
     overhead: float | None = None
@@ -38,15 +41,15 @@ class SaveSchedule:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step`."""
+        """Return whether to save after `step`."""
         return self.next_step is None or step >= self.next_step
 
     def propose_steps(self, step_s: float, save_s: float) -> int:
-        """How many steps this rank would let pass until the next save.
+        """Return how many steps this rank would let pass until the next save.
 
         Args:
-            step_s: what a step takes, without saving.
-            save_s: what the last save took. The first one does not count: it pays for the memory's pages.
+            step_s: seconds that a step takes, without saving.
+            save_s: seconds that the last save took. The first does not count: it pays for the memory's pages.
         """
         if self.interval_steps is not None:
             return self.interval_steps
@@ -58,16 +61,17 @@ class SaveSchedule:
         return _steps(save_s * (1 - self.overhead) / (self.overhead * step_s) if step_s > 0 else 1)
 
     def set_next_save(self, step: int, steps: int) -> None:
-        """A save was made after `step`, and all ranks agreed on the next one `steps` later."""
+        """Plan the next save `steps` after `step`, as all ranks agreed after the save of `step`."""
         self._warm = True
         self.next_step = step + steps
 
     def restart(self) -> None:
         """Begin anew, in another world or with a restored state: save after the next step."""
-        self.next_step, self._warm = None, False
+        self.next_step = None
+        self._warm = False
 
 
-_MOST_STEPS = 1 << 30
+_MOST_STEPS = 1 << 30  # ranks agree on an int64, and infinity is none; no job has so many steps
 
 
 def _steps(wanted: float) -> int:

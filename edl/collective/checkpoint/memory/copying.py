@@ -50,10 +50,10 @@ class _Filled:
 
 
 class PinnedStaging:
-    """Copies tensors from GPUs. One caller at a time.
+    """Copies tensors from GPUs. A single caller at a time.
 
     Args:
-        nbytes: of each of the two buffers, which are there from the first copy on.
+        nbytes: of either of two buffers, which are there from the first copy on.
     """
 
     def __init__(self, nbytes: int = _BUFFER_NBYTES) -> None:
@@ -67,7 +67,7 @@ class PinnedStaging:
         sources: Sequence[torch.Tensor],
         write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
-        """Copy each source to its target, and return when that is done.
+        """Copy sources to targets, and return when that is done.
 
         Args:
             targets: contiguous, on the CPU.
@@ -103,7 +103,7 @@ class PinnedStaging:
 def _batches(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], nbytes: int, stream: torch.cuda.Stream
 ) -> Iterator[list[tuple[Any, torch.Tensor]]]:
-    """Parts of the targets and of the sources, as many together as a buffer holds."""
+    """Yield parts of the targets and of the sources, as many together as a buffer holds."""
     batch: list[tuple[Any, torch.Tensor]] = []
     room = nbytes
     for target, source in pairs:
@@ -147,7 +147,7 @@ def _empty(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object]) -> N
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
-    """A buffer that the GPU writes to directly, or an ordinary one where the system refuses that."""
+    """Return a buffer that the GPU writes to directly, or an ordinary buffer where the system refuses that."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as exc:
@@ -156,14 +156,19 @@ def _pinned(nbytes: int) -> torch.Tensor:
 
 
 _PIECE_NBYTES: Final = 4 << 20
+"""Bytes of a piece: a millisecond, beside which its start is nothing, and which is the longest wait for the slowest."""
 _MOST_THREADS: Final = 4
+"""More than four threads do not copy faster: memory's bandwidth is used up."""
 
 
 class TensorCopier:
-    """Copies tensors to tensors of the same shapes and types. One caller at a time."""
+    """Copies tensors to tensors of the same shapes and types. A single caller at a time.
+
+    Args:
+        threads: that copy, the caller's among them; by default this rank's share of the cores, at most 4.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
-        """A copier with `threads`, by default this rank's share of the cores, at most 4."""
         if threads is None:
             cores = len(os.sched_getaffinity(0)) // (read("LOCAL_WORLD_SIZE", positive_int) or 1)
             threads = max(1, min(cores, _MOST_THREADS))
@@ -174,16 +179,26 @@ class TensorCopier:
 
     @torch.no_grad()
     def copy_tensors(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source to its target. Targets are contiguous, on the CPU, and share no memory with sources."""
+        """Copy sources to targets.
+
+        Args:
+            targets: contiguous, on the CPU, without memory of any source.
+            sources: of the targets' shapes and types.
+        """
         self._copy_pieces(self._plan(targets, sources))
 
     @torch.no_grad()
     def start_copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], then: Callable[[], object]
     ) -> None:
-        """Copy like `copy`, but in a thread, and call `then` when all is copied, in that thread or in `finish`.
+        """Copy like `copy_tensors`, but in a thread.
 
-        Only tensors that numpy can copy are left to the thread; those on a GPU are copied before this returns.
+        Only tensors that numpy can copy are left to the thread; tensors on a GPU are copied before this returns.
+
+        Args:
+            targets: as in `copy_tensors`.
+            sources: as in `copy_tensors`.
+            then: is called when all is copied, in that thread or in `finish_copy`.
         """
         self.finish_copy()
         self._begun = _Job(self._plan(targets, sources), then)
@@ -191,14 +206,14 @@ class TensorCopier:
 
     @property
     def copying(self) -> bool:
-        """Whether something was begun that is not done."""
+        """Whether a copy was started that is not done."""
         return self._begun is not None and not self._begun.done.done()
 
     def finish_copy(self) -> None:
-        """Help with what was begun, and wait until it is done.
+        """Help with the copy that was started, and wait until it is done.
 
         Raises:
-            Exception: whatever the copy, or `then`, raised.
+            Exception: what the copy, or `then`, raised.
         """
         job = self._begun
         if job is not None:
@@ -217,7 +232,7 @@ class TensorCopier:
             self._pool = None
 
     def _plan(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[CopyPiece]:
-        """What is to be copied, in pieces; what numpy cannot copy is copied here and now."""
+        """Return what is to be copied, in pieces; what numpy cannot copy is copied here and now."""
         pieces: list[CopyPiece] = []
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
@@ -249,7 +264,7 @@ class TensorCopier:
 
 
 class _Job:
-    """Pieces that any number of threads copy. Whoever finishes the last one calls `then`, and ends `done`.
+    """Pieces that any number of threads copy. The thread that finishes the last piece calls `then`, and ends `done`.
 
     If a piece cannot be copied, the rest is not begun, `then` is not called, and `done` has the error.
     """
@@ -274,7 +289,7 @@ class _Job:
             error: BaseException | None = None
             try:
                 np.copyto(*piece)
-            except BaseException as exc:  # noqa: BLE001 - raised again by whoever waits
+            except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
                 error = exc
             with self._lock:
                 self._unfinished -= 1
@@ -289,7 +304,7 @@ class _Job:
     def _end(self) -> None:
         try:
             self._then()
-        except BaseException as exc:  # noqa: BLE001 - raised again by whoever waits
+        except BaseException as exc:  # noqa: BLE001 - raised again in the thread that waits
             self.done.set_exception(exc)
         else:
             self.done.set_result(None)
@@ -302,6 +317,6 @@ def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:
 
 
 def _cut(to: Any, of: Any) -> Iterator[CopyPiece]:
-    """Pieces that several threads can take turns at."""
+    """Yield pieces at which several threads can take turns."""
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]

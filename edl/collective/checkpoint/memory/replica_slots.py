@@ -1,23 +1,23 @@
 """Which states a node's peer keeps a replica of, and where they lie: what workers and agents share.
 
 The shards of a lost host are only somewhere else if its agent sent them there, and only good for anything if all ranks'
-shards of one and the same step can still be found. So every 10 s or so all ranks agree on a save that is *kept* until
-the next one, by a second name of its slot's file: the agent has that long to send it to its peer, and if the peer is
-lost, what it would have to be put together with is still here. The states that all agents have to be asked about are
-therefore the same on all nodes, and no agent has to ask.
+shards of the same step can still be found. So every 10 s or so all ranks agree on a save that is *kept* until the next,
+by a second name of its slot's file: the agent has that long to send it to its peer, and if the peer is lost, what it
+would have to be put together with is still here. The states that agents have to be asked about are therefore the same
+on all nodes, and no agent has to ask.
 
 ::
 
     slots-0.0, .1         the last two saves of local rank 0
     slots-0-kept.0, .1    the last two that were kept for a replica: the same files, or what those were before
-    slots-0.spare         memory of one that is kept no longer
+    slots-0.spare         memory of a state that is kept no longer
     replicas/NODE-0.0, .1 the last two of another node's local rank 0, as its agent sent them
-    replicas/wanted       the agent's word that the next one may be saved
+    replicas/wanted       the agent's request that the next state be kept
 
-The word names the state until which all is sent. A worker that has kept a newer one does not agree to another: so of
-the two that are kept the older one has a replica, on every node, until the newer one has. When all agree to keep a
-third, the first is let go of before that is written. Where saves are rarer than transfers, as those of large states
-are, the third so takes the memory of the first, and none is needed but that of two slots; elsewhere of two more.
+The request names the state until which all is sent. A worker that has kept a newer state does not agree to another: so
+of the two that are kept the older has a replica, on every node, until the newer has. When all agree to keep a third,
+the first is removed before that is written. Where saves are rarer than transfers, as saves of large states are, the
+third so takes the memory of the first, and none is needed but that of two slots; elsewhere of two more.
 """
 
 from __future__ import annotations
@@ -46,36 +46,40 @@ NO_VERSION: StateVersion = (-1, -1, -1)
 
 
 def newest_common_state(held: Sequence[Iterable[CompleteSlot]]) -> list[CompleteSlot]:
-    """The newest state of which every one of several workers holds its part: those parts, or none.
+    """Return the slots of the newest state of which every worker holds its part, in the order of workers; or none.
 
     Args:
-        held: what each worker's slots hold.
+        held: what the slots of the workers hold.
     """
     parts = [{slot.header.version: slot for slot in found} for found in held]
     common = set.intersection(*map(set, parts)) if parts else set()
-    return [each[max(common)] for each in parts] if common else []
+    return [by_version[max(common)] for by_version in parts] if common else []
 
 
 @dataclass(frozen=True)
 class ReplicaFolder:
-    """The folder of one node for what concerns replicas; it lies in memory."""
+    """The folder of a node for what concerns replicas.
+
+    Attributes:
+        path: of the folder, in memory.
+    """
 
     path: Path
 
     def slot_prefix(self, node: str, local_rank: int) -> Path:
-        """The prefix of the slots for the state of another node's worker."""
+        """Return the prefix of the slots for the state of another node's worker."""
         return self.path / f"{node}-{local_rank}"
 
     def slot_prefixes(self) -> list[Path]:
-        """Those of all states that are here."""
+        """Return the prefixes of all states that are here."""
         return sorted({path.with_suffix("") for path in self.path.glob("*-*.[01]")})
 
     def find_replicas(self) -> list[CompleteSlot]:
-        """All complete states of other nodes' workers."""
+        """Return all complete states of other nodes' workers."""
         return [slot for prefix in self.slot_prefixes() for slot in find_slots(prefix)]
 
     def request_newer_than(self, newer_than: StateVersion | None) -> None:
-        """Have the workers keep a state that is newer than this one; None: none at all."""
+        """Have the workers keep a state that is newer than this version; None for no state at all."""
         if newer_than is None:
             self._word.unlink(missing_ok=True)
             return
@@ -84,14 +88,14 @@ class ReplicaFolder:
         draft.rename(self._word)
 
     def requested_version(self) -> StateVersion | None:
-        """What `want` was told."""
+        """Return the version that `request_newer_than` was called with."""
         with contextlib.suppress(OSError, ValueError):
             generation, step, world = map(int, self._word.read_text().split())
             return generation, step, world
         return None
 
     def drop_older_than(self, version: StateVersion) -> None:
-        """Remove the states of workers of whom there is none as new as `version`."""
+        """Remove the states of workers of which there is none as new as `version`."""
         for prefix in self.slot_prefixes():
             if all(slot.header.version < version for slot in find_slots(prefix)):
                 for path in (prefix.with_name(prefix.name + end) for end in (".0", ".1")):
@@ -103,14 +107,17 @@ class ReplicaFolder:
 
 
 class ReplicaSlots:
-    """What is kept for replicas, and what there is of other nodes, as one worker sees it.
+    """What a worker keeps for replicas, and what it finds of other nodes.
+
+    Args:
+        slots: the prefix of the worker's usual slots, beside which states are kept.
+        folder: in which the agent requests states.
 
     Attributes:
-        slots: the second names of this worker's own states that are kept; only for looking at, and to forget.
+        slots: the second names of this worker's own states that are kept; only to be read, and invalidated.
     """
 
     def __init__(self, slots: Path, folder: ReplicaFolder) -> None:
-        """Keep states beside the usual `slots` when the agent says so in `folder`."""
         self.slots = SlotPair(kept_prefix(slots))
         self._names = slot_paths(self.slots.prefix)
         self._spare = spare_path(slots)
@@ -119,17 +126,17 @@ class ReplicaSlots:
 
     @classmethod
     def from_env(cls, slots: Path) -> ReplicaSlots | None:
-        """With the folder that `EDL_REPLICAS` names; None where there is no agent that replicates."""
+        """Return the slots with the folder that `EDL_REPLICAS` names; None where there is no agent that replicates."""
         folder = read("EDL_REPLICAS", Path)
         return None if folder is None else cls(slots, ReplicaFolder(folder))
 
     def is_state_requested(self) -> bool:
-        """Whether the agent wants another state, having sent all that are here."""
+        """Return whether the agent requests another state, having sent all that are here."""
         word = self._folder.requested_version() if not self._given_up else None
         return word is not None and all(slot.header.version <= word for slot in self.slots.find_complete())
 
     def free_oldest_slot(self) -> None:
-        """All ranks will keep the next save: of two kept states the older one is not needed any more."""
+        """Free the memory of the older of two kept states, since all ranks will keep the next save."""
         there = [path for path in self._names if path.exists()]
         if len(there) == len(self._names):
             versions = {found.path: found.header.version for found in self.slots.find_complete()}
@@ -140,12 +147,12 @@ class ReplicaSlots:
                 oldest.unlink()
 
     def keep_slot(self, saved: CompleteSlot) -> None:
-        """Keep the state in this slot, of which no newer one is kept, whatever is saved there next."""
+        """Keep the state in this slot, whatever is saved there next; none that is kept is newer."""
         self.free_oldest_slot()
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 
     def stop_keeping(self) -> bool:
-        """Keep nothing any more, as there is no room for it. Returns whether anything was kept."""
+        """Keep nothing any more, since there is no room for it. Returns whether anything was kept."""
         self._given_up = True
         held = [path for path in (*self._names, self._spare) if path.exists()]
         for path in held:
@@ -153,16 +160,16 @@ class ReplicaSlots:
         return bool(held)
 
     def find_replicas(self) -> list[CompleteSlot]:
-        """The states of other nodes' workers that can be restored from here."""
+        """Return the states of other nodes' workers that can be restored from here."""
         return self._folder.find_replicas()
 
     def drop_newer_than(self, version: StateVersion) -> None:
-        """The world went on from this state: forget newer ones, so that what is kept next overwrites those."""
+        """Invalidate kept states newer than that which the world went on from: what is kept next overwrites them."""
         found = self.slots.find_complete()
         older = [slot for slot in found if slot.header.version <= version]
         if older and len(older) < len(found):
             self.slots.keep_only_slot(older[0])
 
     def close(self) -> None:
-        """Let go of the memory; the states stay."""
+        """Release the memory; the states stay."""
         self.slots.close()

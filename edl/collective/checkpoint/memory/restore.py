@@ -1,9 +1,9 @@
-"""Restoring from what survived in memory: everybody says what its slots hold, and who lacks something is given it.
+"""Restoring from what survived in memory: all ranks say what their slots hold, and what a rank lacks it is given.
 
-Whoever lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for everybody,
-and the state is in one more place. Only a sharded state in a world of another size is put together on the way. A part
-of a sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else
-from a replica (`edl.collective.checkpoint.memory.replica_slots`).
+A rank that lacks a state gets a copy of another rank's whole slot into its own, so that restoring is local for all, and
+the state is in another place. Only a sharded state in a world of another size is put together on the way. A part of a
+sharded state that is in no rank's own slots any more comes from a rank that held the same shards (HSDP), or else from a
+replica (`edl.collective.checkpoint.memory.replica_slots`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What was restored: the last finished step, and how many ranks saved it."""
+    """What was restored.
+
+    Attributes:
+        step: the last finished step.
+        world: how many ranks saved it.
+    """
 
     step: int
     world: int
@@ -42,14 +47,14 @@ class RestoredState:
 
 @dataclass(frozen=True)
 class _LocalSlots:
-    """What this rank finds in its host's memory: in its own slots, in those for what is kept, and replicas."""
+    """What this rank finds in its host's memory: in its own slots, kept states included, and replicas."""
 
     own: list[CompleteSlot]
     replicas: list[CompleteSlot]
 
-    def find(self, choice: RestorePlan, part: int) -> CompleteSlot | None:
-        """The slot with that part, preferably one of this rank's own."""
-        return next((slot for slot in (*self.own, *self.replicas) if choice.matches_slot(slot.header, part)), None)
+    def find_slot(self, plan: RestorePlan, part: int) -> CompleteSlot | None:
+        """Return the slot with a part, preferably one of this rank's own."""
+        return next((slot for slot in (*self.own, *self.replicas) if plan.matches_slot(slot.header, part)), None)
 
 
 def restore_from_memory(
@@ -64,8 +69,11 @@ def restore_from_memory(
     """Restore the newest state that is complete in the memory of the group's ranks together. Collective.
 
     Args:
-        keeping: what is kept for replicas, and the replicas of lost nodes' states.
-        stored: says which generation and step is on storage. Asked on all ranks, and only where what is in memory may
+        state: what is restored.
+        slots: this rank's own.
+        group: the process group.
+        replica_slots: what is kept for replicas, and the replicas of lost nodes' states.
+        stored: returns the generation and step on storage. Called on all ranks, and only where what is in memory may
             be older: where some part is left in a replica alone, or where no agent that is here has taken part since
             that state was saved. Others may have gone on from it then, stored what they did, and be gone.
         since: the generation in which this rank's agent began to take part.
@@ -75,30 +83,30 @@ def restore_from_memory(
     """
     held = _look(slots, replica_slots)
     own, replicas, same, first = _offers(held, since, group)
-    choice = choose_state(own, replicas, same)
-    if choice is None:
+    plan = choose_state(own, replicas, same)
+    if plan is None:
         return None
-    inherited = first > choice.generation
-    if stored is not None and (choice.from_replicas or inherited):
+    inherited = first > plan.generation
+    if stored is not None and (plan.from_replicas or inherited):
         there = stored()
-        if there > (choice.generation, choice.step):
-            logger.info("storage has step %d, memory an older state, after step %d", there[1], choice.step)
+        if there > (plan.generation, plan.step):
+            logger.info("storage has step %d, memory an older state, after step %d", there[1], plan.step)
             return None
-    if choice.from_replicas:
-        logger.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", choice.step)
-    if choice.sources:
-        _hand_over(choice, held, slots, group)
-        found = _adopt(choice, choice.parts[rank_of(group)], slots, replica_slots)
-        _load(state, found, local=choice.world == world_of(group) and found.header.rank == rank_of(group))
+    if plan.from_replicas:
+        logger.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", plan.step)
+    if plan.sources:
+        _hand_over(plan, held, slots, group)
+        found = _adopt(plan, plan.parts[rank_of(group)], slots, replica_slots)
+        _load(state, found, local=plan.world == world_of(group) and found.header.rank == rank_of(group))
     else:
-        _put_together(state, choice, held, group)
+        _put_together(state, plan, held, group)
         for pair in _pairs(slots, replica_slots):
             for found in pair.find_complete():
-                if any(choice.matches_slot(found.header, part) for part in range(choice.world)):
+                if any(plan.matches_slot(found.header, part) for part in range(plan.world)):
                     pair.keep_only_slot(found)
     if replica_slots is not None:
-        replica_slots.drop_newer_than((choice.generation, choice.step, choice.world))
-    return RestoredState(choice.step, choice.world)
+        replica_slots.drop_newer_than((plan.generation, plan.step, plan.world))
+    return RestoredState(plan.step, plan.world)
 
 
 def _pairs(slots: SlotPair, replica_slots: ReplicaSlots | None) -> list[SlotPair]:
@@ -114,8 +122,11 @@ def _look(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _LocalSlots:
 def _offers(
     held: _LocalSlots, since: int, group: transfer.Group
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
-    """What each rank has in slots of its own, of which it finds replicas, who held the same shards as those that are
-    offered, and since when any agent has taken part.
+    """Gather what the ranks hold.
+
+    Returns:
+        By rank, the headers in its own slots, and the headers of the replicas that it finds; the ranks that held the
+        same shards as a slot; and the first generation in which an agent that is here took part.
     """
     mine: list[Any] = [
         *([_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
@@ -135,7 +146,7 @@ def _offers(
 
 
 def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
-    """The ranks that held the same shards as a slot; not known in a group of its own, which counts ranks otherwise."""
+    """Return the ranks that held the same shards as a slot; not known in other groups, which count ranks otherwise."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
@@ -144,26 +155,26 @@ def _row(header: SlotHeader) -> list[int | bool]:
     return [header.generation, header.step, header.world, header.rank, False, header.sharded]
 
 
-def _adopt(choice: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
-    """The slot of this rank's own that has its part; a replica on this host is copied into one."""
+def _adopt(plan: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
+    """Return this rank's own slot that has its part; a replica on this host is copied into a slot."""
     for pair in _pairs(slots, replica_slots):
         for found in pair.find_complete():
-            if choice.matches_slot(found.header, part):
+            if plan.matches_slot(found.header, part):
                 pair.keep_only_slot(found)
                 return found
-    replica = _found(_look(slots, replica_slots), choice, part)
+    replica = _found(_look(slots, replica_slots), plan, part)
     copy = _unchanged(replica.copy_contents(), replica)
     _, memory = slots.begin_write(len(copy.data), len(copy.meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
     slots.commit_write(copy.header, len(copy.data), copy.meta)
-    return _adopt(choice, part, slots, replica_slots)
+    return _adopt(plan, part, slots, replica_slots)
 
 
-def _found(held: _LocalSlots, choice: RestorePlan, part: int) -> CompleteSlot:
-    found = held.find(choice, part)
+def _found(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSlot:
+    found = held.find_slot(plan, part)
     if found is None:
         raise ProtocolError(
-            f"the state after step {choice.step} was in memory, and is gone: is another process using it?"
+            f"the state after step {plan.step} was in memory, and is gone: is another process using it?"
         )
     return found
 
@@ -175,12 +186,12 @@ def _load(state: State, found: CompleteSlot, local: bool) -> None:
     loading.finish()
 
 
-def _hand_over(choice: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
-    """Copy slots to those who lack them, one after the other in an order that all ranks know."""
+def _hand_over(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
+    """Copy slots to the ranks that lack them, one after another in an order that all ranks know."""
     rank = rank_of(group)
-    wanted = [(dst, src) for dst, src in enumerate(choice.sources) if dst != src]
-    taking = choice.sources[rank] != rank
-    giving = {dst: _found(held, choice, choice.parts[dst]) for dst, src in wanted if src == rank}
+    wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
+    taking = plan.sources[rank] != rank
+    giving = {dst: _found(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
     # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
     moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
     kept = {found: _unchanged(found.copy_contents(), found) for found in moving}
@@ -191,12 +202,12 @@ def _hand_over(choice: RestorePlan, held: _LocalSlots, slots: SlotPair, group: t
             data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
             transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
-            logger.info("taking the state after step %d from rank %d", choice.step, src)
+            logger.info("taking the state after step %d from rank %d", plan.step, src)
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
 def _mapped(found: CompleteSlot) -> torch.Tensor:
-    """A slot's data as uint8 [nbytes], where it is."""
+    """Return a slot's data as uint8 [nbytes], where it is."""
     if not found.data_nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(found.map_file(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
@@ -207,18 +218,22 @@ def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
 
 
 def _unchanged(read: T | None, found: CompleteSlot) -> T:
-    """What was read of a slot, which nobody but this process should write."""
+    """Return what was read of a slot, which no other process should write.
+
+    Raises:
+        ProtocolError: another process wrote it.
+    """
     if read is None:
         raise ProtocolError(f"{found.path} was overwritten while it was read: is another process using it?")
     return read
 
 
-def _put_together(state: State, choice: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
-    """Show every part of a sharded state to all ranks, each of which takes what it now holds."""
+def _put_together(state: State, plan: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
+    """Broadcast every part of a sharded state; a rank takes what it now holds."""
     loading, seen = None, set()
-    offered = [(part, holder) for part, holder in enumerate(choice.holders) if holder >= 0]
+    offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
-        copy = _give(held, choice, part) if holder == rank_of(group) else None
+        copy = _give(held, plan, part) if holder == rank_of(group) else None
         src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
@@ -238,6 +253,6 @@ def _put_together(state: State, choice: RestorePlan, held: _LocalSlots, group: t
     loading.finish()
 
 
-def _give(held: _LocalSlots, choice: RestorePlan, part: int) -> SlotCopy:
-    found = _found(held, choice, part)
+def _give(held: _LocalSlots, plan: RestorePlan, part: int) -> SlotCopy:
+    found = _found(held, plan, part)
     return _unchanged(found.copy_contents(), found)

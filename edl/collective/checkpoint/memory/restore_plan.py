@@ -1,10 +1,10 @@
-"""Which of the states that survived in memory a new world goes on from, and who gives it to whom: pure.
+"""Which of the states that survived in memory a new world goes on from, and which rank gives it to which: pure.
 
-A generation that was formed later counts before one that got further: what a world did that others had given up on
-does not come back.
+A generation that was formed later counts before a generation that got further: what a world did that others had given
+up on does not come back.
 
 Where tensors are sharded within groups of ranks and the same from group to group (HSDP), several ranks hold the same
-shards. Each says so in what it saves, so that one of them is enough.
+shards. They say so in what they save, so that any of them is enough.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edl.collective.checkpoint.memory.slots import SlotHeader, StateVersion
 __all__ = ["RestorePlan", "ShardHolders", "choose_state"]
 
 ShardHolders = Mapping[SlotHeader, Collection[int]]
-"""For a part of a sharded state, the ranks each of which held the same shards."""
+"""For a part of a sharded state, the ranks that held the same shards."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class RestorePlan:
 
     Attributes:
         generation, step, world: which state; `world` is how many ranks saved it.
-        holders: for each rank of that world, the present rank whose slot has its part; -1 where nobody needs it, as
+        holders: by rank of that world, the present rank whose slot has its part; -1 where the part is not needed, as
             another rank of that world held the same.
-        sources: for each present rank, the one whose slot it takes its state from: its own if it has it. Empty if the
+        sources: by present rank, the rank from whose slot it takes its state: its own if it has it. Empty if the
             parts must be put together anew, because the state is sharded and the world had another size.
-        parts: for each present rank, of which rank of that world the slot is that it takes.
-        from_replicas: whether some part is in nobody's own slots any more, but in a replica, which may be an old one.
+        parts: by present rank, of which rank of that world the slot is that it takes.
+        from_replicas: whether some part is in no rank's own slots any more, but in a replica, which may be an old one.
     """
 
     generation: int
@@ -43,7 +43,7 @@ class RestorePlan:
     from_replicas: bool = False
 
     def matches_slot(self, header: SlotHeader, part: int) -> bool:
-        """Whether a slot holds rank `part`'s share of this state."""
+        """Return whether a slot holds rank `part`'s share of this state."""
         return (header.generation, header.step, header.world, header.rank) == (
             self.generation,
             self.step,
@@ -57,14 +57,17 @@ def choose_state(
     replicas: Sequence[Sequence[SlotHeader]] = (),
     same: ShardHolders | None = None,
 ) -> RestorePlan | None:
-    """The newest state of which every part that is needed is in somebody's memory.
+    """Choose the newest state of which every part that is needed is in some rank's memory.
 
     Args:
-        offers: what is in the slots of each present rank.
-        replicas: of which lost ranks' slots each present rank finds a replica on its host. They count for sharded
-            states, where nobody has the part in slots of its own.
-        same: which ranks held the same shards as the one that saved a part. One that is offered is as good as another,
-            and better than a replica, which costs the same and has to be asked storage about.
+        offers: by present rank, what is in its slots.
+        replicas: by present rank, of which lost ranks' slots it finds a replica on its host. They count for sharded
+            states, where no rank has the part in slots of its own.
+        same: which ranks held the same shards as the rank that saved a part. Any of them that is offered will do, and
+            better than a replica, which costs the same and has to be compared with storage.
+
+    Returns:
+        The plan; None if there is no such state.
     """
     held = _by_state(offers)
     copied = _by_state([[header for header in headers if header.sharded] for headers in replicas])
@@ -85,11 +88,11 @@ def choose_state(
 def _entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
-    """Return the newest state of which every rank has its own part, if the same world can go on from one.
+    """Return the newest state of which every rank has its own part, if the same world can go on from such a state.
 
     A rank that died before it had saved what others have would get another's: its random numbers would begin anew. So
-    the save before, which all have, counts more: nobody can have saved more than once since, or it were gone.
-    Where none has all parts, as a host was lost, it is the newest.
+    the save before, which all have, counts more: no rank can have saved more than once since, or it were gone.
+    Where no state has all parts, as a host was lost, it is the newest.
     """
     for state in sorted(held, reverse=True):
         if state[2] == size == newest[2] == len(held[state]):
@@ -98,7 +101,7 @@ def _entire(
 
 
 def _stand_ins(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
-    """For each part that nobody offers, one that is offered and has the same shards; who stands in takes turns."""
+    """Return, for parts that no rank offers, a part that is offered and has the same shards; these take turns."""
     alike: dict[int, list[int]] = {}
     for header, ranks in sorted(same.items()):
         if header.version == state and header.rank in parts:
@@ -109,7 +112,7 @@ def _stand_ins(state: StateVersion, parts: Mapping[int, object], same: ShardHold
 
 
 def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
-    """State -> rank that saved a part of it -> present ranks that offer that part."""
+    """Return, by state and by the rank that saved a part of it, the present ranks that offer that part."""
     held: dict[StateVersion, dict[int, list[int]]] = {}
     for rank, headers in enumerate(offers):
         for header in headers:
@@ -118,7 +121,7 @@ def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict
 
 
 def _replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
-    """Everybody takes what it has, or else its rank's, or else anybody's, with those who give taking turns."""
+    """Plan that a rank takes what it has, or else its rank's, or else any rank's; the ranks that give take turns."""
     lock_private_slots = {rank: part for part, ranks in parts.items() for rank in ranks}
     givers = sorted(lock_private_slots)
     sources, taken, turn = [], [], 0
@@ -139,7 +142,7 @@ def _replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> 
 
 
 def _sharded(state: StateVersion, parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int) -> RestorePlan:
-    """Each takes its rank's part or one with the same shards; in a world of another size all are shown to all."""
+    """Plan that a rank takes its own part or a part with the same shards; another world puts the parts together."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:

@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 HEADER_NBYTES: Final = 4096
-"""Where the tensors' bytes begin."""
-SEQUENCE_AT: Final = 8
-SEQUENCE_NBYTES: Final = 8
+"""Where the tensors' bytes begin: at a page of memory, so that they are aligned for any type."""
+SEQUENCE_AT: Final = 8  # behind the magic bytes
+SEQUENCE_NBYTES: Final = 8  # a processor's word, which is stored at once
 
 _MAGIC: Final = b"EDLSLOT1"
 _FIELDS: Final = struct.Struct("=qqqqqqQQI")
 _FIELDS_AT: Final = SEQUENCE_AT + SEQUENCE_NBYTES
 _CRC_AT: Final = _FIELDS_AT + _FIELDS.size
 _END: Final = _CRC_AT + 4
-_ALIGN: Final = 64
+_ALIGN: Final = 64  # a cache line, so that metadata shares none with tensors
 
 StateVersion = tuple[int, int, int]
 """Generation, step and world of a state, which sort from old to new: the same on all ranks that saved it."""
@@ -69,7 +69,15 @@ class SlotHeader:
 
 @dataclass(frozen=True)
 class SlotPage:
-    """What the header of a complete slot says."""
+    """What the first page of a complete slot says.
+
+    Attributes:
+        header: which state the slot holds.
+        sequence: the sequence number, which grows with every save.
+        data_nbytes: bytes of tensors.
+        meta_nbytes: bytes of metadata.
+        meta_crc: CRC32 of the metadata.
+    """
 
     header: SlotHeader
     sequence: int
@@ -89,12 +97,12 @@ class SlotPage:
 
 
 def meta_offset(data_nbytes: int) -> int:
-    """Where the metadata begins behind so many bytes of tensors."""
+    """Return where the metadata begins behind so many bytes of tensors."""
     return -(-(HEADER_NBYTES + data_nbytes) // _ALIGN) * _ALIGN
 
 
 def decode_page(page: bytes) -> SlotPage | None:
-    """What a file that begins with `page` says, None where the slot is not complete."""
+    """Read the first page of a slot's file. Returns None where the slot is not complete."""
     if len(page) < _END or page[:SEQUENCE_AT] != _MAGIC:
         return None
     sequence = int.from_bytes(page[SEQUENCE_AT:_FIELDS_AT], "little")
@@ -120,12 +128,12 @@ def write_page(memory: mmap.mmap, page: SlotPage) -> None:
 
 
 def get_sequence(memory: mmap.mmap) -> int:
-    """The sequence number: odd while the slot is written, even when it is complete."""
+    """Return the sequence number: odd while the slot is written, even when it is complete."""
     return int.from_bytes(memory[SEQUENCE_AT:_FIELDS_AT], "little")
 
 
 def set_sequence(memory: mmap.mmap, sequence: int) -> None:
-    """Say that the slot is being written, or that it is complete."""
+    """Store the sequence number: odd says that the slot is being written, even that it is complete."""
     memory[SEQUENCE_AT:_FIELDS_AT] = sequence.to_bytes(SEQUENCE_NBYTES, "little")
 
 

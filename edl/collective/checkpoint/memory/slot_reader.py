@@ -40,12 +40,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class CompleteSlot(SlotPage):
-    """A slot that was complete when looked at."""
+    """A slot that was complete when it was found.
+
+    Attributes:
+        path: the slot's file.
+    """
 
     path: Path
 
     def map_file(self) -> mmap.mmap:
-        """The file, mapped so that writing to the mapping changes nobody's bytes.
+        """Map the file so that writing to the mapping does not change the file.
 
         Raises:
             OSError: it is gone.
@@ -54,7 +58,7 @@ class CompleteSlot(SlotPage):
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
     def read_metadata(self) -> bytes | None:
-        """The metadata, or None where the slot was overwritten since."""
+        """Return the metadata, or None where the slot was overwritten since."""
         try:
             with self.path.open("rb", buffering=0) as file:
                 meta = os.pread(file.fileno(), self.meta_nbytes, self.meta_offset)
@@ -63,7 +67,7 @@ class CompleteSlot(SlotPage):
         return meta if zlib.crc32(meta) == self.meta_crc and len(meta) == self.meta_nbytes else None
 
     def copy_contents(self) -> SlotCopy | None:
-        """The slot's contents as they were when it was found, or None where it was overwritten since."""
+        """Copy the contents as they were when the slot was found; None where it was overwritten since."""
         meta = self.read_metadata()
         if meta is None:
             return None
@@ -77,7 +81,7 @@ class CompleteSlot(SlotPage):
         return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
     def pin_file(self, name: Path) -> SlotCopy | None:
-        """Give the slot's file a second name, and map it: from then on nobody writes to it (see `SlotPair.begin`).
+        """Give the slot's file a second name, and map it: from then on it is not written to (`begin_write`).
 
         The memory is held until that name is removed and the mapping is gone.
 
@@ -101,7 +105,13 @@ class CompleteSlot(SlotPage):
 
 @dataclass(frozen=True)
 class SlotCopy:
-    """A slot's contents in memory that nobody else writes to."""
+    """A slot's contents in memory that no other process writes to.
+
+    Attributes:
+        header: which state it is.
+        meta: the metadata.
+        data: the bytes of the tensors.
+    """
 
     header: SlotHeader
     meta: bytes
@@ -109,43 +119,43 @@ class SlotCopy:
 
 
 def slot_paths(prefix: Path) -> tuple[Path, Path]:
-    """The files of one worker's slots."""
+    """Return the files of a worker's slots."""
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
 
 
 def kept_prefix(prefix: Path) -> Path:
-    """The prefix of the second names of what is kept for replicas, beside the usual slots' `prefix`."""
+    """Return the prefix of the second names of what is kept for replicas, beside the usual slots' `prefix`."""
     return prefix.with_name(prefix.name + "-kept")
 
 
 def marked_path(prefix: Path) -> Path:
-    """The second name of the slot that the worker wants on storage."""
+    """Return the second name of the slot that the worker wants on storage."""
     return prefix.with_name(prefix.name + ".marked")
 
 
 def storing_path(prefix: Path) -> Path:
-    """The second name of the slot that is just being stored."""
+    """Return the second name of the slot that is just being stored."""
     return prefix.with_name(prefix.name + ".storing")
 
 
 def spare_path(prefix: Path) -> Path:
-    """Memory that no state needs any more, for the next slot that must not be written to."""
+    """Return the name of memory that no state needs any more, for the next slot that must not be written to."""
     return prefix.with_name(prefix.name + ".spare")
 
 
 def slot_files(prefix: Path) -> tuple[Path, ...]:
-    """All names that the files of one worker's slots may have."""
+    """Return all names that the files of a worker's slots may have."""
     return (*slot_paths(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
 
 
 def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
-    """The state that one worker wants on storage, if there is one; it stays as it is until it is stored."""
+    """Return the slot that a worker wants on storage, if there is any; it stays as it is until it is stored."""
     found = read_slot(marked_path(prefix))
     return [found] if found is not None else []
 
 
 def find_slots(prefix: Path) -> list[CompleteSlot]:
-    """The complete slots of one worker, newest first. Torn ones and missing ones are left out.
+    """Return the complete slots of a worker, newest first, without torn and missing slots.
 
     Args:
         prefix: what `EDL_SLOTS` says; the files end in `.0` and `.1`.
@@ -155,12 +165,12 @@ def find_slots(prefix: Path) -> list[CompleteSlot]:
 
 
 def slot_nbytes(prefix: Path) -> int:
-    """How large the larger of one worker's slots is, 0 where there is none."""
+    """Return the bytes of the larger of a worker's slots, 0 where there is none."""
     return max((path.stat().st_size for path in slot_paths(prefix) if path.exists()), default=0)
 
 
 def read_slot(path: Path) -> CompleteSlot | None:
-    """The slot in `path` if it is complete."""
+    """Return the slot in `path` if it is complete."""
     try:
         with path.open("rb", buffering=0) as file:
             page = file.read(HEADER_NBYTES)
@@ -172,7 +182,7 @@ def read_slot(path: Path) -> CompleteSlot | None:
 
 
 def read_sequence(path: Path) -> int:
-    """The sequence number that stands in `path`, whatever it means; 0 where there is none."""
+    """Return the sequence number that stands in `path`, whatever it means; 0 where there is none."""
     try:
         with path.open("rb", buffering=0) as file:
             return int.from_bytes(os.pread(file.fileno(), SEQUENCE_NBYTES, SEQUENCE_AT), "little")

@@ -7,16 +7,20 @@ the slot that does not hold the newest complete state::
 
 so that a worker killed at any instant leaves one slot complete. A slot whose file has a second name (a hard link) is
 not written to: who gave it that name is reading it, or will. Its first name goes to another file then: to the spare
-one, if there is any, whose pages are there already. The worker itself marks so what it wants on storage, or that would
-be overwritten before anybody came to look, and what is kept for a replica (`replica_slots`).
+file, if there is any, whose pages are there already. The worker itself marks so what it wants on storage, or that would
+be overwritten before the agent came to look, and what is kept for a replica (`replica_slots`).
 
-The stores of a killed process are all in memory, in
-the order in which it made them; that is why the sequence number says whether the tensors are complete, and why their
-bytes need no checksum here, which at a gigabyte a second would cost far more than the copy. The header and the
-metadata have one each. Tensors get theirs when they leave memory (`edl.collective.checkpoint.storage.writer`).
+The stores of a killed process are all in memory, in the order in which it made them; that is why the sequence number
+says whether the tensors are complete, and why their bytes need no checksum here, which at a gigabyte a second would
+cost far more than the copy. The header and the metadata have checksums. Tensors get theirs when they leave memory
+(`edl.collective.checkpoint.storage.writer`).
 
-This module writes slots, and is the one to import; `reader` finds and copies them, `slot_header` is their format,
-`private_slots` is about those that no agent keeps. None of them knows of torch.
+Where there is no agent, a process makes slots for itself: they go with it, or, if it is killed, with the next. That
+process knows them by a lock that their owner holds on a file beside them: process ids say nothing across containers
+that share `/dev/shm`.
+
+This module writes slots, and is what others import; `slot_reader` finds and copies them, `slot_header` is their format.
+None of them knows of torch.
 """
 
 from __future__ import annotations
@@ -27,13 +31,14 @@ import fcntl
 import mmap
 import os
 import secrets
-import threading
 import weakref
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from edl.background import start_call
 from edl.collective.checkpoint.memory.slot_header import (
     HEADER_NBYTES,
     SEQUENCE_AT,
@@ -87,9 +92,13 @@ _SPARE_NBYTES: Final = 64 << 10  # the metadata's length varies a little from st
 
 
 def preallocate_slots(prefix: Path, nbytes: int) -> None:
-    """Give both slots of a worker that is still to come their memory, so that nobody has to wait for it then.
+    """Give both slots of a worker that is still to come their memory, so that no rank has to wait for it then.
 
     Where there is not enough, the worker will say so.
+
+    Args:
+        prefix: of the worker's slots.
+        nbytes: of a slot.
     """
     for path in slot_paths(prefix):
         with contextlib.suppress(OSError):
@@ -101,15 +110,15 @@ def preallocate_slots(prefix: Path, nbytes: int) -> None:
 
 
 class SlotPair:
-    """A worker's two slots, for writing. One thread at a time."""
+    """A worker's two slots, for writing. A single thread at a time.
+
+    Args:
+        prefix: of the files `prefix`.0 and .1, which are made when first needed.
+        private: remove them when this object is closed or the process exits, and hold a lock on `prefix`.lock until
+            then. Processes that are forked meanwhile hold it as well, for as long as they live.
+    """
 
     def __init__(self, prefix: Path, *, private: bool = False) -> None:
-        """Use the files `prefix`.0 and .1, which are made when first needed.
-
-        Args:
-            private: remove them when this object is closed or the process exits, and hold a lock on `prefix`.lock until
-                then. Processes that are forked meanwhile hold it as well, for as long as they live.
-        """
         self.prefix = prefix
         self._paths = slot_paths(prefix)
         self._maps: list[mmap.mmap | None] = [None, None]
@@ -120,12 +129,12 @@ class SlotPair:
 
     @classmethod
     def from_env(cls) -> SlotPair:
-        """The slots named by `EDL_SLOTS`, or private ones where there is no agent."""
+        """Return the slots named by `EDL_SLOTS`, or private slots where there is no agent."""
         prefix = read("EDL_SLOTS", Path)
         return cls(prefix) if prefix is not None else cls(new_private_prefix(), private=True)
 
     def find_complete(self) -> list[CompleteSlot]:
-        """The complete ones, newest first."""
+        """Return the complete slots, newest first."""
         return find_slots(self.prefix)
 
     def begin_write(self, data_nbytes: int, meta_nbytes: int, *, hurry: bool = False) -> tuple[int, mmap.mmap]:
@@ -135,7 +144,9 @@ class SlotPair:
         pays for the pages.
 
         Args:
-            hurry: somebody waits: the slot that is not written now gets its memory in the background.
+            data_nbytes: bytes of tensors.
+            meta_nbytes: bytes of metadata.
+            hurry: another rank waits: the slot that is not written now gets its memory in the background.
 
         Returns:
             The slot's number, and the mapping: tensors go at `HEADER_NBYTES`. It is the same mapping as the last time
@@ -163,7 +174,16 @@ class SlotPair:
         return number, memory
 
     def commit_write(self, header: SlotHeader, data_nbytes: int, meta: bytes) -> None:
-        """The tensors are in place: add the metadata, and make the slot the newest complete one."""
+        """Add the metadata, now that the tensors are in place, and make the slot the newest complete one.
+
+        Args:
+            header: which state it is.
+            data_nbytes: bytes of tensors.
+            meta: the metadata.
+
+        Raises:
+            ClosedError: `begin_write` was not called.
+        """
         if self._writing is None:
             raise ClosedError("commit() without begin()")
         memory, path = self._maps[self._writing], self._paths[self._writing]
@@ -181,7 +201,7 @@ class SlotPair:
         return marked_path(self.prefix).exists()
 
     def remove_mark(self) -> None:
-        """Let go of what was marked for storage: the ranks of a world that is over need not have marked the same."""
+        """Unmark what was marked for storage: the ranks of a world that is over need not have marked the same."""
         marked_path(self.prefix).unlink(missing_ok=True)
 
     def invalidate_newest(self) -> None:
@@ -198,7 +218,7 @@ class SlotPair:
             _spoil(found)
 
     def close(self) -> None:
-        """Let go of the memory; private slots are removed."""
+        """Release the memory; private slots are removed."""
         self._closed = True
         self._maps = [None, None]
         self._by_inode.clear()
@@ -206,7 +226,7 @@ class SlotPair:
             self._remove()
 
     def _mark(self, path: Path) -> None:
-        """Give a slot the name by which it is found that wants to be stored; what had that name is not waited for."""
+        """Give a slot the name by which the persister finds it; what had that name before is not waited for."""
         marked = marked_path(self.prefix)
         new = marked.with_name(marked.name + ".new")
         new.unlink(missing_ok=True)
@@ -214,7 +234,7 @@ class SlotPair:
         new.replace(marked)
 
     def _leave_pinned(self, number: int) -> None:
-        """Have a new file for a slot whose file has a second name."""
+        """Make a new file for a slot whose file has a second name."""
         path = self._paths[number]
         try:
             pinned = path.stat().st_nlink > 1
@@ -228,7 +248,7 @@ class SlotPair:
             self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """Let go of mappings of files that have no name here any more: they would hold the memory."""
+        """Drop mappings of files that have no name here any more: they would hold the memory."""
         left = set()
         for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
             with contextlib.suppress(FileNotFoundError):
@@ -236,11 +256,11 @@ class SlotPair:
         self._by_inode = {inode: memory for inode, memory in self._by_inode.items() if inode in left}
 
     def newest_slot(self) -> CompleteSlot | None:
-        """The complete slot that was written last."""
+        """Return the complete slot that was written last."""
         return max((slot for slot in map(read_slot, self._paths) if slot), key=lambda slot: slot.sequence, default=None)
 
     def _room(self, number: int, nbytes: int) -> mmap.mmap:
-        """The mapping of a slot with at least `nbytes`, its pages in place."""
+        """Return the mapping of a slot with at least `nbytes`, its pages in place."""
         memory = self._maps[number]
         if memory is not None and len(memory) >= nbytes:
             return memory
@@ -278,7 +298,7 @@ class SlotPair:
                 os.posix_fallocate(file, 0, _whole_pages(nbytes))
             os.close(file)
 
-        threading.Thread(target=allocate, args=(self._open(number),), name="edl-room", daemon=True).start()
+        start_call("edl-slot-memory", partial(allocate, self._open(number)))
 
     def _open(self, number: int) -> int:
         return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -293,36 +313,41 @@ def _spoil(found: CompleteSlot) -> None:
         os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)
 
 
-# Slots that a process makes for itself where there is no agent.
 _SHM_FOLDER: Final = Path("/dev/shm")
 _PRIVATE: Final = "edl-slots-"
 _LOCK: Final = ".lock"
 
 
 def new_private_prefix() -> Path:
-    """For slots of this process. What killed ones left behind is removed."""
+    """Return a prefix for slots of this process, and remove what killed processes left behind."""
     _remove_orphans()
     return _SHM_FOLDER / f"{_PRIVATE}{os.getpid()}-{secrets.token_hex(6)}"
 
 
 def lock_private_slots(owner: object, prefix: Path) -> Callable[[], object]:
-    """Hold a lock on `prefix`.lock. The slots are removed when what is returned is called, the owner is collected, or
-    the process exits.
+    """Hold a lock on `prefix`.lock until the owner is collected or the process exits, and remove the slots then.
 
     Processes that are forked meanwhile hold the lock as well, for as long as they live.
+
+    Args:
+        owner: of the slots.
+        prefix: of the slots.
+
+    Returns:
+        Removes the slots and releases the lock when it is called.
     """
     return weakref.finalize(owner, _remove_slots, slot_files(prefix), *_open_lock(prefix), os.getpid())
 
 
 def _open_lock(prefix: Path) -> tuple[Path, int]:
-    """The lock file of private slots, and its descriptor, by which this process holds the lock."""
+    """Return the lock file of private slots, and its descriptor, by which this process holds the lock."""
     path = prefix.with_name(prefix.name + _LOCK)
     while True:
         file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return path, file
-        os.close(file)  # somebody swept between these two lines
+        os.close(file)  # another process removed it between these two lines
 
 
 def _remove_slots(paths: tuple[Path, ...], lock: Path, file: int, owner: int) -> None:
@@ -333,9 +358,9 @@ def _remove_slots(paths: tuple[Path, ...], lock: Path, file: int, owner: int) ->
 
 
 def _remove_orphans() -> None:
-    """Remove what killed processes of this user left behind, the lock last: what has none is nobody's to judge."""
+    """Remove what killed processes of this user left behind, the lock last: slots without a lock may be in use."""
     for lock in _SHM_FOLDER.glob(f"{_PRIVATE}*{_LOCK}"):
-        with contextlib.suppress(OSError):  # somebody else's, or held, or just removed
+        with contextlib.suppress(OSError):  # another user's, or held, or just removed
             file = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,8 @@
 """State from rank to rank over a process group: bytes and tensors, never pickled objects.
 
 Every function here is collective: the ranks that it names must all call it, in the same order. How long it may wait is
-the process group's timeout; a broken group raises what torch raises.
+the process group's timeout; a broken group raises what torch raises. `group` is the process group, None for the default
+group. Ranks are global.
 """
 
 from __future__ import annotations
@@ -33,17 +34,19 @@ __all__ = [
 
 Group = dist.ProcessGroup | None
 _CHUNK_NBYTES = 32 << 20
+"""Bytes of a message: enough to keep any network busy, and little beside the state where a GPU holds them meanwhile."""
 
 
 def broadcast_state(state: State, src: int, group: Group = None) -> None:
     """Give every rank of `group` the live state of rank `src`, where its tensors are.
 
-    What belongs to one rank alone (`local` fields, random number generators) stays everyone's own. If it fails, the
-    states of the others are neither the old nor the new one, and must be restored from elsewhere.
+    What belongs to a rank alone (`local` fields, random number generators) stays the rank's own. If it fails, the
+    states of the others are neither the old nor the new state, and must be restored from elsewhere.
 
     Args:
         state: with the same fields on all ranks.
         src: the global rank that has it.
+        group: the process group.
 
     Raises:
         SettingsError: the state is sharded (no rank has it all), or does not fit into this rank's.
@@ -84,7 +87,7 @@ def broadcast_tensor(tensor: torch.Tensor, src: int, group: Group = None) -> Non
 
 
 def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
-    """Rank `src`'s `data`, on every rank."""
+    """Return rank `src`'s `data`, on every rank."""
     if not dist.is_initialized():
         return data
     length = torch.tensor([len(data)], device=_device(group))
@@ -95,7 +98,7 @@ def broadcast_bytes(data: bytes, src: int, group: Group = None) -> bytes:
 
 
 def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """Everyone's `data`, by rank in the group."""
+    """Return the `data` of all ranks, by rank in the group."""
     device, size = _device(group), dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(data)], device=device), group)
@@ -107,22 +110,26 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
 
 
 def agree_on_most(values: Sequence[int], group: Group = None) -> list[int]:
-    """The largest of all ranks' values, one by one."""
+    """Return the largest of all ranks' values, element by element."""
     moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
     dist.all_reduce(moved, dist.ReduceOp.MAX, group)
     return [int(value) for value in moved.tolist()]
 
 
 def global_rank(rank: int, group: Group = None) -> int:
-    """The global rank of a rank of the group, which is what these functions want."""
+    """Return the global rank of a rank of the group, which is what these functions want."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def send_slot(header: SlotHeader, meta: bytes, data: torch.Tensor, dst: int, group: Group = None) -> None:
-    """Send a slot's contents to the global rank `dst`, which calls `receive_slot`.
+    """Send a slot's contents to another rank, which calls `receive_slot`.
 
     Args:
+        header: of the slot.
+        meta: its metadata.
         data: uint8 [nbytes], on the CPU.
+        dst: the global rank that receives it.
+        group: the process group.
     """
     head = to_json([header.generation, header.step, header.world, header.rank, header.sharded, data.numel()])
     for part in (_tensor_of(head), _tensor_of(meta)):
@@ -142,7 +149,7 @@ def receive_slot(slots: SlotPair, src: int, group: Group = None) -> None:
 
 
 def slot_bytes(memory: mmap.mmap, nbytes: int) -> torch.Tensor:
-    """The data of a slot as uint8 [nbytes], sharing its memory."""
+    """Return the data of a slot as uint8 [nbytes], sharing its memory."""
     return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_NBYTES, count=nbytes)
 
 
@@ -174,7 +181,7 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 
 
 def _device(group: Group) -> torch.device:
-    """Where tensors must be for this group to send them."""
+    """Return the device on which tensors must be for this group to send them."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -2,7 +2,7 @@
 
 What only an optimizer's step changes, its parameters and their moments, keeps still during the next forward and
 backward pass, so where it is in the CPU's memory it can be copied beside them, and the next step of any optimizer waits
-for what is left (the idea of CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write` returns:
+for what is left (the idea of CheckFreq, Mohan et al., FAST'21). Everything else is copied before `write_state` returns:
 buffers, which a forward pass may change, whatever else is in the state, and what belongs to an optimizer that has not
 passed here since the last save (a compiled step does not).
 
@@ -40,35 +40,37 @@ __all__ = ["SlotWriter"]
 logger = logging.getLogger(__name__)
 
 _SAMPLED_EACH_NBYTES: Final = 256 << 10
+"""A sample is taken of every so many bytes: 4,000 cache lines a gigabyte, which is a thousandth of the copy."""
 _SAMPLE_NBYTES: Final = 64
+"""Bytes of a sample: a cache line, which costs what a byte of it costs."""
 _WORTH_NBYTES: Final = 4 << 20
 """Less is copied at once: a thread would cost as much."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """Tensors that have to keep still: how often torch had written to each, and samples of their bytes."""
+    """Tensors that have to keep still: how often torch had written to them, and samples of their bytes."""
 
     tensors: list[torch.Tensor]
     versions: list[int]
     samples: list[bytes]
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor]) -> _Watched:
+    def of_tensors(cls, tensors: list[torch.Tensor]) -> _Watched:
         return cls(tensors, [tensor._version for tensor in tensors], [_sample(tensor) for tensor in tensors])
 
-    def still(self) -> bool:
-        """Whether nobody has written to them, as far as can be told."""
+    def are_unchanged(self) -> bool:
+        """Return whether the tensors were not written to, as far as can be told."""
         counts = (tensor._version == version for tensor, version in zip(self.tensors, self.versions, strict=True))
-        return all(counts) and self.same_as(self.tensors)
+        return all(counts) and self.match_samples(self.tensors)
 
-    def same_as(self, others: list[torch.Tensor]) -> bool:
-        """Whether `others` have the sampled bytes."""
+    def match_samples(self, others: list[torch.Tensor]) -> bool:
+        """Return whether `others` have the sampled bytes."""
         return all(_sample(other) == sample for other, sample in zip(others, self.samples, strict=True))
 
 
 def _sample(tensor: torch.Tensor) -> bytes:
-    """A few bytes from each part of a contiguous tensor."""
+    """Return a few bytes from every part of a contiguous tensor."""
     data = tensor.reshape(-1).view(torch.uint8).numpy()
     whole = len(data) // _SAMPLED_EACH_NBYTES * _SAMPLED_EACH_NBYTES
     parts: bytes = data[:whole].reshape(-1, _SAMPLED_EACH_NBYTES)[:, :_SAMPLE_NBYTES].tobytes()
@@ -76,17 +78,16 @@ def _sample(tensor: torch.Tensor) -> bytes:
 
 
 class SlotWriter:
-    """Copies states into slots. Optimizers may step in other threads than the one that saves."""
+    """Copies states into slots. Optimizers may step in other threads than that which saves.
+
+    Args:
+        overlap: copy beside the next forward and backward pass what may be copied then.
+        waiting: is entered while an optimizer's step waits for the rest.
+    """
 
     def __init__(
         self, *, overlap: bool = False, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """A writer.
-
-        Args:
-            overlap: copy beside the next forward and backward pass what may be copied then.
-            waiting: entered while an optimizer's step waits for the rest.
-        """
         self._overlap = overlap
         self._waiting = waiting
         self._turn = threading.RLock()
@@ -97,7 +98,7 @@ class SlotWriter:
         self._complete = False
         self._retract: Callable[[], object] = lambda: None
         self._passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        hook = register_optimizer_step_pre_hook(_Gate(self))
+        hook = register_optimizer_step_pre_hook(_OptimizerHook(self))
         self._unhook = weakref.finalize(self, hook.remove)
 
     def write_state(
@@ -109,12 +110,14 @@ class SlotWriter:
         *,
         at_once: bool = False,
     ) -> frozenset[int]:
-        """Copy `state` into the older one of two slots.
+        """Copy `state` into the older of two slots.
 
         Args:
-            label: of the state; this writer says whether it is sharded.
+            state: what is saved.
+            slots: where to.
+            header: of the state; this writer says whether it is sharded.
+            then: is called when the state can be restored, with the seconds that this took; in whatever thread.
             at_once: leave nothing for later.
-            then: called when the state can be restored, with the seconds that this took; in whichever thread.
 
         Returns:
             The ranks that hold the same shards as this one, empty if the state is not sharded.
@@ -133,16 +136,17 @@ class SlotWriter:
             later = self._may_wait(state, captured) if known and not at_once else set()
             self._passed.clear()
             now = [number for number in range(len(views)) if number not in later]
-            watched = _Watched.of([captured.tensors[number] for number in sorted(later)])
+            watched = _Watched.of_tensors([captured.tensors[number] for number in sorted(later)])
             copies = [views[number] for number in sorted(later)]
 
             def commit() -> None:
-                if watched.still() and watched.same_as(copies):
+                if watched.are_unchanged() and watched.match_samples(copies):
                     slots.commit_write(replace(header, sharded=bool(captured.holders)), nbytes, captured.meta)
                     self._complete = True
                     then(time.perf_counter() - begin)
 
-            self._complete, self._retract = False, slots.invalidate_newest
+            self._complete = False
+            self._retract = slots.invalidate_newest
             self._copier.copy_tensors([views[number] for number in now], [captured.tensors[number] for number in now])
             if later:
                 self._watched = watched
@@ -161,7 +165,7 @@ class SlotWriter:
                 return self._complete
             with self._waiting() if self._copier.copying else nullcontext():
                 self._copier.finish_copy()
-            if not watched.still():
+            if not watched.are_unchanged():
                 if self._complete:  # while it was copied, or since? torch counts a write when it has been done
                     self._complete = False
                     self._retract()
@@ -173,13 +177,13 @@ class SlotWriter:
             return self._complete
 
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """An optimizer will change what belongs to it."""
+        """Finish the last save, since an optimizer will change what belongs to it."""
         with self._turn:
             self.finish_write()
             self._passed.add(optimizer)
 
     def close(self) -> None:
-        """Finish the last save, and let go of everything."""
+        """Finish the last save, and release everything."""
         try:
             self.finish_write()
         finally:
@@ -188,7 +192,7 @@ class SlotWriter:
             self._copier.close()
 
     def _may_wait(self, state: State, captured: CapturedState) -> set[int]:
-        """The numbers of the tensors that nobody but an optimizer of the state changes."""
+        """Return the numbers of the tensors that only an optimizer of the state changes."""
         if not self._overlap:
             return set()
         kept_still = {
@@ -208,7 +212,7 @@ class SlotWriter:
     def _views_of(
         self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[TensorEntry, ...], nbytes: int
     ) -> tuple[list[torch.Tensor], bool]:
-        """The tensors of a slot, made once for a layout, and whether they were there before."""
+        """Return the tensors of a slot, made once for a layout, and whether they were there before."""
         known = self._views.get(number)
         if known is not None and known[0] is memory and known[1] == entries:
             return known[2], True
@@ -225,7 +229,7 @@ def _tensors_of(optimizer: Optimizer) -> list[Any]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a thread may copy it, and torch counts writes to it."""
+    """Return whether a thread may copy a tensor, and torch counts writes to it."""
     return (
         tensor.device.type == "cpu"
         and tensor.is_contiguous()
@@ -237,8 +241,8 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _Gate:
-    """What every optimizer of this process calls before its step; it does not keep the writer alive."""
+class _OptimizerHook:
+    """Is called by every optimizer of this process before its step; does not keep the writer alive."""
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = weakref.ref(writer)

@@ -1,4 +1,4 @@
-"""How each kind of field of a `State` is saved and restored: modules, optimizers, objects with a state, plain values.
+"""How the fields of a `State` are saved and restored: modules, optimizers, objects with a state, plain values.
 
 Modules are named without what wraps them (`DistributedDataParallel`, `torch.compile`), and an optimizer's state goes
 by the names of parameters instead of their numbers, so that what one wrapping saved another can load.
@@ -35,7 +35,7 @@ Names = Mapping[int, str]
 
 
 def field_kind(value: Any) -> FieldKind:
-    """Which kind of field this is."""
+    """Return which kind of field a value is."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, torch.optim.Optimizer):
@@ -46,7 +46,7 @@ def field_kind(value: Any) -> FieldKind:
 
 
 def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
-    """The names of all parameters of the modules among `fields`; with the field's own where two have the same."""
+    """Return the names of all parameters of the modules among `fields`; with the field's own where two are alike."""
     names: dict[int, str] = {}
     taken: set[str] = set()
     for field, value in fields:
@@ -59,7 +59,7 @@ def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
 
 
 def field_form(value: Any, names: Names) -> Any:
-    """The field as plain values and tensors."""
+    """Return the field as plain values and tensors."""
     if isinstance(value, nn.Module):
         return dict(unwrapped(value).state_dict())
     if isinstance(value, torch.optim.Optimizer):
@@ -70,7 +70,7 @@ def field_form(value: Any, names: Names) -> Any:
 
 
 def in_place_tensors(field: str, value: Any, taken: Any) -> dict[str, torch.Tensor]:
-    """Which tensors of a field may be overwritten where they are, by their keys in the state.
+    """Return which tensors of a field may be overwritten where they are, by their keys in the state.
 
     A module's parameters and buffers, if what its `state_dict` gives is their memory and not a copy; an optimizer's
     state; a tensor that is the field itself, and parameters in a field of plain values, which an optimizer may know. An
@@ -102,17 +102,26 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def optimizer_parameters(field: str, value: Any, names: Names) -> dict[str, torch.Tensor]:
-    """For an optimizer: the parameters that its state is sharded like, by the state's keys without their last part."""
+    """Return the parameters that an optimizer's state is sharded like, by the state's keys without their last part."""
     if not isinstance(value, torch.optim.Optimizer):
         return {}
     return {f"{field}.state.{name}": parameter for name, parameter in _parameters(value, names)}
 
 
 def load_field(field: str, value: Any, form: Any, names: Names) -> Any:
-    """Put a restored form into a field. Returns what the field is from now on.
+    """Put a restored form into a field.
+
+    Args:
+        field: its name.
+        value: what it is now.
+        form: what `field_form` returned when it was saved.
+        names: of parameters.
+
+    Returns:
+        What the field is from now on.
 
     Raises:
-        SettingsError: it does not fit. The message says what does not.
+        SettingsError: the form does not fit. The message says what does not.
     """
     if isinstance(value, nn.Module):
         _load_module(field, unwrapped(value), form)
@@ -134,7 +143,7 @@ def _load_module(field: str, module: nn.Module, form: Any) -> None:
         isinstance(saved, torch.Tensor) and f"{field}.{key}" in inplace and _same_memory(saved, current[key])
         for key, saved in form.items()
     ):
-        return  # each tensor was filled where it is
+        return  # all tensors were filled where they are
     try:
         module.load_state_dict(form)
     except RuntimeError as exc:
@@ -181,7 +190,7 @@ def _same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[tuple[Any, torch.Tensor]]:
-    """The optimizer's parameters by name, in the order of their numbers; without a name, by number."""
+    """Return the optimizer's parameters by name, in the order of their numbers; without a name, by number."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [(names.get(id(parameter), number), parameter) for number, parameter in enumerate(parameters)]
 
@@ -219,7 +228,7 @@ def _load_optimizer(field: str, optimizer: torch.optim.Optimizer, form: Any, nam
 
 
 def _keep_types(loaded: dict[str, Any], saved: dict[str, Any]) -> None:
-    """torch casts an optimizer's state to the parameter's type; bits that were saved come back as they were."""
+    """Restore the types of an optimizer's state, which torch casts to the parameter's: saved bits come back."""
     for key, tensor in saved.items():
         if isinstance(tensor, torch.Tensor) and loaded[key].dtype != tensor.dtype:
             loaded[key] = tensor.to(loaded[key].device)

@@ -1,4 +1,4 @@
-"""What the metadata of one saved state says: the tree of plain values, and a table of the tensors beside it.
+"""What the metadata of a saved state says: the tree of plain values, and a table of the tensors beside it.
 
 The same metadata stands in a slot, on storage and in a message to another rank. A tensor that is sharded says where
 its part belongs in the whole, so that a world of another size can put the whole together. Pure: no I/O, no torch.
@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 ALIGN: Final = 64
-"""Each tensor begins at a multiple of this many bytes."""
+"""Tensors begin at a multiple of this many bytes: a cache line, and enough for every type."""
 
-_FORMAT: Final = 1
+_FORMAT: Final = 1  # another number refuses states that this version could not read
 
 Scope = Literal["replicated", "shard", "local"]
 
@@ -43,7 +43,7 @@ class ShardLayout:
         names: of the mesh's dimensions, None where they have none.
         mesh_shape: of the mesh.
         ranks: in the mesh, row-major.
-        placements: for each dimension of the mesh nothing for a replica, or the tensor's dimension that is sharded, and
+        placements: by dimension of the mesh, nothing for a replica, or the tensor's dimension that is sharded, and
             where shards are not in the order of ranks, torch's split factor.
     """
 
@@ -55,7 +55,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor, or a rank's part of one.
+    """A tensor, or a rank's part of a sharded tensor.
 
     Attributes:
         key: where it is in the state, with dots: `model.layer.weight`.
@@ -63,10 +63,10 @@ class TensorEntry:
         shape: of this part.
         whole: shape of the whole tensor; the same as `shape` unless it is a shard.
         starts: where in the whole this part begins.
-        scope: the same on all ranks, one rank's part of a whole, or of one rank alone (`local`).
+        scope: the same on all ranks (`replicated`), a rank's part of a whole (`shard`), or a rank's own (`local`).
         offset: where its bytes begin in the data, row-major.
         nbytes: how many.
-        device: the type of the one that it was on.
+        device: the type of device that it was on.
         layout: number of its `ShardLayout` in the metadata, -1 for a tensor that is not sharded.
     """
 
@@ -83,7 +83,7 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """How many elements this part has."""
+        """The number of elements of this part."""
         return math.prod(self.shape)
 
 
@@ -92,13 +92,13 @@ class StateMetadata:
     """Metadata, read.
 
     Attributes:
-        kinds: of each field: `module`, `optimizer`, `object` or `value`.
+        kinds: `module`, `optimizer`, `object` or `value`, by field.
         tree: fields that all ranks share, encoded, by name.
-        local: fields of the one rank, encoded, by name.
+        local: fields of the rank alone, encoded, by name.
         entries: the tensors, by the numbers that the encoded fields use.
-        layouts: of those that are sharded.
-        holders: the ranks, as torch counts them in all, each of which holds the same shards as the one that saved this.
-        per_rank: of the fields of the one rank those that must not be lost, such as a place in a stream.
+        layouts: of sharded tensors.
+        holders: the global ranks that hold the same shards as the rank that saved this.
+        per_rank: fields of the rank alone that must not be lost, such as a place in a stream.
     """
 
     kinds: dict[str, str]
@@ -121,7 +121,7 @@ class StateMetadata:
 
 
 def tensor_offsets(sizes: Sequence[int]) -> list[int]:
-    """Offsets of tensors of `sizes` bytes, one behind the other."""
+    """Return the offsets of tensors of `sizes` bytes, in a row."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -132,7 +132,7 @@ def tensor_offsets(sizes: Sequence[int]) -> list[int]:
 def pack_table(
     entries: Sequence[TensorEntry], layouts: Sequence[ShardLayout] = (), holders: Sequence[int] = ()
 ) -> bytes:
-    """The table as JSON: the part of the metadata that stays the same from step to step."""
+    """Return the table as JSON: the part of the metadata that stays the same from step to step."""
     rows = [
         [e.key, e.dtype, e.shape, e.whole, e.starts, e.scope, e.offset, e.nbytes, e.device, e.layout] for e in entries
     ]
@@ -143,7 +143,7 @@ def pack_table(
 def pack_meta(
     kinds: dict[str, str], tree: dict[str, bytes], local: dict[str, bytes], table: bytes, per_rank: Iterable[str] = ()
 ) -> bytes:
-    """The metadata, from fields already encoded and a table already packed."""
+    """Return the metadata, from fields already encoded and a table already packed."""
     parts = (to_json(kinds), _join(tree), _join(local), to_json(sorted(per_rank)), table)
     return b'{"format":%d,"kinds":%b,"tree":%b,"local":%b,"per_rank":%b,%b}' % (_FORMAT, *parts)
 
@@ -186,7 +186,7 @@ def read_meta(form: Any) -> StateMetadata:
 
 
 def _entry(row: Sequence[Any]) -> TensorEntry:
-    """One of the table; without the last two columns, an earlier version of EDL wrote it."""
+    """Read a row of the table; without the last two columns, an earlier version of EDL wrote it."""
     key, dtype, shape, whole, starts, scope, offset, nbytes, *more = row
     device, layout = more or ("cpu", -1)
     place = (tuple(shape), tuple(whole), tuple(starts))
@@ -213,10 +213,16 @@ def _holds_together(entry: TensorEntry) -> bool:
 def box_overlap(
     starts: Sequence[int], shape: Sequence[int], other_starts: Sequence[int], other_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes of one tensor have in common.
+    """Intersect two boxes of a tensor.
+
+    Args:
+        starts: where the first begins, by dimension.
+        shape: of the first.
+        other_starts: where the second begins.
+        other_shape: of the second.
 
     Returns:
-        Where it is in the one and in the other, or None where they have nothing in common.
+        Where the common part is in the first and in the second, or None where they have nothing in common.
     """
     mine, theirs = [], []
     for start, size, other_start, other_size in zip(starts, shape, other_starts, other_shape, strict=True):

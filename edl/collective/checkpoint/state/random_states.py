@@ -12,7 +12,7 @@ __all__ = ["capture_random_states", "restore_random_states"]
 
 
 def capture_random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's generators, and of CUDA's current device if CUDA is in use."""
+    """Return the states of Python's, numpy's and torch's generators, and of CUDA's current device if CUDA is in use."""
     version, words, gauss = random.getstate()
     states = {
         "python": (version, np.array(words, np.uint32), gauss),
@@ -25,7 +25,7 @@ def capture_random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Put them back as `capture_random_states` found them."""
+    """Put the generators back as `capture_random_states` found them."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(states["numpy"])

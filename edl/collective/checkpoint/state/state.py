@@ -1,4 +1,4 @@
-"""What a training job is at one moment: everything that must come back for it to go on as if nothing had happened."""
+"""What a training job is at a moment: everything that must come back for it to go on as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ Adjust = Callable[[WorldChange], object]
 
 @dataclass(frozen=True)
 class CapturedState:
-    """A state at one moment: metadata, and the live tensors beside it, which the next step will change.
+    """A state at a moment: metadata, and the live tensors beside it, which the next step will change.
 
     Attributes:
         meta: as `edl.collective.checkpoint.state.metadata.parse_meta` reads it.
-        entries: where each tensor goes in the data.
+        entries: where the tensors go in the data.
         tensors: this rank's parts, on whatever device they are.
         holders: the ranks that hold the same shards, this one among them; this one alone with fields `per_rank`;
             empty if nothing is sharded.
@@ -93,35 +93,38 @@ class State:
         state.epoch += 1
 
     Fields are expected to be the same on all ranks, save that a `DTensor` (FSDP2's `fully_shard`) is saved as the
-    part that each rank holds, and `local` fields belong to their rank alone. Those, and the states of the random
-    number generators, come back where the world has the same size, and the rank's host is still there.
+    part that the rank holds, and `local` fields belong to their rank alone. `local` fields, and the states of the
+    random number generators, come back where the world has the same size, and the rank's host is still there.
 
     `per_rank` fields belong to their rank alone as well, and are never lost: such as the place in a stream of which
-    each rank reads another part. They come back exactly or not at all: of a lost host they are restored from another
+    every rank reads another part. They come back exactly or not at all: of a lost host they are restored from another
     host's replica, like the part of a sharded model, and a world of another size is refused. A `StatefulDataLoader` of
     torchdata is always such a field.
+
+    Args:
+        rng: also save the states of Python's, numpy's and torch's random number generators, of every rank.
+        local: names of fields that differ between ranks.
+        per_rank: names of fields that differ between ranks, and without which no rank may go on.
+        **fields: what is saved and restored, by name.
+
+    Raises:
+        SettingsError: a field has a name that means something else here, or is both local and per_rank.
     """
 
     def __init__(
         self, *, rng: bool = True, local: Iterable[str] = (), per_rank: Iterable[str] = (), **fields: Any
     ) -> None:
-        """A state with `fields`.
-
-        Args:
-            rng: also save the states of Python's, numpy's and torch's random number generators, of each rank.
-            local: names of fields that differ between ranks.
-            per_rank: names of fields that differ between ranks, and without which no rank may go on.
-
-        Raises:
-            SettingsError: a field has a name that means something else here, or is both local and per_rank.
-        """
         own = vars(self)
-        own["_fields"], own["_adjust"], own["_rng"], own["_local"] = {}, [], rng, frozenset(local)
+        own["_fields"] = {}
+        own["_adjust"] = []
+        own["_rng"] = rng
+        own["_local"] = frozenset(local)
         own["_per_rank"] = frozenset(per_rank)
         both = sorted(own["_local"] & own["_per_rank"])
         if both:
             raise SettingsError(f"field {both[0]} is local, which may be lost, and per_rank, which may not: choose one")
-        own["_table"], own["_meshes"] = (None, b""), None
+        own["_table"] = (None, b"")
+        own["_meshes"] = None
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -142,16 +145,27 @@ class State:
         del self._fields[name]
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the fields."""
+        """Iterate over the names of the fields."""
         return iter(self._fields)
 
     def register_adjust_function(self, adjust: Adjust) -> Adjust:
-        """Have `adjust` called after each restore into a world of another size. Also usable as a decorator."""
+        """Have `adjust` called after every restore into a world of another size. Also usable as a decorator.
+
+        Args:
+            adjust: is called with the `WorldChange`.
+
+        Returns:
+            `adjust`.
+        """
         self._adjust.append(adjust)
         return adjust
 
     def adjust(self, change: WorldChange) -> None:
-        """Call the registered functions, in the order of their registration."""
+        """Call the registered functions, in the order of their registration.
+
+        Args:
+            change: what they are called with.
+        """
         for adjust in self._adjust:
             adjust(change)
 
@@ -166,7 +180,7 @@ class State:
                 restore_random_states(drawn)
 
     def per_rank(self) -> frozenset[str]:
-        """Return the names of the fields that belong to each rank alone and must not be lost."""
+        """Return the names of the fields that belong to a rank alone and must not be lost."""
         fields: dict[str, Any] = self._fields
         given: frozenset[str] = self._per_rank
         loaders = frozenset(
@@ -175,7 +189,7 @@ class State:
         return given.intersection(fields) | loaders
 
     def capture(self) -> CapturedState:
-        """The state now. Copies nothing yet but small values.
+        """Return the state now. Copies nothing yet but small values.
 
         Raises:
             SettingsError: a field holds something that cannot be saved.
@@ -223,7 +237,7 @@ class State:
                 raise unrestorable_error(entry, layouts[entry.layout])
 
     def _live(self, wanted: Collection[str]) -> LiveTensors:
-        """The tensors of the fields `wanted`, and all meshes."""
+        """Return the tensors of the fields `wanted`, and all meshes."""
         in_place: dict[str, torch.Tensor] = {}
         alike: dict[str, torch.Tensor] = {}
         parameters: dict[str, torch.Tensor] = {}
@@ -237,14 +251,17 @@ class State:
         return LiveTensors(in_place, alike, parameters, LiveMeshes([*alike.values(), *parameters.values()]))
 
     def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
-        """Prepare to restore: `fill` the result with tensors, then `finish` it.
+        """Prepare to restore.
 
         Args:
-            meta: of the snapshot, of any rank; of this one if `local`.
+            meta: of the saved state, of any rank; of this rank if `local`.
             local: restore what belongs to this rank alone, too.
 
+        Returns:
+            What is to be filled with tensors, and then finished.
+
         Raises:
-            SettingsError: the state has places that belong to one rank each, and this is not that rank.
+            SettingsError: the state has fields `per_rank`, and this is not the rank that they belong to.
         """
         return StateRestore(self, meta, local)
 
@@ -277,7 +294,15 @@ class StateRestore:
         return self._targets
 
     def fill_tensor(self, entry: TensorEntry, part: torch.Tensor) -> None:
-        """Copy what is wanted of one tensor, or of one rank's part of it."""
+        """Copy what is wanted of a tensor, or of a rank's part of it.
+
+        Args:
+            entry: of the tensor.
+            part: its values.
+
+        Raises:
+            ProtocolError: the tensor has another shape.
+        """
         target = self._targets.get(entry.key)
         if target is not None:
             if tuple(entry.whole) != tuple(target.value.shape):
@@ -285,7 +310,7 @@ class StateRestore:
             target.fill_part(entry.starts, part)
 
     def fill_tensors(self, entries: Iterable[TensorEntry], data: torch.Tensor) -> None:
-        """Copy what is wanted of `data` (uint8), in which `entries` lie."""
+        """Copy what is wanted of `data` (uint8, flat), in which `entries` lie."""
         for entry in entries:
             if entry.key in self._targets:
                 self.fill_tensor(entry, view_of(data, entry))

@@ -2,9 +2,9 @@
 
 The loader's own `state_dict` holds the place, and what follows is what it leaves out (torchdata 0.11):
 
-- A loader that is iterated over draws a seed, from its generator or from torch's. A resumed epoch draws one more than
-  one that was not broken off, so random numbers are put back behind it.
-- A loader that nobody has iterated over starts its worker processes when it is asked for its state.
+- A loader that is iterated over draws a seed, from its generator or from torch's. A resumed epoch draws another than an
+  epoch that was not broken off, so random numbers are put back behind it.
+- A loader that was not iterated over starts its worker processes when it is asked for its state.
 - A worker process that came to the end of its stream before others is asked again after a restart. A stream that begins
   anew at its end would give its samples twice.
 - Some samplers and datasets cannot be resumed exactly, and no error says so. They are refused here.
@@ -26,7 +26,7 @@ __all__ = ["is_stateful_loader", "loader_position", "prepare_loader", "resume_lo
 
 
 def is_stateful_loader(value: Any) -> bool:
-    """Whether this is a `StatefulDataLoader` of torchdata."""
+    """Return whether this is a `StatefulDataLoader` of torchdata."""
     # Another thread may be just importing it: then there is no such loader yet.
     kind = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
     return kind is not None and isinstance(value, kind)
@@ -40,7 +40,7 @@ def prepare_loader(loader: Any) -> None:
 
 
 def loader_position(loader: Any) -> dict[str, Any]:
-    """Return where a `StatefulDataLoader` is, as plain values and tensors; {} for one that was not iterated over.
+    """Return where a `StatefulDataLoader` is, as plain values and tensors; {} if it was not iterated over.
 
     Raises:
         SettingsError: the loader could not go on from there exactly.
@@ -75,7 +75,8 @@ class _Resumption:
     """Makes the iterator of an epoch that was broken off, in place of the loader's method, once."""
 
     def __init__(self, loader: Any, place: dict[str, Any]) -> None:
-        self._loader, self.place = loader, place
+        self._loader = loader
+        self.place = place
 
     def __call__(self) -> Any:
         loader = self._loader
@@ -101,7 +102,7 @@ class _StreamFetcher(fetch._IterableDatasetFetcher):
     torch's own does not remember the end of a stream that makes batches itself, and torchdata resets what it remembers.
 
     Attributes:
-        begins_ended: the next one made in this process is at its end already.
+        begins_ended: whether the next fetcher made in this process is at its end already.
     """
 
     begins_ended = False
@@ -172,7 +173,7 @@ def _check_samplers(loader: Any) -> None:
 
 
 def _draws_order(loader: Any) -> bool:
-    """Whether an epoch's order is drawn at its beginning, from the generator that the loader's seeds are drawn from."""
+    """Return whether an epoch's order is drawn at its beginning, from the generator of the loader's seeds."""
     module = sys.modules["torchdata.stateful_dataloader.sampler"]
     sampler = loader.sampler
     return (
@@ -184,13 +185,13 @@ def _draws_order(loader: Any) -> bool:
 
 
 def _dataset_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is in the loader's state of the dataset, once, or for each worker process."""
+    """Return what is in the loader's state of the dataset, once, or for every worker process."""
     if "_snapshot" not in state:
         return [state]
     return [worker for worker in state["_snapshot"]["_worker_snapshots"].values() if worker]
 
 
 def _only_counts(state: dict[str, Any]) -> bool:
-    """Whether the place in a stream is a count of batches."""
+    """Return whether the place in a stream is a count of batches."""
     fetcher = state.get("fetcher_state")
     return fetcher is not None and fetcher.get("dataset_iter_state") is None and state.get("dataset_state") is None

@@ -42,14 +42,14 @@ Shape = tuple[int, ...]
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether this is a `DTensor`."""
+    """Return whether this is a `DTensor`."""
     # Another thread, such as the one that stores, may be just importing it: then there is no such tensor yet.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
-    """The part of a tensor that this rank holds, and where it begins in the whole.
+    """Return the part of a tensor that this rank holds, and where it begins in the whole.
 
     Raises:
         SettingsError: the parts do not make the whole.
@@ -69,7 +69,7 @@ def local_box(tensor: torch.Tensor) -> tuple[torch.Tensor, Shape]:
 
 
 def shard_layout(tensor: Any) -> ShardLayout:
-    """How a `DTensor` lies over the ranks, in words that make another one like it."""
+    """Return how a `DTensor` lies over the ranks, in values that make another like it."""
     mesh = tensor.device_mesh
     names = None if mesh.mesh_dim_names is None else tuple(mesh.mesh_dim_names)
     ranks = tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
@@ -88,7 +88,7 @@ def _encode_placement(placement: Any) -> tuple[int, ...]:
 
 
 def shard_holders(tensor: Any) -> frozenset[int]:
-    """The global ranks that hold the same part of a `DTensor` as this rank: more than one in HSDP."""
+    """Return the global ranks that hold the same part of a `DTensor` as this rank: several in HSDP."""
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None:
@@ -114,10 +114,13 @@ def walk_tensors(form: Any, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LiveMeshes:
-    """The meshes that the live state's tensors are sharded over."""
+    """The meshes that the live state's tensors are sharded over.
+
+    Args:
+        tensors: of the state, sharded or not.
+    """
 
     def __init__(self, tensors: Iterable[object]) -> None:
-        """The meshes of those of `tensors` that are sharded."""
         self._meshes: dict[Any, ShardLayout] = {}
         for tensor in tensors:
             if is_sharded(tensor):
@@ -126,9 +129,9 @@ class LiveMeshes:
                     self._meshes[mesh] = shard_layout(tensor)
 
     def find_mesh(self, layout: ShardLayout) -> Any:
-        """The mesh with the same ranks, or else the same shape, or else as many dimensions; None if there is none.
+        """Return the mesh with the same ranks, or else the same shape, or else as many dimensions; None for no mesh.
 
-        Dimensions of meshes that have names must have the same ones.
+        Dimensions of meshes that have names must have the same names.
         """
         alike = [
             (own.ranks == layout.ranks, own.mesh_shape == layout.mesh_shape, mesh)
@@ -140,7 +143,14 @@ class LiveMeshes:
     def empty_tensor(
         self, layout: ShardLayout, whole: Shape, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor | None:
-        """A new tensor of the shape `whole` that lies over the ranks as `layout` says; None where no mesh matches."""
+        """Return a new tensor that lies over the ranks as `layout` says; None where no mesh matches.
+
+        Args:
+            layout: of the saved tensor.
+            whole: its shape.
+            dtype: of the new tensor.
+            device: on which this rank's part is made.
+        """
         mesh = self.find_mesh(layout)
         if mesh is None:
             return None
@@ -175,10 +185,10 @@ class TensorCollector:
     Attributes:
         tensors: this rank's parts, in the order in which they were taken.
         scope: of what is taken next.
-        made_anew: whether what is taken next is a new tensor when it is restored, rather than one of a module's that is
-            filled where it is: then nothing is known of it but what is saved.
-        layouts: of the sharded ones.
-        holders: the ranks that hold the same part of each sharded tensor; empty if none is sharded.
+        made_anew: whether what is taken next is a new tensor when it is restored, rather than a tensor of a module,
+            which is filled where it is: then nothing is known of it but what is saved.
+        layouts: of the sharded tensors.
+        holders: the ranks that hold the same parts of all sharded tensors; empty if none is sharded.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -212,12 +222,12 @@ class TensorCollector:
         return len(self.tensors) - 1
 
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The table of what was taken."""
+        """Return the table of what was taken."""
         offsets = tensor_offsets([row[6] for row in self._rows])
         return tuple(TensorEntry(*row[:6], offset, *row[6:]) for row, offset in zip(self._rows, offsets, strict=True))
 
     def _layout_of(self, tensor: Any) -> tuple[int, frozenset[int]]:
-        """The number of its layout, -1 if it is not sharded, and who holds the same part."""
+        """Return the number of a tensor's layout, -1 if it is not sharded, and the ranks that hold the same part."""
         if not is_sharded(tensor):
             return -1, frozenset()
         known = (tensor.device_mesh, tensor.placements)
@@ -248,7 +258,7 @@ def _check_plain(key: str, tensor: torch.Tensor, made_anew: bool) -> None:
 
 
 def _bytes_of(array: Any) -> torch.Tensor:
-    """A numpy array's bytes, row-major, in memory of their own."""
+    """Copy a numpy array's bytes, row-major, to uint8."""
     return (
         torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
         if array.nbytes
@@ -257,7 +267,11 @@ def _bytes_of(array: Any) -> torch.Tensor:
 
 
 def view_of(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """The tensor of `entry` in `data` (uint8), sharing its memory.
+    """Return the tensor of `entry` in `data`, sharing its memory.
+
+    Args:
+        data: uint8, flat.
+        entry: says where the tensor lies, its type and its shape.
 
     Raises:
         ProtocolError: it lies outside, or its sizes contradict its type.
@@ -278,7 +292,7 @@ class RestoreTarget:
 
     Attributes:
         key: its name in the state.
-        value: what the state gets in the end; a `DTensor` where `local` is a part of one.
+        value: what the state gets in the end; a `DTensor` where `local` is a part of it.
         local: where parts are copied to, never memory of a slot.
         starts: where `local` begins in the whole.
         missing: elements not filled yet.
@@ -292,13 +306,13 @@ class RestoreTarget:
 
     @classmethod
     def for_tensor(cls, key: str, value: torch.Tensor) -> RestoreTarget:
-        """Fill `value`, or this rank's part of it."""
+        """Return a target that fills `value`, or this rank's part of it."""
         local, starts = local_box(value)
         return cls(key, value, local, starts, local.numel())
 
     @torch.no_grad()
     def fill_part(self, starts: Shape, part: torch.Tensor) -> None:
-        """Take from `part`, which begins at `starts` of the whole, what belongs here."""
+        """Copy what belongs here from `part`, which begins at `starts` of the whole."""
         if not self.local.dim():
             self.local.copy_(part)
             self.missing = 0
@@ -316,8 +330,8 @@ class LiveTensors:
 
     Attributes:
         in_place: tensors that are filled where they are.
-        alike: tensors in whose place new ones are made like them.
-        parameters: those that an optimizer's state is shaped and sharded like, by its keys without their last part.
+        alike: tensors in whose place new tensors are made like them.
+        parameters: parameters that an optimizer's state is sharded like, by its keys without their last part.
         meshes: that any of all these is sharded over.
     """
 
@@ -327,7 +341,7 @@ class LiveTensors:
     meshes: LiveMeshes
 
     def restore_target(self, entry: TensorEntry, layout: ShardLayout | None) -> RestoreTarget:
-        """Where the tensor of `entry` goes.
+        """Return where the tensor of `entry` goes.
 
         Raises:
             SettingsError: it was sharded over a mesh that the live state does not use.
@@ -362,7 +376,7 @@ class LiveTensors:
 
 
 def _fitting(entry: TensorEntry, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """`tensor` if it has the shape of the saved one."""
+    """Return `tensor` if it has the shape of the saved tensor."""
     fits = tensor is not None and not is_lazy(tensor) and tuple(tensor.shape) == entry.whole
     return tensor if fits else None
 
@@ -374,11 +388,11 @@ _NO_MESH = (
 
 
 def unrestorable_error(entry: TensorEntry, layout: ShardLayout) -> SettingsError:
-    """The error of a save that no restart could make use of."""
+    """Return the error of a save that no restart could make use of."""
     return SettingsError(f"{entry.key} could be saved, but not restored: {_NO_MESH.format(layout=layout)}")
 
 
 def _device(entry: TensorEntry) -> torch.device:
-    """The device that a tensor was on, if there is one of its type here."""
+    """Return the device that a tensor was on, if this process has a device of its type, or else the CPU."""
     here = None if entry.device == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     return here if here is not None and here.type == entry.device else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Tensors in the files of `torch.distributed.checkpoint` (DCP), written without a process group, read without pickle.
 
-A file is a row of items; each tensor is one as `torch.save` writes it: a zip archive with the bare bytes in its record
-`data/0`. DCP's `.metadata` says where each item is. It is a pickle, which is DCP's choice: EDL writes it for
-those who load with `dcp.load`, and itself never reads it.
+A file is a row of items; a tensor is an item as `torch.save` writes it: a zip archive with the bare bytes in its record
+`data/0`. DCP's `.metadata` says where the items are. It is a pickle, which is DCP's choice: EDL writes it for scripts
+that load with `dcp.load`, and itself never reads it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,31 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 
 @dataclass
 class RankFileItems:
-    """Where the items of a rank's file are, as they are written; the fields are those of `RankManifest`."""
+    """Where the items of a rank's file are, as they are written.
+
+    Attributes:
+        tensors, values, paths: as in `RankManifest`.
+    """
 
     tensors: dict[str, tuple[int, int]] = field(default_factory=dict)
     values: dict[str, tuple[int, int]] = field(default_factory=dict)
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def rank_manifest(self, copy: SlotCopy, file: str, summed: FileDigest) -> RankManifest:
-        """The piece that describes the file."""
+        """Return the manifest that describes the file."""
         header = copy.header
         form = from_json(copy.meta)
         return RankManifest(header.rank, header.world, file, summed, self.tensors, self.values, self.paths, form)
 
 
 def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems) -> None:
-    """Write what one rank stores: its shards and its own, and with rank 0 what all ranks share."""
+    """Write what a rank stores: its shards and its own, and with rank 0 what all ranks share.
+
+    Args:
+        copy: of the rank's slot.
+        stream: to the rank's file.
+        items: is filled with where the items are.
+    """
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     if first:
@@ -79,7 +89,7 @@ def _written(value: Any, stream: ChecksumWriter) -> tuple[int, int]:
 
 
 def _own(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
-    """A tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
+    """Return a tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
     if not entry.nbytes:
         return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
     own = torch.frombuffer(copy.data, dtype=torch.uint8, offset=entry.offset, count=entry.nbytes)
@@ -87,7 +97,7 @@ def _own(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
 
 
 def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The shared fields as DCP flattens them, and the path of each."""
+    """Return the shared fields as DCP flattens them, and their paths."""
     tree = {name: decode(form, lambda number: _own(copy, meta.entries[number])) for name, form in meta.tree.items()}
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
@@ -102,7 +112,11 @@ def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str
 
 
 def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
-    """DCP's `.metadata` of a checkpoint."""
+    """Return DCP's `.metadata` of a checkpoint.
+
+    Args:
+        pieces: the manifests of all ranks.
+    """
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[Any, ...]] = {}
@@ -142,7 +156,8 @@ class _ViewFile(io.RawIOBase):
     """Bytes in memory as a file, without a copy of them."""
 
     def __init__(self, view: memoryview) -> None:
-        self._view, self._at = view, 0
+        self._view = view
+        self._at = 0
 
     def readable(self) -> bool:
         return True
@@ -168,13 +183,15 @@ class _ViewFile(io.RawIOBase):
 
 
 def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.Tensor:
-    """The tensor in an item of a file; it shares the item's memory.
+    """Return the tensor in an item of a file; it shares the item's memory.
 
     Args:
+        item: its bytes.
+        entry: says which type and shape the tensor has.
         check: compare the checksums that stand in the item.
 
     Raises:
-        ProtocolError: it is not there, damaged, or another one than `entry` says.
+        ProtocolError: the tensor is not there, damaged, or another than `entry` says.
     """
     try:
         with zipfile.ZipFile(_ViewFile(item)) as archive:
@@ -195,7 +212,7 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
 
 
 def _record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
+    """Return the bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
     name, extra = _LOCAL_HEADER.unpack_from(item, info.header_offset)
     begin = info.header_offset + _LOCAL_HEADER.size + name + extra
     record = item[begin : begin + info.file_size]

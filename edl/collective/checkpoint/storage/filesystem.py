@@ -18,25 +18,33 @@ from edl.errors import EDLError, ProtocolError, SettingsError
 __all__ = ["CheckpointFolder", "ChecksumWriter"]
 
 _CHUNK_NBYTES: Final = 8 << 20
+"""Bytes of a write: a storage that takes a megabyte a second shows progress every eight seconds, and an object store's
+part has 5 MB at least."""
 
 
 class ChecksumWriter(io.RawIOBase):
-    """Passes bytes on to a file, and counts and checks them on the way; `taken` is told of each few megabytes."""
+    """Passes bytes on to a file, and counts and checks them on the way.
 
-    def __init__(self, file: Any, taken: Callable[[int], object] = lambda nbytes: None) -> None:
+    Args:
+        file: opened for writing.
+        written: is called with the number of bytes that the file has taken, every few megabytes.
+    """
+
+    def __init__(self, file: Any, written: Callable[[int], object] = lambda nbytes: None) -> None:
         super().__init__()
         self._file = file
-        self._taken = taken
-        self._crc = self._size = 0
+        self._written = written
+        self._crc = 0
+        self._size = 0
         self.failure: OSError | None = None
         """What the file system said first: torch makes another error of it."""
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`.
+        """Write all of `data`. Returns its number of bytes.
 
         Raises:
             OSError: the file system did not take it.
@@ -52,22 +60,22 @@ class ChecksumWriter(io.RawIOBase):
                 raise
             self._crc = zlib.crc32(chunk, self._crc)
             self._size += len(chunk)
-            self._taken(len(chunk))
+            self._written(len(chunk))
         return len(view)
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._size
 
     @property
     def digest(self) -> FileDigest:
-        """Of all that was written so far."""
+        """The digest of all that was written so far."""
         return FileDigest(self._size, self._crc)
 
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Around calls of fsspec: some of its file systems raise errors of the library that they are made of."""
+    """Raise OSError for the errors of the libraries that fsspec's file systems are made of."""
     try:
         yield
     except (OSError, EDLError):
@@ -79,29 +87,33 @@ def _translated() -> Iterator[None]:
 class CheckpointFolder:
     """Checkpoints under one URL. Errors of the file system, whatever it is, are `OSError`.
 
+    Args:
+        url: of the folder, which need not exist.
+
     Attributes:
+        url: of the folder.
         written_nbytes: how many bytes the storage has taken so far, by which others see that it does.
+
+    Raises:
+        SettingsError: no file system of fsspec reaches the URL.
     """
 
     def __init__(self, url: str) -> None:
-        """The folder `url`, which need not exist.
-
-        Raises:
-            SettingsError: nothing here can reach such a URL.
-        """
         import fsspec.core  # type: ignore[import-untyped]
 
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            filesystem, root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as exc:
             raise SettingsError(f"storage {url!r}: {exc}") from exc
+        self._fs = filesystem
+        self._root = root
         protocol = self._fs.protocol
         self.url = url
         self.written_nbytes = 0
         self._local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def check_writable(self) -> None:
-        """Write a file, and take it away again.
+        """Write a file, and remove it.
 
         Raises:
             OSError: nothing can be written here.
@@ -114,24 +126,32 @@ class CheckpointFolder:
             self._fs.rm(path)
 
     def list_checkpoints(self) -> list[CheckpointName]:
-        """All checkpoints, complete or not, newest first; last those that their run has given up."""
+        """Return all checkpoints, complete or not, newest first; checkpoints that their run has given up come last."""
         found = [CheckpointName.parse(name) for name in self._listed(self._root)]
         return newest_first(name for name in found if name is not None)
 
     def working_name(self, step: int, run: str, generation: int) -> CheckpointName:
-        """Where to write a checkpoint before it is complete."""
+        """Return the name under which a checkpoint is written before it is complete."""
         return CheckpointName(step, run, generation, temporary=self._local)
 
     def make_checkpoint_folder(self, name: CheckpointName) -> None:
-        """Make room for a checkpoint."""
+        """Make the folder of a checkpoint."""
         with _translated():
             self._fs.makedirs(self._path(name), exist_ok=True)
 
     def write_file(self, name: CheckpointName, file: str, write: Callable[[ChecksumWriter], object]) -> FileDigest:
-        """Write one file of a checkpoint by calling `write`, and have it on disk before returning.
+        """Write a file of a checkpoint, and have it on disk before returning.
+
+        Args:
+            name: of the checkpoint.
+            file: its name.
+            write: is called to write the contents.
+
+        Returns:
+            The digest of the file.
 
         Raises:
-            FileNotFoundError: `begin` was not called, or another node has published the checkpoint.
+            FileNotFoundError: the checkpoint has no folder, or another node has published the checkpoint.
         """
         with _translated():
             opened = self._fs.open(f"{self._path(name)}/{file}", "wb")
@@ -153,12 +173,20 @@ class CheckpointFolder:
         return writer.digest
 
     def replace_file(self, name: CheckpointName, file: str, data: bytes) -> FileDigest:
-        """Write a small file at once: whoever reads it sees what was there before, or all of it.
+        """Write a small file at once: a reader sees what was there before, or all of it.
 
-        Several nodes may write the same one, and a node may be killed while another publishes the checkpoint.
+        Several nodes may write the same file, and a node may be killed while another publishes the checkpoint.
+
+        Args:
+            name: of the checkpoint.
+            file: its name.
+            data: its contents.
+
+        Returns:
+            The digest of the file.
 
         Raises:
-            FileNotFoundError: as `write`.
+            FileNotFoundError: as in `write_file`.
         """
         if not self._local:
             return self.write_file(name, file, lambda stream: stream.write(data))
@@ -174,23 +202,23 @@ class CheckpointFolder:
         return summed
 
     def read_file(self, name: CheckpointName, file: str) -> bytes:
-        """All of a file."""
+        """Return the contents of a file."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}")
         return data
 
     def read_file_range(self, name: CheckpointName, file: str, offset: int, length: int) -> bytes:
-        """Some bytes of a file; fewer where it ends."""
+        """Return `length` bytes of a file from `offset`; fewer where it ends."""
         with _translated():
             data: bytes = self._fs.cat_file(f"{self._path(name)}/{file}", start=offset, end=offset + length)
         return data
 
     def list_files(self, name: CheckpointName) -> set[str]:
-        """The names of a checkpoint's files; empty where there is no such checkpoint."""
+        """Return the names of a checkpoint's files; empty where there is no such checkpoint."""
         return self._listed(self._path(name))
 
     def read_manifest(self, name: CheckpointName) -> Manifest | None:
-        """A checkpoint's manifest, or None where it is not complete.
+        """Return a checkpoint's manifest, or None where it is not complete.
 
         Raises:
             ProtocolError: there is one, and it cannot be read.
@@ -205,7 +233,7 @@ class CheckpointFolder:
         return manifest
 
     def is_published(self, name: CheckpointName) -> bool:
-        """Whether the checkpoint is complete, under its final name."""
+        """Return whether the checkpoint is complete, under its final name."""
         return MANIFEST in self.list_files(name.final)
 
     def publish_checkpoint(self, name: CheckpointName) -> bool:

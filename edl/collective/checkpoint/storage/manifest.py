@@ -45,22 +45,22 @@ __all__ = [
     "run_name",
 ]
 
-_RANDOM_BITS = 31
+_RANDOM_BITS = 31  # with 32 bits of seconds 63: an int64, as ranks agree on
 
 
 def new_run_id() -> int:
-    """A number that nobody else has, above that of every run that began a second ago or earlier; 63 bits, above 0."""
+    """Return a number that no other run has, above the numbers of runs that began a second ago or earlier; 63 bits."""
     return int(time.time()) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS) or 1
 
 
 def run_name(run: int) -> str:
-    """As it stands in names: 16 hexadecimal digits, which sort as the numbers do."""
+    """Return the number as it stands in names: 16 hexadecimal digits, which sort as the numbers do."""
     return f"{run:016x}"
 
 
 MANIFEST: Final = "manifest.json"
 METADATA: Final = ".metadata"
-_FORMAT: Final = 1
+_FORMAT: Final = 1  # another number refuses checkpoints that this version could not read
 _NAME: Final = re.compile(r"step-(\d+)\.g-(-?\d+)(?:\.r-([0-9a-f]{16}))?(\.tmp)?")
 
 
@@ -86,18 +86,18 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, text: str) -> CheckpointName | None:
-        """The name of a folder, or None for a folder that is something else."""
+        """Return the name of a folder, or None for a folder that is something else."""
         match = _NAME.fullmatch(text)
         return None if match is None else cls(int(match[1]), match[3] or "", int(match[2]), match[4] is not None)
 
     @property
     def final(self) -> CheckpointName:
-        """The name when it is complete."""
+        """The name of the checkpoint when it is complete."""
         return replace(self, temporary=False)
 
 
 def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
-    """Sort checkpoints, and put those behind all others that their own run has given up.
+    """Sort checkpoints, and put behind all others the checkpoints that their own run has given up.
 
     A later generation of a run that has stored the same step or an earlier one went on from before that: what the
     earlier generation did from there on is not part of the training any more, though it had got further.
@@ -118,30 +118,35 @@ def newest_first(names: Iterable[CheckpointName]) -> list[CheckpointName]:
 
 @dataclass(frozen=True)
 class FileDigest:
-    """A file's size in bytes, and the CRC32 of its contents."""
+    """The digest of a file.
+
+    Attributes:
+        size: in bytes.
+        crc32: of its contents.
+    """
 
     size: int
     crc32: int
 
     @classmethod
     def of_bytes(cls, data: bytes) -> FileDigest:
-        """Of these contents."""
+        """Return the digest of a file with these contents."""
         return cls(len(data), zlib.crc32(data))
 
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank stored.
+    """What a rank stored.
 
     Attributes:
-        rank, world: whose it is, of how many.
+        rank, world: the rank, of how many.
         file: name of its data.
-        summed: of that file.
-        tensors: where in the file each tensor lies, by key: offset and length in bytes.
+        summed: the digest of that file.
+        tensors: where in the file the tensors lie, by key: offset and length in bytes.
         values: the same for plain values (rank 0).
-        paths: where each of both is in the nested state (rank 0).
-        meta: the metadata of the rank's snapshot, as JSON has it.
-        run: the one that it is of.
+        paths: where tensors and values are in the nested state, by key (rank 0).
+        meta: the metadata of the rank's state, as JSON has it.
+        run: the name of the run that it is of.
     """
 
     rank: int
@@ -156,7 +161,7 @@ class RankManifest:
 
     @staticmethod
     def file_name(rank: int) -> str:
-        """Of the file that a rank's piece stands in."""
+        """Return the name of the file that a rank's manifest stands in."""
         return f"piece-{rank}.json"
 
     def pack(self) -> bytes:
@@ -189,7 +194,12 @@ class RankManifest:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint's files."""
+    """The manifest of a complete checkpoint.
+
+    Attributes:
+        step, generation, world, run: which state it is.
+        files: the digests of its files, by name.
+    """
 
     step: int
     generation: int

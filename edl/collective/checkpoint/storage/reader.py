@@ -1,7 +1,7 @@
 """Restoring from storage: the newest checkpoint that is whole, into a world of any size.
 
 Every byte that is needed is read once, in ranges of megabytes and several at a time: what a rank needs alone by that
-rank, and what all need by one of them, which gives it to the others over the process group. It waits in memory until
+rank, and what all need by a single rank, which broadcasts it over the process group. It waits in memory until
 all ranks have found the checksums of what they read right. So a damaged checkpoint leaves the state as it was, and that
 takes no more memory than the slots that the first save needs.
 """
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _SPAN_NBYTES: Final = 32 << 20
 """Items up to so many bytes are read at once: enough for a storage to be busy with, and in a broadcast to be quick."""
 _BLOCK_NBYTES: Final = 16 << 20
-"""Of one read: smaller ones cost an object store a request each, larger ones leave less to do beside each other."""
+"""Of a read: smaller reads cost an object store more requests, larger reads leave less to do side by side."""
 _GAP_NBYTES: Final = 64 << 10
 """Bytes between two items that are read along rather than in two reads: metadata, and values that are not tensors."""
 _READS: Final = 8
-"""At a time."""
+"""At a time: fewer leave a network idle between answers, more make an object store refuse some."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class _Item:
 
 @dataclass
 class _Span:
-    """Items that stand close to each other in a file, and are read together."""
+    """Items that stand side by side in a file, and are read together."""
 
     file: str
     begin: int
@@ -71,7 +71,7 @@ class _Span:
         return self.end - self.begin
 
     def tensor(self, item: _Item, *, check: bool = False) -> torch.Tensor:
-        """One of the items, sharing the memory of what was read."""
+        """Return the tensor of an item, sharing the memory of what was read."""
         from edl.collective.checkpoint.storage.dcp import read_tensor  # torch's part for that, which only this needs
 
         view = memoryview(self.data)[item.begin - self.begin : item.end - self.begin]
@@ -80,6 +80,11 @@ class _Span:
 
 def restore_from_storage(state: State, url: str, group: transfer.Group = None) -> RestoredState | None:
     """Restore the newest checkpoint under `url` of which all that is needed is whole. Collective.
+
+    Args:
+        state: what is restored.
+        url: of the storage, as fsspec names it.
+        group: the process group.
 
     Returns:
         What was restored, or None if there is no whole checkpoint.
@@ -99,13 +104,15 @@ def restore_from_storage(state: State, url: str, group: transfer.Group = None) -
 
 
 def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> tuple[int, int]:
-    """Generation and step of the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
+    """Find the newest checkpoint under `url`, which may yet turn out to be damaged. Collective.
 
     Args:
+        url: of the storage, as fsspec names it.
+        group: the process group.
         run: of this run only, if given.
 
     Returns:
-        (-1, -1) if there is none.
+        Its generation and step; (-1, -1) if there is no checkpoint.
 
     Raises:
         TemporaryError: the storage cannot be read.
@@ -118,7 +125,7 @@ def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> t
 
 
 def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
-    """The names of the complete ones that the first rank sees, so that all ranks look at the same."""
+    """Yield the names of the complete checkpoints that the first rank sees, so that all ranks look at the same."""
     mine = folder.list_checkpoints() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
     src = transfer.global_rank(0, group)
@@ -129,7 +136,7 @@ def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[Checkpo
 
 
 def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
-    """What each rank stored of a checkpoint, as the first rank here reads it; none if it is incomplete or damaged."""
+    """Return what the ranks stored of a checkpoint, as the first rank reads it; [] if it is incomplete or damaged."""
     answer = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
     found = from_json(transfer.broadcast_bytes(answer, transfer.global_rank(0, group), group))
     if "failed" in found:
@@ -140,7 +147,7 @@ def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Grou
 
 
 def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
-    """The pieces of a checkpoint, or what is wrong with it, or what failed."""
+    """Return the manifests of a checkpoint's ranks, or what is wrong with it, or what failed."""
     try:
         manifest = folder.read_manifest(name)
         if manifest is None:
@@ -163,7 +170,7 @@ def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
 
 
 def _fits(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
-    """Whether a piece is the one of `rank` in this checkpoint, and its items lie in its file."""
+    """Return whether a piece is that of `rank` in this checkpoint, and its items lie in its file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
         end <= piece.summed.size for end in ends
@@ -220,7 +227,7 @@ def _load(
 
 
 def _items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
-    """Every stored tensor, or part of one, that is not empty; of what several ranks stored alike, the first."""
+    """Yield every stored tensor, or part, that is not empty; of what several ranks stored alike, the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
         for entry in meta.entries:
@@ -231,7 +238,7 @@ def _items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> It
 
 
 def _spans(items: Iterable[_Item]) -> list[_Span]:
-    """Items put together to what is read at once."""
+    """Return items put together to what is read at once."""
     spans: list[_Span] = []
     for item in sorted(items, key=lambda item: (item.piece.rank, item.begin)):
         last = spans[-1] if spans else None
@@ -249,7 +256,7 @@ def _spans(items: Iterable[_Item]) -> list[_Span]:
 
 
 def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
-    """Spans, each with the rank that reads it: the one that has least to read before."""
+    """Return spans with the rank that reads them: the rank that has least to read before."""
     loads = [0] * world
     shared = []
     for span in spans:
@@ -260,7 +267,7 @@ def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
 
 
 def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]) -> str:
-    """Read spans, each once. Returns what is wrong with them, empty if nothing is."""
+    """Read spans. Returns what is wrong with them, "" if nothing is."""
     blocks = [
         (span, begin, min(begin + _BLOCK_NBYTES, span.end))
         for span in spans
@@ -294,14 +301,14 @@ def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]
 
 
 def _fill(loading: StateRestore, span: _Span) -> None:
-    """Put a span's tensors where they belong, and let go of its memory."""
+    """Put a span's tensors where they belong, and release its memory."""
     for item in span.items:
         loading.fill_tensor(item.entry, span.tensor(item))
     span.data = bytearray()
 
 
 def _touches(loading: StateRestore, entry: TensorEntry) -> bool:
-    """Whether this rank needs any of a stored part."""
+    """Return whether this rank needs any of a stored part."""
     target = loading.targets.get(entry.key)
     if target is None or not entry.nbytes:
         return False

@@ -1,21 +1,21 @@
-"""Storing checkpoints: from the slots of one node's workers to a folder that outlives the node.
+"""Storing checkpoints: from the slots of a node's workers to a folder that outlives the node.
 
 The agent uses a `CheckpointWriter`, or a thread of the worker where there is no agent. It needs no process group, and
-never makes a worker wait. Every node writes the files of its own ranks; whoever finds all ranks' pieces there completes
-the checkpoint. A world that was given up must not do that, so `fence` is asked last. What belongs together is told by
-the folder's name and by each piece: step, generation and run (`edl.collective.checkpoint.storage.manifest`).
+never makes a worker wait. Every node writes the files of its own ranks; the node that finds all ranks' manifests there
+completes the checkpoint. A world that was given up must not do that, so `fence` is called last. What belongs together
+says the folder's name, and every manifest: step, generation and run (`edl.collective.checkpoint.storage.manifest`).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from edl.background import start_call
 from edl.collective.checkpoint.memory.slots import (
     CompleteSlot,
     SlotCopy,
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 _WRITERS = 4
 """Ranks of a node that are written at a time: enough for a storage that is quick with several, few enough for a slow
-one, where each more makes the first to be complete later."""
+storage, where every further rank makes the first to be complete later."""
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,22 @@ class WriteOutcome:
 
 
 class CheckpointWriter:
-    """Writes one node's part of checkpoints to a URL. One thread at a time."""
+    """Writes a node's part of checkpoints to a URL. A single thread at a time.
+
+    Args:
+        url: a folder or any URL of fsspec.
+        run: names the run that the slots are of, the same on all ranks and never again; "" if that is not known yet,
+            and then nothing is stored. May raise a TemporaryError.
+        keep: how many complete checkpoints to keep there.
+        fence: returns whether this node's world is still current; called before a checkpoint is completed.
+
+    Raises:
+        SettingsError: no file system of fsspec reaches the URL.
+    """
 
     def __init__(
         self, url: str, *, run: Callable[[], str], keep: int = 3, fence: Callable[[], bool] | None = None
     ) -> None:
-        """A writer to `url`, a folder or any URL of fsspec.
-
-        Args:
-            run: names the run that the slots are of, the same on all ranks and never again; "" if that is not known
-                yet, and then nothing is stored. May raise a TemporaryError.
-            keep: how many complete checkpoints to keep there.
-            fence: says whether this node's world is still the current one; asked before a checkpoint is completed.
-
-        Raises:
-            SettingsError: nothing here can reach such a URL.
-        """
         self._folder = CheckpointFolder(url)
         self._run = run
         self._keep = max(1, keep)
@@ -88,7 +88,7 @@ class CheckpointWriter:
 
     @property
     def written_nbytes(self) -> int:
-        """How many bytes the storage has taken so far. May be asked by another thread."""
+        """How many bytes the storage has taken so far. May be read by another thread."""
         return self._folder.written_nbytes
 
     def check_storage(self) -> None:
@@ -108,10 +108,10 @@ class CheckpointWriter:
         """Store the newest state that all of `slots` hold and that was not stored yet.
 
         Args:
-            slots: `EDL_SLOTS` of each worker of this node.
-            step: only this one.
-            generation: only this one.
-            marked: only one that the workers marked for storage, which they do at the same steps on all nodes.
+            slots: `EDL_SLOTS` of the workers of this node.
+            step: only the state after this step.
+            generation: only a state of this generation.
+            marked: only a state that the workers marked for storage, which they do at the same steps on all nodes.
 
         Returns:
             What was stored; None if there was nothing to store, or it was overwritten too soon, or the fence says no.
@@ -146,7 +146,7 @@ class CheckpointWriter:
     def _choose(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
     ) -> tuple[StateVersion, list[CompleteSlot]] | None:
-        """The newest state in all slots, and where it is."""
+        """Return the newest state in all slots, and where it is."""
         held: list[dict[StateVersion, CompleteSlot]] = []
         for prefix in slots:
             here = find_marked_slots(prefix) if marked else find_slots(prefix)
@@ -211,17 +211,15 @@ class CheckpointWriter:
                     errors.append(exc)
 
         several = min(len(copies), _WRITERS) - 1
-        threads = [threading.Thread(target=write, name="edl-store", daemon=True) for _ in range(several)]
-        for thread in threads:
-            thread.start()
+        calls = [start_call("edl-store", write) for _ in range(several)]
         write()
-        for thread in threads:
-            thread.join()
+        for call in calls:
+            call.result()
         if errors:
             raise errors[0]
 
     def _has(self, name: CheckpointName, found: CompleteSlot) -> bool:
-        """Whether a rank's part was written before: its piece comes last. Others may be just completing that one."""
+        """Return whether a rank's part was written before: its manifest comes last. Other nodes may complete it now."""
         try:
             piece = RankManifest.parse(self._folder.read_file(name, RankManifest.file_name(found.header.rank)))
         except ProtocolError:
@@ -242,7 +240,7 @@ class CheckpointWriter:
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
     def _complete(self, name: CheckpointName, world: int) -> bool | None:
-        """Complete the checkpoint if every rank's piece is there. None if the fence says no.
+        """Complete the checkpoint if every rank's manifest is there. Returns None if the fence says no.
 
         What a world that was given up has written stays, incomplete: the fence also says no where it cannot tell, and
         other nodes may be writing there. A newer checkpoint removes it.
@@ -287,7 +285,7 @@ class CheckpointWriter:
         return Manifest(name.step, name.generation, world, files, name.run)
 
     def _prune(self, newest: CheckpointName) -> None:
-        """Remove complete checkpoints beyond those to keep, and incomplete ones that a newer one has overtaken."""
+        """Remove complete checkpoints beyond `keep`, and incomplete checkpoints that a newer has overtaken."""
         complete = []
         names = self._folder.list_checkpoints()
         older = names[names.index(newest) :] if newest in names else []  # what is newer than that is left alone
@@ -295,7 +293,7 @@ class CheckpointWriter:
             if not name.temporary and self._is_complete(name):
                 complete.append(name)
             elif name < newest and (name.run, name.generation) <= (newest.run, newest.generation):
-                self._folder.remove_checkpoint(name)  # of a run that began later, somebody may be just writing it
+                self._folder.remove_checkpoint(name)  # of a run that began later, another node may be writing it
         for name in complete[self._keep :]:
             self._folder.remove_checkpoint(name)
 
@@ -307,7 +305,7 @@ class CheckpointWriter:
 
 
 def _unmark(slots: Sequence[Path], stored: StateVersion) -> None:
-    """Let go of marked states up to the one that is stored."""
+    """Unmark states up to that which is stored."""
     for prefix in slots:
         for found in find_marked_slots(prefix):
             if found.header.version <= stored:

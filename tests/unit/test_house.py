@@ -137,6 +137,7 @@ TIDY = (
     *("edl.background", "edl.backoff", "edl.errors", "edl.memory", "edl.notifier", "edl.quoting", "edl.settings"),
     *("edl.cli", "edl.discovery", "edl.distill", "edl.protocol", "edl.testing", "edl_serving"),
     *("edl.collective.agent.health", "edl.collective.agent.membership", "edl.collective.agent.processes"),
+    *("edl.collective.agent.job_run", "edl.collective.checkpoint", "edl.collective.replica"),
     *("edl.collective.goodput", "edl.collective.inprocess", "edl.collective.job_records", "edl.collective.ranks"),
     *("edl.collective.unwrapping", "edl.collective.worker_status"),
 )

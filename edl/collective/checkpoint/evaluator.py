@@ -46,6 +46,9 @@ class Evaluator:
     Attributes:
         results: by step.
         pending: the step whose evaluation has begun and has no result yet, None for none.
+
+    Raises:
+        SettingsError: `limit_s` is not above 0.
     """
 
     def __init__(

@@ -171,7 +171,11 @@ class State:
 
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
-        """Put the random number generators that this state saves back after the block."""
+        """Return a context after which the random number generators that this state saves are put back.
+
+        Yields:
+            Nothing.
+        """
         drawn = capture_random_states() if self._rng else None
         try:
             yield

@@ -139,8 +139,8 @@ class Checkpointer:
         if self._storage is not None and read("EDL_BOARD", str) is None:  # with an agent, that does it
             self._persister = CheckpointPersister(self._storage, [self._slots.prefix], logger.warning, keep=keep)
             self._persister.start()
-        self._finished: Callable[[int], object] = _nothing
-        self._interrupt: Callable[[], object] = _nothing
+        self._finished: Callable[[int], object] = _do_nothing
+        self._interrupt: Callable[[], object] = _do_nothing
 
     def restore(self, *, evaluate: bool = True) -> int:
         """Restore the newest state: from the memory of any rank, or else from storage. Collective.
@@ -167,7 +167,7 @@ class Checkpointer:
                 self._slots,
                 self._group,
                 replica_slots=self._replica_slots,
-                stored=self._stored,
+                stored=self._newest_stored,
                 since=read("EDL_SINCE_GENERATION", int) or 0,
             )
             if restored is None and self._storage is not None:
@@ -205,7 +205,7 @@ class Checkpointer:
         """
         self._check_open()
         self._finished(step)
-        self._leave_out_evaluations(step)
+        self._drop_failed_evaluations(step)
         self._step = step
         self._status_page.finish_step(step, samples)
         if not self._training and step >= self._ahead_of:
@@ -318,11 +318,11 @@ class Checkpointer:
         Where no agent stores what was to be stored, this does, and warns if it cannot.
         """
         try:
-            self._let_go()
+            self._close_or_raise()
         except TemporaryError as exc:
             logger.warning("%s", exc)
 
-    def _let_go(self) -> None:
+    def _close_or_raise(self) -> None:
         """Release everything.
 
         Raises:
@@ -351,15 +351,15 @@ class Checkpointer:
             return
         try:
             # A script that leaves by sys.exit may do so in the middle of a step, as a signal's handler does.
-            if error is None and not self._closed and self._place is not None and self._lacks_the_last():
+            if error is None and not self._closed and self._place is not None and self._lacks_last_step():
                 with self._status_page.in_phase(Phase.SAVE):
                     self._save(self._step, self._storage is not None, self._place, wait=True)
         except BaseException:
             self.close()
             raise
-        self._let_go()  # a script that ends well has its result in storage, as it has with an agent
+        self._close_or_raise()  # a script that ends well has its result in storage, as it has with an agent
 
-    def _lacks_the_last(self) -> bool:
+    def _lacks_last_step(self) -> bool:
         """Return whether the last step is not yet where it should be in the end: in this rank's slots, and marked."""
         return self._step != self._saved or not self._saved_for_good or not self._writer.finish_write()
 
@@ -394,7 +394,7 @@ class Checkpointer:
             self._save(step, False, place, wait=True)
         self._finished(step)
 
-    def _leave_out_evaluations(self, step: int) -> None:
+    def _drop_failed_evaluations(self, step: int) -> None:
         """Forget evaluations that began and never ended, since the script caught their errors and went on."""
         for evaluator in self._evaluators():
             if evaluator.pending is not None and evaluator.pending < step:
@@ -405,7 +405,7 @@ class Checkpointer:
         if self._closed:
             raise ClosedError("this Checkpointer is closed")
 
-    def _stored(self) -> tuple[int, int]:
+    def _newest_stored(self) -> tuple[int, int]:
         """Return generation and step of the newest state of this run on storage. Collective."""
         if self._storage is None:
             return NO_STEP, NO_STEP
@@ -462,7 +462,7 @@ class Checkpointer:
         steps = self._schedule.propose_steps(step_s, self._usual_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
-        alone = self._is_alone()
+        alone = self._holds_shards_alone()
         # A storage that is slower than the interval is waited for by all nodes: else each would store other steps.
         busy = self._slots.has_marked_slot
         if world_of(self._group) > 1:
@@ -482,7 +482,7 @@ class Checkpointer:
         if store:
             self._stored_at = now
 
-    def _is_alone(self) -> bool:
+    def _holds_shards_alone(self) -> bool:
         """Return whether no other node has the shards of this rank, as far as is known: its loss would lose them."""
         rank, local_rank = read("RANK", int), read("LOCAL_RANK", int)
         count = read("LOCAL_WORLD_SIZE", positive_int)
@@ -525,5 +525,5 @@ class Checkpointer:
                 time.sleep(_POLL_S)
 
 
-def _nothing(*_: object) -> None:
+def _do_nothing(*_: object) -> None:
     """Do nothing: the hook of a `Checkpointer` without `set_step_hooks`."""

@@ -71,10 +71,10 @@ def send_states(
             connection = wrapped
         link = AuthenticatedConnection(connection, secret, sending=True, timeout_s=operation_s)
         for local_rank, state in enumerate(states):
-            _send(link, node, local_rank, state, stopping)
+            _send_state(link, node, local_rank, state, stopping)
 
 
-def _send(
+def _send_state(
     link: AuthenticatedConnection, node: str, local_rank: int, state: CompleteSlot, stopping: Callable[[], bool]
 ) -> None:
     meta = state.read_metadata()
@@ -90,13 +90,13 @@ def _send(
         before=others[0] if others else NO_VERSION,
     )
     link.send_frame(announcement.encode())
-    if _answer(link) == PRESENT:
+    if _receive_answer(link) == PRESENT:
         return
-    link.send_bulk(_contents(state, meta, stopping))
-    _answer(link)
+    link.send_bulk(_state_contents(state, meta, stopping))
+    _receive_answer(link)
 
 
-def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
+def _state_contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) -> Iterator[bytes | memoryview]:
     """Yield the data and the metadata. Raises before the end if they were overwritten: the receiver drops them then."""
     data = memoryview(state.map_file())[HEADER_NBYTES : HEADER_NBYTES + state.data_nbytes]
     for whole in (data, memoryview(meta)):
@@ -108,7 +108,7 @@ def _contents(state: CompleteSlot, meta: bytes, stopping: Callable[[], bool]) ->
         raise TemporaryError(f"{state.path} was overwritten while it was sent")
 
 
-def _answer(link: AuthenticatedConnection) -> bytes:
+def _receive_answer(link: AuthenticatedConnection) -> bytes:
     answer = link.receive_frame()
     if answer not in (GO_ON, PRESENT):
         raise ReplicaRefusedError(answer.decode(errors="replace"))

@@ -148,15 +148,15 @@ class AuthenticatedConnection:
         deadline = time.monotonic() + HANDSHAKE_S
         mine = secrets.token_bytes(_NONCE_NBYTES)
         if sending:
-            theirs = self._take(_NONCE_NBYTES, deadline)
+            theirs = self._receive_exactly(_NONCE_NBYTES, deadline)
             both = theirs + mine
             connection.sendall(mine + _mac(secret, b"sender", both))
-            proof = self._take(_MAC_NBYTES, deadline)
+            proof = self._receive_exactly(_MAC_NBYTES, deadline)
         else:
             connection.settimeout(HANDSHAKE_S)
             connection.sendall(mine)
-            both = mine + self._take(_NONCE_NBYTES, deadline)
-            proof = self._take(_MAC_NBYTES, deadline)
+            both = mine + self._receive_exactly(_NONCE_NBYTES, deadline)
+            proof = self._receive_exactly(_MAC_NBYTES, deadline)
         if not hmac.compare_digest(proof, _mac(secret, b"receiver" if sending else b"sender", both)):
             raise ProtocolError("the other side does not know the secret of this job")
         if not sending:
@@ -177,12 +177,12 @@ class AuthenticatedConnection:
         Raises:
             ProtocolError: it was changed on the way.
         """
-        length = int.from_bytes(self._take(4), "little")
+        length = int.from_bytes(self._receive_exactly(4), "little")
         if length > _FRAME_MOST_NBYTES:
             raise ProtocolError(f"a message of {length} bytes where at most {_FRAME_MOST_NBYTES} are expected")
-        data, mac = self._take(length), self._next_received()
+        data, mac = self._receive_exactly(length), self._next_received()
         mac.update(data)
-        self._check(mac.digest())
+        self._check_tag(mac.digest())
         return data
 
     def send_bulk(self, parts: Iterator[bytes | memoryview]) -> None:
@@ -210,9 +210,9 @@ class AuthenticatedConnection:
             for target in targets:
                 for begin in range(0, len(target), CHUNK_NBYTES):
                     piece = target[begin : begin + CHUNK_NBYTES]
-                    self._fill(piece)
+                    self._receive_into(piece)
                     tree.add(piece)
-            self._check(tree.tag())
+            self._check_tag(tree.tag())
 
     def _next_sent(self) -> hmac.HMAC:
         self._sent += 1
@@ -222,16 +222,16 @@ class AuthenticatedConnection:
         self._received += 1
         return hmac.new(self._receive_key, self._received.to_bytes(8, "little"), "sha256")
 
-    def _check(self, tag: bytes) -> None:
-        if not hmac.compare_digest(self._take(_MAC_NBYTES), tag):
+    def _check_tag(self, tag: bytes) -> None:
+        if not hmac.compare_digest(self._receive_exactly(_MAC_NBYTES), tag):
             raise ProtocolError("what was received is not what was sent")
 
-    def _take(self, nbytes: int, deadline: float | None = None) -> bytes:
+    def _receive_exactly(self, nbytes: int, deadline: float | None = None) -> bytes:
         data = bytearray(nbytes)
-        self._fill(memoryview(data), deadline)
+        self._receive_into(memoryview(data), deadline)
         return bytes(data)
 
-    def _fill(self, target: memoryview, deadline: float | None = None) -> None:
+    def _receive_into(self, target: memoryview, deadline: float | None = None) -> None:
         got = 0
         while got < len(target):
             if deadline is not None:
@@ -274,7 +274,7 @@ class _TreeMac:
         self._nbytes += len(piece)
         if self._pool is not None:
             number = len(self._leaves)
-            self._leaves.append(self._pool.submit(self._leaf, number, piece))
+            self._leaves.append(self._pool.submit(self._piece_mac, number, piece))
             if number >= _AHEAD:
                 self._leaves[number - _AHEAD].result()
 
@@ -285,7 +285,7 @@ class _TreeMac:
             self._root.update(leaf.result())
         return self._root.digest()
 
-    def _leaf(self, number: int, piece: bytes | memoryview) -> bytes:
+    def _piece_mac(self, number: int, piece: bytes | memoryview) -> bytes:
         mac = hmac.new(self._key, self._count.to_bytes(8, "little") + number.to_bytes(8, "little"), "sha256")
         mac.update(piece)  # without the GIL
         return mac.digest()

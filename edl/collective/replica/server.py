@@ -103,7 +103,7 @@ class ReplicaServer:
             try:
                 if self._tls is not None and isinstance(connection, ssl.SSLSocket):
                     self._tls.handshake(connection, HANDSHAKE_S)
-                self._serve(connection)
+                self._serve_agent(connection)
             except (OSError, EDLError) as exc:
                 if not self._closing:
                     self._say(f"a replica from {address[0]} did not arrive: {exc or type(exc).__name__}")
@@ -112,7 +112,7 @@ class ReplicaServer:
                     self._serving = None
         return 0.0
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve_agent(self, connection: socket.socket) -> None:
         link = AuthenticatedConnection(connection, self._secret(), sending=False, timeout_s=self._operation_s)
         while True:
             try:
@@ -121,20 +121,20 @@ class ReplicaServer:
                 return  # that was all
             pair = SlotPair(self._folder.slot_prefix(announcement.node, announcement.local_rank))
             try:
-                answer = self._answer(announcement, pair)
+                answer = self._answer_announcement(announcement, pair)
                 link.send_frame(answer)
                 if answer == GO_ON:
-                    self._receive(link, announcement, pair)
+                    self._receive_state(link, announcement, pair)
                     link.send_frame(GO_ON)
             finally:
                 pair.close()
 
-    def _answer(self, announcement: ReplicaAnnouncement, pair: SlotPair) -> bytes:
+    def _answer_announcement(self, announcement: ReplicaAnnouncement, pair: SlotPair) -> bytes:
         if any(slot.header == _header_of(announcement) for slot in pair.find_complete()):
             return PRESENT  # taken a second time, it would replace the one before it
-        return self._no_room(announcement).encode()
+        return self._refusal_reason(announcement).encode()
 
-    def _receive(self, link: AuthenticatedConnection, announcement: ReplicaAnnouncement, pair: SlotPair) -> None:
+    def _receive_state(self, link: AuthenticatedConnection, announcement: ReplicaAnnouncement, pair: SlotPair) -> None:
         for found in pair.find_complete()[1:]:
             if found.header.version == announcement.before:
                 pair.keep_only_slot(found)
@@ -148,7 +148,7 @@ class ReplicaServer:
         if len(both) == 2:
             self._folder.drop_older_than(both[1].header.version)
 
-    def _no_room(self, announcement: ReplicaAnnouncement) -> str:
+    def _refusal_reason(self, announcement: ReplicaAnnouncement) -> str:
         """Return why the state is not taken, "" if it is."""
         nbytes = 2 * (HEADER_NBYTES + announcement.data_nbytes + announcement.meta_nbytes)
         prefix = self._folder.slot_prefix(announcement.node, announcement.local_rank)

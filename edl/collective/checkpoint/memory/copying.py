@@ -84,7 +84,7 @@ class PinnedStaging:
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         write: Callable[[Sequence[CopyPiece]], object],
     ) -> None:
-        buffers = self._buffers = self._buffers or [_pinned(self._nbytes) for _ in range(2)]
+        buffers = self._buffers = self._buffers or [_pinned_buffer(self._nbytes) for _ in range(2)]
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
@@ -92,12 +92,12 @@ class PinnedStaging:
         filled: _Filled | None = None
         with torch.cuda.stream(stream):
             for number, batch in enumerate(_batches(pairs, self._nbytes, stream)):
-                filling = _fill(buffers[number % 2], batch, stream)
+                filling = _fill_buffer(buffers[number % 2], batch, stream)
                 if filled is not None:
-                    _empty(filled, write)
+                    _empty_buffer(filled, write)
                 filled = filling
         if filled is not None:
-            _empty(filled, write)
+            _empty_buffer(filled, write)
 
 
 def _batches(
@@ -126,7 +126,7 @@ def _batches(
         yield batch
 
 
-def _fill(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], stream: torch.cuda.Stream) -> _Filled:
+def _fill_buffer(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], stream: torch.cuda.Stream) -> _Filled:
     """Have the GPU fill a buffer, from which nothing is to be read any more."""
     memory = buffer.numpy()
     pieces = []
@@ -141,12 +141,12 @@ def _fill(buffer: torch.Tensor, batch: Sequence[tuple[Any, torch.Tensor]], strea
     return _Filled(event, pieces)
 
 
-def _empty(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object]) -> None:
+def _empty_buffer(filled: _Filled, write: Callable[[Sequence[CopyPiece]], object]) -> None:
     filled.event.synchronize()
     write(filled.pieces)
 
 
-def _pinned(nbytes: int) -> torch.Tensor:
+def _pinned_buffer(nbytes: int) -> torch.Tensor:
     """Return a buffer that the GPU writes to directly, or an ordinary buffer where the system refuses that."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -237,7 +237,7 @@ class TensorCopier:
         on_gpu: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             if source.device.type == "cpu" and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
-                pieces += _pieces(target, source.detach())
+                pieces += _tensor_pieces(target, source.detach())
             elif source.device.type == "cuda":
                 on_gpu.append((target, source))
             else:
@@ -247,7 +247,7 @@ class TensorCopier:
         return pieces
 
     def _copy_staged(self, pieces: Sequence[CopyPiece]) -> None:
-        self._copy_pieces([part for piece in pieces for part in _cut(*piece)])
+        self._copy_pieces([part for piece in pieces for part in _cut_pieces(*piece)])
 
     def _copy_pieces(self, pieces: Sequence[CopyPiece]) -> None:
         job = _Job(pieces)
@@ -310,13 +310,13 @@ class _Job:
             self.done.set_result(None)
 
 
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:
+def _tensor_pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[CopyPiece]:
     if not source.numel():
         return
-    yield from _cut(*(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source)))
+    yield from _cut_pieces(*(tensor.reshape(-1).view(torch.uint8).numpy() for tensor in (target, source)))
 
 
-def _cut(to: Any, of: Any) -> Iterator[CopyPiece]:
+def _cut_pieces(to: Any, of: Any) -> Iterator[CopyPiece]:
     """Yield pieces at which several threads can take turns."""
     for begin in range(0, of.nbytes, _PIECE_NBYTES):
         yield to[begin : begin + _PIECE_NBYTES], of[begin : begin + _PIECE_NBYTES]

@@ -81,8 +81,8 @@ def restore_from_memory(
     Returns:
         What was restored, or None if there is nothing in memory, or something newer on storage.
     """
-    held = _look(slots, replica_slots)
-    own, replicas, same, first = _offers(held, since, group)
+    held = _read_local_slots(slots, replica_slots)
+    own, replicas, same, first = _gather_offers(held, since, group)
     plan = choose_state(own, replicas, same)
     if plan is None:
         return None
@@ -95,12 +95,12 @@ def restore_from_memory(
     if plan.from_replicas:
         logger.info("step %d is the newest one that replicas of lost ranks' states allow to go on from", plan.step)
     if plan.sources:
-        _hand_over(plan, held, slots, group)
-        found = _adopt(plan, plan.parts[rank_of(group)], slots, replica_slots)
-        _load(state, found, local=plan.world == world_of(group) and found.header.rank == rank_of(group))
+        _exchange_slots(plan, held, slots, group)
+        found = _adopt_slot(plan, plan.parts[rank_of(group)], slots, replica_slots)
+        _load_slot(state, found, local=plan.world == world_of(group) and found.header.rank == rank_of(group))
     else:
-        _put_together(state, plan, held, group)
-        for pair in _pairs(slots, replica_slots):
+        _assemble_state(state, plan, held, group)
+        for pair in _slot_pairs(slots, replica_slots):
             for found in pair.find_complete():
                 if any(plan.matches_slot(found.header, part) for part in range(plan.world)):
                     pair.keep_only_slot(found)
@@ -109,17 +109,17 @@ def restore_from_memory(
     return RestoredState(plan.step, plan.world)
 
 
-def _pairs(slots: SlotPair, replica_slots: ReplicaSlots | None) -> list[SlotPair]:
+def _slot_pairs(slots: SlotPair, replica_slots: ReplicaSlots | None) -> list[SlotPair]:
     return [slots] if replica_slots is None else [slots, replica_slots.slots]
 
 
-def _look(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _LocalSlots:
-    own = [slot for pair in _pairs(slots, replica_slots) for slot in pair.find_complete()]
+def _read_local_slots(slots: SlotPair, replica_slots: ReplicaSlots | None) -> _LocalSlots:
+    own = [slot for pair in _slot_pairs(slots, replica_slots) for slot in pair.find_complete()]
     replicas = [] if replica_slots is None else replica_slots.find_replicas()
     return _LocalSlots(*([slot for slot in held if slot.read_metadata() is not None] for held in (own, replicas)))
 
 
-def _offers(
+def _gather_offers(
     held: _LocalSlots, since: int, group: transfer.Group
 ) -> tuple[list[list[SlotHeader]], list[list[SlotHeader]], dict[SlotHeader, list[int]], int]:
     """Gather what the ranks hold.
@@ -129,8 +129,8 @@ def _offers(
         same shards as a slot; and the first generation in which an agent that is here took part.
     """
     mine: list[Any] = [
-        *([_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
-        [_holders(found, group) for found in held.own],
+        *([_header_row(found.header) for found in kind] for kind in (held.own, held.replicas)),
+        [_shard_holders(found, group) for found in held.own],
         since,
     ]
     offers = [mine]
@@ -145,32 +145,32 @@ def _offers(
     return own, replicas, same, min(offer[3] for offer in offers)
 
 
-def _holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
+def _shard_holders(found: CompleteSlot, group: transfer.Group) -> list[int]:
     """Return the ranks that held the same shards as a slot; not known in other groups, which count ranks otherwise."""
     meta = found.read_metadata() if found.header.sharded and group is None else None
     return [] if meta is None else list(parse_meta(meta).holders)
 
 
-def _row(header: SlotHeader) -> list[int | bool]:
+def _header_row(header: SlotHeader) -> list[int | bool]:
     return [header.generation, header.step, header.world, header.rank, False, header.sharded]
 
 
-def _adopt(plan: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
+def _adopt_slot(plan: RestorePlan, part: int, slots: SlotPair, replica_slots: ReplicaSlots | None) -> CompleteSlot:
     """Return this rank's own slot that has its part; a replica on this host is copied into a slot."""
-    for pair in _pairs(slots, replica_slots):
+    for pair in _slot_pairs(slots, replica_slots):
         for found in pair.find_complete():
             if plan.matches_slot(found.header, part):
                 pair.keep_only_slot(found)
                 return found
-    replica = _found(_look(slots, replica_slots), plan, part)
-    copy = _unchanged(replica.copy_contents(), replica)
+    replica = _require_slot(_read_local_slots(slots, replica_slots), plan, part)
+    copy = _require_unchanged(replica.copy_contents(), replica)
     _, memory = slots.begin_write(len(copy.data), len(copy.meta))
     memory[HEADER_NBYTES : HEADER_NBYTES + len(copy.data)] = copy.data
     slots.commit_write(copy.header, len(copy.data), copy.meta)
-    return _adopt(plan, part, slots, replica_slots)
+    return _adopt_slot(plan, part, slots, replica_slots)
 
 
-def _found(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSlot:
+def _require_slot(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSlot:
     found = held.find_slot(plan, part)
     if found is None:
         raise ProtocolError(
@@ -179,45 +179,45 @@ def _found(held: _LocalSlots, plan: RestorePlan, part: int) -> CompleteSlot:
     return found
 
 
-def _load(state: State, found: CompleteSlot, local: bool) -> None:
-    meta = parse_meta(_unchanged(found.read_metadata(), found))
+def _load_slot(state: State, found: CompleteSlot, local: bool) -> None:
+    meta = parse_meta(_require_unchanged(found.read_metadata(), found))
     loading = state.begin_load(meta, local=local)
-    loading.fill_tensors(meta.entries, _mapped(found))
+    loading.fill_tensors(meta.entries, _map_data(found))
     loading.finish()
 
 
-def _hand_over(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
+def _exchange_slots(plan: RestorePlan, held: _LocalSlots, slots: SlotPair, group: transfer.Group) -> None:
     """Copy slots to the ranks that lack them, one after another in an order that all ranks know."""
     rank = rank_of(group)
     wanted = [(dst, src) for dst, src in enumerate(plan.sources) if dst != src]
     taking = plan.sources[rank] != rank
-    giving = {dst: _found(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
+    giving = {dst: _require_slot(held, plan, plan.parts[dst]) for dst, src in wanted if src == rank}
     # A rank that both gives and takes may overwrite what it has still to give, and an agent a replica.
     moving = giving.values() if taking else [found for found in giving.values() if found in held.replicas]
-    kept = {found: _unchanged(found.copy_contents(), found) for found in moving}
+    kept = {found: _require_unchanged(found.copy_contents(), found) for found in moving}
     for dst, src in wanted:
         if src == rank:
             found = giving[dst]
-            meta = _unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
-            data = _mapped(found) if found not in kept else _bytes_of(kept[found].data)
+            meta = _require_unchanged(found.read_metadata(), found) if found not in kept else kept[found].meta
+            data = _map_data(found) if found not in kept else _byte_tensor(kept[found].data)
             transfer.send_slot(found.header, meta, data, transfer.global_rank(dst, group), group)
         elif dst == rank:
             logger.info("taking the state after step %d from rank %d", plan.step, src)
             transfer.receive_slot(slots, transfer.global_rank(src, group), group)
 
 
-def _mapped(found: CompleteSlot) -> torch.Tensor:
+def _map_data(found: CompleteSlot) -> torch.Tensor:
     """Return a slot's data as uint8 [nbytes], where it is."""
     if not found.data_nbytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(found.map_file(), dtype=torch.uint8, offset=HEADER_NBYTES, count=found.data_nbytes)
 
 
-def _bytes_of(data: bytearray | memoryview) -> torch.Tensor:
+def _byte_tensor(data: bytearray | memoryview) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _unchanged(read: T | None, found: CompleteSlot) -> T:
+def _require_unchanged(read: T | None, found: CompleteSlot) -> T:
     """Return what was read of a slot, which no other process should write.
 
     Raises:
@@ -228,12 +228,12 @@ def _unchanged(read: T | None, found: CompleteSlot) -> T:
     return read
 
 
-def _put_together(state: State, plan: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
+def _assemble_state(state: State, plan: RestorePlan, held: _LocalSlots, group: transfer.Group) -> None:
     """Broadcast every part of a sharded state; a rank takes what it now holds."""
     loading, seen = None, set()
     offered = [(part, holder) for part, holder in enumerate(plan.holders) if holder >= 0]
     for part, holder in offered:
-        copy = _give(held, plan, part) if holder == rank_of(group) else None
+        copy = _copy_part(held, plan, part) if holder == rank_of(group) else None
         src = transfer.global_rank(holder, group)
         meta = parse_meta(transfer.broadcast_bytes(copy.meta if copy else b"", src, group))
         loading = loading or state.begin_load(meta, local=False)
@@ -253,6 +253,6 @@ def _put_together(state: State, plan: RestorePlan, held: _LocalSlots, group: tra
     loading.finish()
 
 
-def _give(held: _LocalSlots, plan: RestorePlan, part: int) -> SlotCopy:
-    found = _found(held, plan, part)
-    return _unchanged(found.copy_contents(), found)
+def _copy_part(held: _LocalSlots, plan: RestorePlan, part: int) -> SlotCopy:
+    found = _require_slot(held, plan, part)
+    return _require_unchanged(found.copy_contents(), found)

@@ -69,23 +69,25 @@ def choose_state(
     Returns:
         The plan; None if there is no such state.
     """
-    held = _by_state(offers)
-    copied = _by_state([[header for header in headers if header.sharded] for headers in replicas])
+    held = _group_by_state(offers)
+    copied = _group_by_state([[header for header in headers if header.sharded] for headers in replicas])
     sharded = {header.version for headers in (*offers, *replicas) for header in headers if header.sharded}
     for state in sorted(held.keys() | copied.keys(), reverse=True):
         parts = held.get(state, {})
         if state not in sharded:
-            return _replicated(*_entire(state, held, len(offers)), len(offers))
-        stand_ins = _stand_ins(state, parts, same or {})
+            return _plan_replicated(*_newest_entire(state, held, len(offers)), len(offers))
+        equal_parts = _equal_parts(state, parts, same or {})
         lost = {
-            part: ranks for part, ranks in copied.get(state, {}).items() if part not in parts and part not in stand_ins
+            part: ranks
+            for part, ranks in copied.get(state, {}).items()
+            if part not in parts and part not in equal_parts
         }
-        if parts.keys() | lost.keys() | stand_ins.keys() >= set(range(state[2])):
-            return replace(_sharded(state, parts | lost, stand_ins, len(offers)), from_replicas=bool(lost))
+        if parts.keys() | lost.keys() | equal_parts.keys() >= set(range(state[2])):
+            return replace(_plan_sharded(state, parts | lost, equal_parts, len(offers)), from_replicas=bool(lost))
     return None
 
 
-def _entire(
+def _newest_entire(
     newest: StateVersion, held: dict[StateVersion, dict[int, list[int]]], size: int
 ) -> tuple[StateVersion, dict[int, list[int]]]:
     """Return the newest state of which every rank has its own part, if the same world can go on from such a state.
@@ -100,7 +102,7 @@ def _entire(
     return newest, held[newest]
 
 
-def _stand_ins(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
+def _equal_parts(state: StateVersion, parts: Mapping[int, object], same: ShardHolders) -> dict[int, int]:
     """Return, for parts that no rank offers, a part that is offered and has the same shards; these take turns."""
     alike: dict[int, list[int]] = {}
     for header, ranks in sorted(same.items()):
@@ -111,7 +113,7 @@ def _stand_ins(state: StateVersion, parts: Mapping[int, object], same: ShardHold
     return {part: found[part % len(found)] for part, found in alike.items()}
 
 
-def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
+def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict[int, list[int]]]:
     """Return, by state and by the rank that saved a part of it, the present ranks that offer that part."""
     held: dict[StateVersion, dict[int, list[int]]] = {}
     for rank, headers in enumerate(offers):
@@ -120,7 +122,7 @@ def _by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion, dict
     return held
 
 
-def _replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
+def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Plan that a rank takes what it has, or else its rank's, or else any rank's; the ranks that give take turns."""
     lock_private_slots = {rank: part for part, ranks in parts.items() for rank in ranks}
     givers = sorted(lock_private_slots)
@@ -141,12 +143,14 @@ def _replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> 
     return RestorePlan(*state, (-1,) * state[2], tuple(sources), tuple(taken))
 
 
-def _sharded(state: StateVersion, parts: dict[int, list[int]], stand_ins: Mapping[int, int], size: int) -> RestorePlan:
+def _plan_sharded(
+    state: StateVersion, parts: dict[int, list[int]], equal_parts: Mapping[int, int], size: int
+) -> RestorePlan:
     """Plan that a rank takes its own part or a part with the same shards; another world puts the parts together."""
     world = state[2]
     holders = tuple(parts[part][0] if part in parts else -1 for part in range(world))
     if world != size:
         return RestorePlan(*state, holders, (), ())
-    taken = tuple(rank if rank in parts else stand_ins[rank] for rank in range(size))
+    taken = tuple(rank if rank in parts else equal_parts[rank] for rank in range(size))
     sources = tuple(rank if rank in parts[part] else parts[part][0] for rank, part in enumerate(taken))
     return RestorePlan(*state, holders, sources, taken)

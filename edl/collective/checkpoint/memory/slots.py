@@ -160,13 +160,13 @@ class SlotPair:
             raise ClosedError(f"the slots {self.prefix} are closed")
         newest = self.newest_slot()
         number = 1 if newest is not None and newest.path == self._paths[0] else 0
-        self._leave_pinned(number)
+        self._replace_pinned_file(number)
         room = meta_offset(data_nbytes) + meta_nbytes
-        memory = self._room(number, room)
+        memory = self._map_slot(number, room)
         if hurry:
-            self._ask_for_room(1 - number, room)
+            self._allocate_in_background(1 - number, room)
         else:
-            self._room(1 - number, room)
+            self._map_slot(1 - number, room)
         # Above every number that was ever here, complete or not: a reader knows by it that a slot is still the same.
         highest = max(map(read_sequence, self._paths))
         set_sequence(memory, highest + highest % 2 + 1)
@@ -193,7 +193,7 @@ class SlotPair:
         memory[begin : begin + len(meta)] = meta
         write_page(memory, SlotPage(header, get_sequence(memory) + 1, data_nbytes, len(meta), zlib.crc32(meta)))
         if header.persist:
-            self._mark(path)
+            self._mark_slot(path)
 
     @property
     def has_marked_slot(self) -> bool:
@@ -208,14 +208,14 @@ class SlotPair:
         """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
         newest = self.newest_slot()
         if newest is not None:
-            _spoil(newest)
+            _invalidate(newest)
 
     def keep_only_slot(self, kept: CompleteSlot) -> None:
         """Forget the other slot: the world went on from `kept`, so the next save must not overwrite that one."""
         other = self._paths[1 - self._paths.index(kept.path)]
         found = read_slot(other)
         if found is not None and found.sequence > kept.sequence:
-            _spoil(found)
+            _invalidate(found)
 
     def close(self) -> None:
         """Release the memory; private slots are removed."""
@@ -225,7 +225,7 @@ class SlotPair:
         if self._remove is not None:
             self._remove()
 
-    def _mark(self, path: Path) -> None:
+    def _mark_slot(self, path: Path) -> None:
         """Give a slot the name by which the persister finds it; what had that name before is not waited for."""
         marked = marked_path(self.prefix)
         new = marked.with_name(marked.name + ".new")
@@ -233,7 +233,7 @@ class SlotPair:
         os.link(path, new)
         new.replace(marked)
 
-    def _leave_pinned(self, number: int) -> None:
+    def _replace_pinned_file(self, number: int) -> None:
         """Make a new file for a slot whose file has a second name."""
         path = self._paths[number]
         try:
@@ -245,9 +245,9 @@ class SlotPair:
             with contextlib.suppress(FileNotFoundError):
                 spare_path(self.prefix).rename(path)
             self._maps[number] = None
-            self._forget_gone()
+            self._drop_stale_maps()
 
-    def _forget_gone(self) -> None:
+    def _drop_stale_maps(self) -> None:
         """Drop mappings of files that have no name here any more: they would hold the memory."""
         left = set()
         for path in (*slot_files(self.prefix), *slot_paths(kept_prefix(self.prefix))):
@@ -259,13 +259,13 @@ class SlotPair:
         """Return the complete slot that was written last."""
         return max((slot for slot in map(read_slot, self._paths) if slot), key=lambda slot: slot.sequence, default=None)
 
-    def _room(self, number: int, nbytes: int) -> mmap.mmap:
+    def _map_slot(self, number: int, nbytes: int) -> mmap.mmap:
         """Return the mapping of a slot with at least `nbytes`, its pages in place."""
         memory = self._maps[number]
         if memory is not None and len(memory) >= nbytes:
             return memory
         path = self._paths[number]
-        file = self._open(number)
+        file = self._open_slot(number)
         inode = os.fstat(file).st_ino
         memory = self._by_inode.get(inode)
         if memory is not None and len(memory) >= nbytes:
@@ -290,17 +290,17 @@ class SlotPair:
         self._maps[number] = self._by_inode[inode] = memory
         return memory
 
-    def _ask_for_room(self, number: int, nbytes: int) -> None:
-        """Have the kernel give a slot its pages; if it cannot, `_room` will say so when they are needed."""
+    def _allocate_in_background(self, number: int, nbytes: int) -> None:
+        """Have the kernel give a slot its pages; if it cannot, `_map_slot` will say so when they are needed."""
 
         def allocate(file: int) -> None:
             with contextlib.suppress(OSError):
                 os.posix_fallocate(file, 0, _whole_pages(nbytes))
             os.close(file)
 
-        start_call("edl-slot-memory", partial(allocate, self._open(number)))
+        start_call("edl-slot-memory", partial(allocate, self._open_slot(number)))
 
-    def _open(self, number: int) -> int:
+    def _open_slot(self, number: int) -> int:
         return os.open(self._paths[number], os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
@@ -308,7 +308,7 @@ def _whole_pages(nbytes: int) -> int:
     return -(-(nbytes + _SPARE_NBYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _spoil(found: CompleteSlot) -> None:
+def _invalidate(found: CompleteSlot) -> None:
     with found.path.open("r+b", buffering=0) as file:
         os.pwrite(file.fileno(), (found.sequence + 1).to_bytes(SEQUENCE_NBYTES, "little"), SEQUENCE_AT)
 

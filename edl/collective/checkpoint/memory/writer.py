@@ -131,9 +131,9 @@ class SlotWriter:
             captured = state.capture()
             nbytes = captured.data_nbytes
             number, memory = slots.begin_write(nbytes, len(captured.meta))
-            views, known = self._views_of((slots.prefix, number), memory, captured.entries, nbytes)
+            views, known = self._slot_views((slots.prefix, number), memory, captured.entries, nbytes)
             # New memory's pages are best paid for at once.
-            later = self._may_wait(state, captured) if known and not at_once else set()
+            later = self._deferrable_tensors(state, captured) if known and not at_once else set()
             self._passed.clear()
             now = [number for number in range(len(views)) if number not in later]
             watched = _Watched.of_tensors([captured.tensors[number] for number in sorted(later)])
@@ -191,25 +191,25 @@ class SlotWriter:
             self._views.clear()
             self._copier.close()
 
-    def _may_wait(self, state: State, captured: CapturedState) -> set[int]:
+    def _deferrable_tensors(self, state: State, captured: CapturedState) -> set[int]:
         """Return the numbers of the tensors that only an optimizer of the state changes."""
         if not self._overlap:
             return set()
         kept_still = {
-            _memory_of(tensor.to_local() if is_sharded(tensor) else tensor)
+            _data_pointer(tensor.to_local() if is_sharded(tensor) else tensor)
             for name in state
             if isinstance(optimizer := getattr(state, name), Optimizer) and optimizer in self._passed
-            for tensor in _tensors_of(optimizer)
+            for tensor in _optimizer_tensors(optimizer)
         }
         numbers = {
             number
             for number, tensor in enumerate(captured.tensors)
-            if _is_plain(tensor) and _memory_of(tensor) in kept_still
+            if _is_plain(tensor) and _data_pointer(tensor) in kept_still
         }
         nbytes = sum(captured.tensors[number].nbytes for number in numbers)
         return numbers if nbytes >= _WORTH_NBYTES else set()
 
-    def _views_of(
+    def _slot_views(
         self, number: tuple[Path, int], memory: mmap.mmap, entries: tuple[TensorEntry, ...], nbytes: int
     ) -> tuple[list[torch.Tensor], bool]:
         """Return the tensors of a slot, made once for a layout, and whether they were there before."""
@@ -222,7 +222,7 @@ class SlotWriter:
         return views, False
 
 
-def _tensors_of(optimizer: Optimizer) -> list[Any]:
+def _optimizer_tensors(optimizer: Optimizer) -> list[Any]:
     parameters: list[Any] = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for values in optimizer.state.values() for value in values.values()]
     return [value for value in (*parameters, *states) if isinstance(value, torch.Tensor)]
@@ -237,7 +237,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
+def _data_pointer(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -229,7 +229,7 @@ class State:
 
         What is saved later is compared with that, so that a save which no restart could make use of is refused.
         """
-        vars(self)["_meshes"] = self._live(self._fields).meshes
+        vars(self)["_meshes"] = self._live_tensors(self._fields).meshes
         for loader in filter(is_stateful_loader, self._fields.values()):
             prepare_loader(loader)
 
@@ -240,7 +240,7 @@ class State:
             if entry.layout >= 0 and self._meshes is not None and self._meshes.match(layouts[entry.layout]) is None:
                 raise unrestorable_error(entry, layouts[entry.layout])
 
-    def _live(self, wanted: Collection[str]) -> LiveTensors:
+    def _live_tensors(self, wanted: Collection[str]) -> LiveTensors:
         """Return the tensors of the fields `wanted`, and all meshes."""
         in_place: dict[str, torch.Tensor] = {}
         alike: dict[str, torch.Tensor] = {}
@@ -285,7 +285,7 @@ class StateRestore:
         self._meta = meta
         self._forms = {**meta.tree, **(meta.local if local else {})}
         self._names = parameter_names(state._fields.items())
-        live = state._live(self._forms)
+        live = state._live_tensors(self._forms)
         self._targets: dict[str, RestoreTarget] = {}
         for entry in meta.entries:
             if entry.key.partition(".")[0] in self._forms:
@@ -331,9 +331,9 @@ class StateRestore:
             raise ProtocolError(f"{len(lacking)} tensors are incomplete in the saved state, among them {lacking[0]}")
         for name, form in self._forms.items():
             if name != _RNG:
-                self._load_field(name, decode(form, self._back))
+                self._load_field(name, decode(form, self._restored_tensor))
         if _RNG in self._forms and self._state._rng:
-            restore_random_states(decode(self._forms[_RNG], self._back))
+            restore_random_states(decode(self._forms[_RNG], self._restored_tensor))
         for name in set(self._state) - self._meta.kinds.keys():
             logger.warning("the saved state has no field %s: it stays as it is", name)
 
@@ -349,6 +349,6 @@ class StateRestore:
         else:
             logger.warning("the saved state has a field %s that this State lacks: it is left out", name)
 
-    def _back(self, number: int) -> Any:
+    def _restored_tensor(self, number: int) -> Any:
         target = self._targets[self._meta.entries[number].key]
         return target.value

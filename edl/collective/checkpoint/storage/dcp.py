@@ -73,22 +73,22 @@ def write_rank_file(copy: SlotCopy, stream: ChecksumWriter, items: RankFileItems
     meta = parse_meta(copy.meta)
     first = copy.header.rank == 0
     if first:
-        flat, items.paths = _flat(meta, copy)
+        flat, items.paths = _flatten_fields(meta, copy)
         for key, value in flat.items():
             if not isinstance(value, torch.Tensor):
-                items.values[key] = _written(value, stream)
+                items.values[key] = _write_item(value, stream)
     for entry in meta.entries:
         if first or entry.scope != "replicated":
-            items.tensors[entry.key] = _written(_own(copy, entry), stream)
+            items.tensors[entry.key] = _write_item(_slot_tensor(copy, entry), stream)
 
 
-def _written(value: Any, stream: ChecksumWriter) -> tuple[int, int]:
+def _write_item(value: Any, stream: ChecksumWriter) -> tuple[int, int]:
     begin = stream.tell()
     torch.save(value, stream)  # type: ignore[arg-type]  # any object with write() will do
     return begin, stream.tell() - begin
 
 
-def _own(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
+def _slot_tensor(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
     """Return a tensor of a slot, with a storage of its own: `torch.save` writes all of a tensor's storage."""
     if not entry.nbytes:
         return view_of(torch.empty(0, dtype=torch.uint8), replace(entry, offset=0))
@@ -96,9 +96,11 @@ def _own(copy: SlotCopy, entry: TensorEntry) -> torch.Tensor:
     return view_of(own, replace(entry, offset=0))
 
 
-def _flat(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+def _flatten_fields(meta: StateMetadata, copy: SlotCopy) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return the shared fields as DCP flattens them, and their paths."""
-    tree = {name: decode(form, lambda number: _own(copy, meta.entries[number])) for name, form in meta.tree.items()}
+    tree = {
+        name: decode(form, lambda number: _slot_tensor(copy, meta.entries[number])) for name, form in meta.tree.items()
+    }
     flat: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     for name, value in tree.items():
@@ -127,14 +129,14 @@ def pack_dcp_metadata(pieces: Iterable[RankManifest]) -> bytes:
         paths.update(piece.paths)
         for entry in read_meta(piece.meta).entries:
             if entry.key in piece.tensors and not isinstance(described.get(entry.key), BytesStorageMetadata):
-                _describe(piece, entry, described, stored, paths)
+                _describe_tensor(piece, entry, described, stored, paths)
     whole = Metadata(described, planner_data=paths, storage_data=stored)
     if hasattr(whole, "version"):
         whole.version = _VERSION
     return pickle.dumps(whole)
 
 
-def _describe(
+def _describe_tensor(
     piece: RankManifest,
     entry: TensorEntry,
     described: dict[str, Any],
@@ -195,7 +197,7 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     """
     try:
         with zipfile.ZipFile(_ViewFile(item)) as archive:
-            records = {info: _record(item, info) for info in archive.infolist()}
+            records = {info: _find_record(item, info) for info in archive.infolist()}
         found = next(info for info in records if info.filename.endswith("/data/0"))
     except (zipfile.BadZipFile, StopIteration, EOFError, OSError, struct.error, NotImplementedError) as exc:
         raise ProtocolError(f"{entry.key} cannot be read from its file: {exc!r}") from exc
@@ -211,7 +213,7 @@ def read_tensor(item: memoryview, entry: TensorEntry, *, check: bool) -> torch.T
     return view_of(flat, replace(entry, offset=0))
 
 
-def _record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
+def _find_record(item: memoryview, info: zipfile.ZipInfo) -> memoryview:
     """Return the bytes of a record, which is not compressed: behind its header, its name and what else stands there."""
     name, extra = _LOCAL_HEADER.unpack_from(item, info.header_offset)
     begin = info.header_offset + _LOCAL_HEADER.size + name + extra

@@ -94,9 +94,9 @@ def restore_from_storage(state: State, url: str, group: transfer.Group = None) -
     """
     folder = CheckpointFolder(url)
     try:
-        for name in _shared(folder, group):
-            pieces = _pieces(folder, name, group)
-            if pieces and _load(state, folder, name, pieces, group):
+        for name in _share_names(folder, group):
+            pieces = _share_rank_manifests(folder, name, group)
+            if pieces and _load_checkpoint(state, folder, name, pieces, group):
                 return RestoredState(name.step, pieces[0].world)
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
@@ -118,13 +118,13 @@ def newest_stored(url: str, group: transfer.Group = None, *, run: str = "") -> t
         TemporaryError: the storage cannot be read.
     """
     try:
-        names = (name for name in _shared(CheckpointFolder(url), group) if name.run == run or not run)
+        names = (name for name in _share_names(CheckpointFolder(url), group) if name.run == run or not run)
         return next(((name.generation, name.step) for name in names), (-1, -1))
     except OSError as exc:
         raise TemporaryError(f"storage {url} cannot be read: {exc}") from exc
 
 
-def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
+def _share_names(folder: CheckpointFolder, group: transfer.Group) -> Iterator[CheckpointName]:
     """Yield the names of the complete checkpoints that the first rank sees, so that all ranks look at the same."""
     mine = folder.list_checkpoints() if rank_of(group) == 0 else []
     names = [str(name) for name in mine if not name.temporary and folder.is_published(name)]
@@ -135,18 +135,18 @@ def _shared(folder: CheckpointFolder, group: transfer.Group) -> Iterator[Checkpo
             yield name
 
 
-def _pieces(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
+def _share_rank_manifests(folder: CheckpointFolder, name: CheckpointName, group: transfer.Group) -> list[RankManifest]:
     """Return what the ranks stored of a checkpoint, as the first rank reads it; [] if it is incomplete or damaged."""
-    answer = to_json(_look(folder, name)) if rank_of(group) == 0 else b""
+    answer = to_json(_read_rank_manifests(folder, name)) if rank_of(group) == 0 else b""
     found = from_json(transfer.broadcast_bytes(answer, transfer.global_rank(0, group), group))
     if "failed" in found:
         raise OSError(found["failed"])
     if "wrong" in found:
-        _warn(folder, name, found["wrong"])
+        _warn_damaged(folder, name, found["wrong"])
     return [RankManifest.parse(text.encode()) for text in found.get("pieces", [])]
 
 
-def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
+def _read_rank_manifests(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
     """Return the manifests of a checkpoint's ranks, or what is wrong with it, or what failed."""
     try:
         manifest = folder.read_manifest(name)
@@ -156,7 +156,7 @@ def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
             files = [RankManifest.file_name(rank) for rank in range(manifest.world)]
             texts = list(pool.map(lambda file: folder.read_file(name, file), files))
         for rank, (file, text) in enumerate(zip(files, texts, strict=True)):
-            if manifest.files.get(file) != FileDigest.of_bytes(text) or not _fits(
+            if manifest.files.get(file) != FileDigest.of_bytes(text) or not _is_consistent(
                 RankManifest.parse(text), rank, manifest
             ):
                 return {"wrong": file}
@@ -169,7 +169,7 @@ def _look(folder: CheckpointFolder, name: CheckpointName) -> dict[str, Any]:
     return {"pieces": [text.decode() for text in texts]}
 
 
-def _fits(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
+def _is_consistent(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
     """Return whether a piece is that of `rank` in this checkpoint, and its items lie in its file."""
     ends = [begin + length for begin, length in piece.tensors.values()]
     return (piece.rank, piece.world, manifest.files.get(piece.file)) == (rank, manifest.world, piece.summed) and all(
@@ -177,11 +177,11 @@ def _fits(piece: RankManifest, rank: int, manifest: Manifest) -> bool:
     )
 
 
-def _warn(folder: CheckpointFolder, name: CheckpointName, wrong: str) -> None:
+def _warn_damaged(folder: CheckpointFolder, name: CheckpointName, wrong: str) -> None:
     logger.warning("checkpoint %s in %s is damaged (%s): using the one before it", name, folder.url, wrong)
 
 
-def _load(
+def _load_checkpoint(
     state: State, folder: CheckpointFolder, name: CheckpointName, pieces: Sequence[RankManifest], group: transfer.Group
 ) -> bool:
     """Read what all ranks need, and if it is whole on all, put it into the state. Returns whether it was."""
@@ -189,7 +189,7 @@ def _load(
     same = len(pieces) == world
     metas = [read_meta(piece.meta) for piece in pieces]
     loading = state.begin_load(metas[rank if same else 0], local=same)
-    items = list(_items(pieces, metas))
+    items = list(_stored_items(pieces, metas))
     # Whether a tensor is the same on all ranks was said when it was saved, so all ranks share out the same ones.
     common = [item for item in items if item.entry.scope == "replicated" and world > 1]
     own = [
@@ -197,36 +197,36 @@ def _load(
         for item in items
         if not (item.entry.scope == "replicated" and world > 1)
         and (item.entry.scope != "local" or (same and item.piece.rank == rank))
-        and _touches(loading, item.entry)
+        and _is_needed(loading, item.entry)
     ]
-    shared = _shared_out(_spans(common), world)
-    mine = _spans(own)
+    shared = _assign_readers(_group_items(common), world)
+    mine = _group_items(own)
     wrong, failed = "", None
     try:
-        wrong = _read(folder, name, [*mine, *(span for span, reader in shared if reader == rank)])
+        wrong = _read_spans(folder, name, [*mine, *(span for span, reader in shared if reader == rank)])
     except OSError as exc:
         failed = exc
     verdict = 2 if failed is not None else int(bool(wrong))
     if world > 1:  # so that no rank waits for one that has given up
         (verdict,) = transfer.agree_on_most([verdict], group)
     if wrong:
-        _warn(folder, name, wrong)
+        _warn_damaged(folder, name, wrong)
     if verdict == 2:
         raise failed or OSError("another rank could not read its part")
     if verdict:
         return False
     for span in mine:
-        _fill(loading, span)
+        _fill_from_span(loading, span)
     for span, reader in shared:
         span.data = span.data or bytearray(span.nbytes)
         whole = torch.frombuffer(span.data, dtype=torch.uint8)
         transfer.broadcast_tensor(whole, transfer.global_rank(reader, group), group)
-        _fill(loading, span)
+        _fill_from_span(loading, span)
     loading.finish()
     return True
 
 
-def _items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
+def _stored_items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> Iterator[_Item]:
     """Yield every stored tensor, or part, that is not empty; of what several ranks stored alike, the first."""
     seen = set()
     for piece, meta in zip(pieces, metas, strict=True):
@@ -237,7 +237,7 @@ def _items(pieces: Sequence[RankManifest], metas: Sequence[StateMetadata]) -> It
                 yield _Item(piece, entry)
 
 
-def _spans(items: Iterable[_Item]) -> list[_Span]:
+def _group_items(items: Iterable[_Item]) -> list[_Span]:
     """Return items put together to what is read at once."""
     spans: list[_Span] = []
     for item in sorted(items, key=lambda item: (item.piece.rank, item.begin)):
@@ -255,7 +255,7 @@ def _spans(items: Iterable[_Item]) -> list[_Span]:
     return spans
 
 
-def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
+def _assign_readers(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
     """Return spans with the rank that reads them: the rank that has least to read before."""
     loads = [0] * world
     shared = []
@@ -266,7 +266,7 @@ def _shared_out(spans: Iterable[_Span], world: int) -> list[tuple[_Span, int]]:
     return shared
 
 
-def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]) -> str:
+def _read_spans(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]) -> str:
     """Read spans. Returns what is wrong with them, "" if nothing is."""
     blocks = [
         (span, begin, min(begin + _BLOCK_NBYTES, span.end))
@@ -300,14 +300,14 @@ def _read(folder: CheckpointFolder, name: CheckpointName, spans: Sequence[_Span]
     return ""
 
 
-def _fill(loading: StateRestore, span: _Span) -> None:
+def _fill_from_span(loading: StateRestore, span: _Span) -> None:
     """Put a span's tensors where they belong, and release its memory."""
     for item in span.items:
         loading.fill_tensor(item.entry, span.tensor(item))
     span.data = bytearray()
 
 
-def _touches(loading: StateRestore, entry: TensorEntry) -> bool:
+def _is_needed(loading: StateRestore, entry: TensorEntry) -> bool:
     """Return whether this rank needs any of a stored part."""
     target = loading.targets.get(entry.key)
     if target is None or not entry.nbytes:

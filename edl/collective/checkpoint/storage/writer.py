@@ -119,7 +119,7 @@ class CheckpointWriter:
         Raises:
             TemporaryError: the storage failed, or memory is short. What was stored before is as it was.
         """
-        chosen = self._choose(slots, step, generation, marked)
+        chosen = self._choose_state(slots, step, generation, marked)
         run = self._run() if chosen is not None else ""
         if chosen is None or not run:
             return None
@@ -127,7 +127,7 @@ class CheckpointWriter:
         generation, step, world = state
         name = self._folder.working_name(step, run, generation)
         try:
-            if not self._store(name, dict(zip(slots, found, strict=True))):
+            if not self._store_slots(name, dict(zip(slots, found, strict=True))):
                 logger.warning(
                     "the state after step %d was overwritten before it was stored: the next one will be", step
                 )
@@ -136,14 +136,14 @@ class CheckpointWriter:
             self._done = state
             _unmark(slots, state)
             if committed:
-                self._prune(name.final)
+                self._remove_old(name.final)
         except OSError as exc:
             raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
         except MemoryError as exc:
             raise TemporaryError(f"no memory for a copy of step {step}, from which it would be stored") from exc
         return None if committed is None else WriteOutcome(step, generation, world, committed)
 
-    def _choose(
+    def _choose_state(
         self, slots: Sequence[Path], step: int | None, generation: int | None, marked: bool
     ) -> tuple[StateVersion, list[CompleteSlot]] | None:
         """Return the newest state in all slots, and where it is."""
@@ -161,7 +161,7 @@ class CheckpointWriter:
         ]
         return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
 
-    def _store(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> bool:
+    def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> bool:
         """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
 
         All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
@@ -174,7 +174,7 @@ class CheckpointWriter:
             wanted = {
                 prefix: slot
                 for prefix, slot in found.items()
-                if RankManifest.file_name(slot.header.rank) not in there or not self._has(name, slot)
+                if RankManifest.file_name(slot.header.rank) not in there or not self._has_rank(name, slot)
             }
             pinned: list[SlotCopy] = []
             for prefix, slot in wanted.items():
@@ -206,7 +206,7 @@ class CheckpointWriter:
                 except IndexError:
                     return
                 try:
-                    self._write(name, copy)
+                    self._write_rank(name, copy)
                 except BaseException as exc:  # noqa: BLE001 - raised again below, in the thread that asked
                     errors.append(exc)
 
@@ -218,7 +218,7 @@ class CheckpointWriter:
         if errors:
             raise errors[0]
 
-    def _has(self, name: CheckpointName, found: CompleteSlot) -> bool:
+    def _has_rank(self, name: CheckpointName, found: CompleteSlot) -> bool:
         """Return whether a rank's part was written before: its manifest comes last. Other nodes may complete it now."""
         try:
             piece = RankManifest.parse(self._folder.read_file(name, RankManifest.file_name(found.header.rank)))
@@ -226,7 +226,7 @@ class CheckpointWriter:
             return False
         return (piece.run, piece.world) == (name.run, found.header.world)
 
-    def _write(self, name: CheckpointName, copy: SlotCopy) -> None:
+    def _write_rank(self, name: CheckpointName, copy: SlotCopy) -> None:
         from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # torch, which only this needs
 
         rank, items = copy.header.rank, RankFileItems()
@@ -251,7 +251,7 @@ class CheckpointWriter:
             there = self._folder.list_files(name)
             if not all(RankManifest.file_name(rank) in there for rank in range(world)):
                 return self._folder.is_published(name)
-            manifest = self._manifest(name, world)
+            manifest = self._make_manifest(name, world)
             if not self._fence():
                 logger.warning("the world of generation %d was given up: %s is not completed", name.generation, name)
                 return None
@@ -265,7 +265,7 @@ class CheckpointWriter:
                 raise
         return True  # or another node was faster
 
-    def _manifest(self, name: CheckpointName, world: int) -> Manifest:
+    def _make_manifest(self, name: CheckpointName, world: int) -> Manifest:
         from edl.collective.checkpoint.storage.dcp import pack_dcp_metadata
 
         files: dict[str, FileDigest] = {}
@@ -284,7 +284,7 @@ class CheckpointWriter:
         files[METADATA] = self._folder.replace_file(name, METADATA, packed)
         return Manifest(name.step, name.generation, world, files, name.run)
 
-    def _prune(self, newest: CheckpointName) -> None:
+    def _remove_old(self, newest: CheckpointName) -> None:
         """Remove complete checkpoints beyond `keep`, and incomplete checkpoints that a newer has overtaken."""
         complete = []
         names = self._folder.list_checkpoints()

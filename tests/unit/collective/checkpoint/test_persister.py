@@ -119,7 +119,7 @@ def test_own_fault_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch
     lines: list[str] = []
     put(tmp_path / "s", 1)
     with monkeypatch.context() as broken:
-        broken.setattr(CheckpointWriter, "_choose", lambda *arguments: 1 / 0)
+        broken.setattr(CheckpointWriter, "_choose_state", lambda *arguments: 1 / 0)
         persister = started(url, tmp_path / "s", lines)
         wait_for(lambda: bool(lines))
         assert "fault in EDL" in lines[0]

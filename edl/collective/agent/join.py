@@ -168,7 +168,7 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
     spec = context.spec
     settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
     quiet_s = max(1.0, spec.rules.last_call_s)
-    result = check_before_joining(context.store, spec.job, context.id, spec.addr, quiet_s, settings, logger.info)
+    result = check_before_joining(context.store, spec.job, context.id, spec.addr, quiet_s, settings)
     for name, why in result.slow.items():
         logger.warning("%s is slow: %s", "this node" if name == context.id else name, why, extra={"node": name})
     if context.id not in result.faulty:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.health.node_check import gate as checking
+from edl.collective.agent.health.node_check import gate
 from edl.collective.agent.health.node_check.pairing import NodeCheckResult
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.discovery import open_store
@@ -24,7 +24,7 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
         asked.append((prefix, node, tuple(nodes)))
         return NodeCheckResult({}, {})
 
-    monkeypatch.setattr(checking, "check_nodes", check)
+    monkeypatch.setattr(gate, "check_nodes", check)
     url = f"sqlite:///{tmp_path}/store.sqlite"
 
     together = threading.Barrier(3)
@@ -32,9 +32,7 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
     def take_part(node: str, quiet_s: float, wait: Callable[[], object]) -> None:
         with open_store(url) as store:
             wait()
-            checking.check_before_joining(
-                store, "job", node, "127.0.0.1", quiet_s, NodeCheckSettings(), lambda line: None
-            )
+            gate.check_before_joining(store, "job", node, "127.0.0.1", quiet_s, NodeCheckSettings())
 
     nodes = [threading.Thread(target=take_part, args=(name, 2.0, lambda: together.wait(30))) for name in "abc"]
     for node in nodes:

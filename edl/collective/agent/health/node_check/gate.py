@@ -8,6 +8,7 @@ computing is tested.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,6 +21,8 @@ from edl.errors import DiscoveryError, ProtocolError
 
 __all__ = ["check_before_joining"]
 
+logger = logging.getLogger(__name__)
+
 _POLL_S: Final = 0.05
 """Between two looks at who waits: nodes that come together are to be checked together, within the time they wait."""
 _LEASE_S: Final = 2.0
@@ -27,13 +30,7 @@ _LEASE_S: Final = 2.0
 
 
 def check_before_joining(
-    store: Store,
-    job: str,
-    node: str,
-    host: str,
-    quiet_s: float,
-    settings: NodeCheckSettings,
-    say: Callable[[str], None],
+    store: Store, job: str, node: str, host: str, quiet_s: float, settings: NodeCheckSettings
 ) -> NodeCheckResult:
     """Wait for other nodes that want to be checked, then check all of them.
 
@@ -44,7 +41,6 @@ def check_before_joining(
         host: where the others reach this node.
         quiet_s: how long to wait after the last node came, in seconds.
         settings: how to check.
-        say: called with a line for a person.
 
     Returns:
         The nodes that are not fit, the same on every node of the check.
@@ -57,9 +53,11 @@ def check_before_joining(
     with store.lease(_LEASE_S) as lease:
         store.put(f"{folder}waiting/{node}", b"", lease)
         number, nodes = _find_list(store, folder, node, lease, quiet_s, settings.raise_if_stopping)
-        say(
-            f"checking {len(nodes)} nodes, for {2 * settings.timeout_s:g} s at most" if nodes[1:] else "checking itself"
-        )
+        if len(nodes) > 1:
+            limit_s = 2 * settings.timeout_s
+            logger.info("checking %d nodes, for %g s at most", len(nodes), limit_s, extra={"nodes": list(nodes)})
+        else:
+            logger.info("checking itself")
         return check_nodes(store, f"{folder}runs/{number}", node, host, nodes, settings)
 
 

@@ -9,10 +9,11 @@ out, also by a fork made for that purpose. The process is then thrown away, and 
 silence, and finds out nothing of the above, so a module that reads RANK would give all workers the server's. Its server
 forks functions of `multiprocessing`, too, and not a script as `__main__` with a process group and a wait status.
 
-What is guaranteed: of the modules named here, none is kept that, while it was imported, left a thread or a socket open,
-looked a variable of a worker up through `os.environ`, or made parallel sums or CUDA unusable in a fork. What is not: a
-module that reads the environment by native code (`getenv`), writes to a file that it keeps open, or remembers its
-process id, is not noticed. `--preload` names what a user answers for, and without prewarming nothing is imported.
+What is guaranteed: no module is kept that, while it was imported, left a thread or a socket open, looked up a variable
+of a worker in `os.environ` (lookups by torch and EDL themselves do not count), or made parallel sums or CUDA unusable
+in a fork. What is not: that a module is found out which reads the environment by native code (`getenv`), keeps a file
+open to write to, remembers its process id, or does anything of this later than at its import. What `--preload` names is
+examined alike.
 """
 
 from __future__ import annotations

@@ -133,6 +133,30 @@ def test_unfollowed_peer_is_ignored(peers: PeerConnections, gone: queue.SimpleQu
         assert nothing(gone)
 
 
+def test_error_ends_no_connections() -> None:
+    """An error that was not foreseen leaves the listener open, and the other connections as they are."""
+    reported: list[str] = []
+
+    def fail_first(node: str) -> None:
+        reported.append(node)
+        if len(reported) == 1:
+            raise ValueError("not foreseen")
+
+    peers = PeerConnections("me", fail_first)
+    try:
+        with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
+            peers.set_peers({"a": to_a, "b": to_b})
+            wait_for(connected(peers, "a", "b"))
+            a.kill()
+            wait_for(lambda: reported == ["a"])
+            b.kill()
+            wait_for(lambda: reported == ["a", "b"])
+            with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as other:
+                assert other.recv(10) == b"me"
+    finally:
+        peers.close()
+
+
 def test_strangers_do_no_harm(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
     with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as stranger:
         assert stranger.recv(10) == b"me"

@@ -114,24 +114,24 @@ class Job:
     def _train(self) -> None:
         """A generation's ranks make a step together, if all of them are there and none has paused."""
         for generation in {agent.generation for agent in self.agents.values() if agent.running}:
-            crew = [agent for agent in self.agents.values() if agent.running and agent.generation == generation]
+            running = [agent for agent in self.agents.values() if agent.running and agent.generation == generation]
             members = next(world.nodes for world in self.history if world.generation == generation)
-            if {agent.name for agent in crew} != {member.id for member in members}:
+            if {agent.name for agent in running} != {member.id for member in members}:
                 continue
-            if any(agent.stopped or agent.woken or agent.broken or agent.finished for agent in crew):
+            if any(agent.stopped or agent.woken or agent.broken or agent.finished for agent in running):
                 continue
             pause_at = self.world.pause_at if self.world.generation == generation else None
-            for agent in crew:
+            for agent in running:
                 agent.paused = pause_at is not None and agent.step >= pause_at
-            if any(agent.paused for agent in crew):
+            if any(agent.paused for agent in running):
                 continue
-            if generation < self.world.generation and not all(agent.cut for agent in crew):
+            if generation < self.world.generation and not all(agent.cut for agent in running):
                 continue  # in flight: an agent that reaches the store is about to stop them
-            if any(generation < agent.cut_generation for agent in crew):
+            if any(generation < agent.cut_generation for agent in running):
                 continue  # cut off between the writing of a world and its reading: the fence by generation is for that
             assert generation >= self.newest_step_generation, "an older world made a step after a newer one"
             self.newest_step_generation = generation
-            for agent in crew:
+            for agent in running:
                 agent.step += 1
 
     def finish_all(self) -> None:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import accelerate
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
@@ -24,6 +25,7 @@ from edl.collective.loop_position import (
     order_of,
     skipping,
 )
+from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
 __all__ = ["ElasticLoop"]
@@ -170,7 +172,28 @@ class ElasticLoop:
         if accelerator.scaler is not None:
             fields["scaler"] = accelerator.scaler
         fields["place"] = self._place
+        _check_models(fields)
         return fields
+
+
+def _check_models(fields: dict[str, Any]) -> None:
+    """See that what optimizers change is a field as well.
+
+    Raises:
+        SettingsError: a parameter is in no model that was prepared or registered.
+    """
+    modules = [unwrapped(value) for value in fields.values() if isinstance(value, torch.nn.Module)]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    for value in fields.values():
+        if not isinstance(value, torch.optim.Optimizer):
+            continue
+        lacking = [one for group in value.param_groups for one in group["params"] if id(one) not in known]
+        if lacking:
+            raise SettingsError(
+                f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, of "
+                "no model that the accelerator has prepared: they would be lost with a worker. Give the model to "
+                "accelerator.prepare(), or to register_for_checkpointing()"
+            )
 
 
 def _chain(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:

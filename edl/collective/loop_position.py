@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import (
@@ -27,6 +27,7 @@ from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.errors import SettingsError
+from edl.settings import read
 
 __all__ = [
     "BoundaryCheckpointer",
@@ -41,6 +42,9 @@ __all__ = [
 
 class BoundaryCheckpointer:
     """Saves a `State` where a step begins, and once more at the end."""
+
+    _opened: ClassVar[bool] = False
+    """Whether a loop of this process has begun with what the job keeps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         """A checkpointer that is not open yet.
@@ -65,7 +69,18 @@ class BoundaryCheckpointer:
 
         Returns:
             Whether there was one.
+
+        Raises:
+            SettingsError: another loop of this process has begun with what the job keeps.
         """
+        kept = [self._options.get("storage"), read("EDL_CHECKPOINT", str), read("EDL_SLOTS", str)]
+        shared = "slots" not in self._options and any(kept)
+        if shared and BoundaryCheckpointer._opened:
+            raise SettingsError(
+                "a job keeps the state of one training loop, and this script begins a second one, which would go on "
+                "from the end of the first: give it a job of its own (another script, --rdzv-id and --checkpoint)"
+            )
+        BoundaryCheckpointer._opened |= shared
         self._checkpointer = self._stack.enter_context(Checkpointer(state, **self._options))
         restored = self._checkpointer.restore() >= 0
         self._rng = capture_random_states() if restored else None

@@ -78,6 +78,7 @@ class ElasticCallback(transformers.TrainerCallback):
         self._boundary = BoundaryCheckpointer(options)
         self._used = self._restored = False
         self._begin = (0, 0)
+        self._evaluates_on_start = trainer.args.eval_on_start
         self._progress = _Progress(trainer)
         self._init_training_state, trainer._init_training_state = trainer._init_training_state, self._find_beginning
         self._run_epoch, trainer._run_epoch = trainer._run_epoch, self._train_epoch
@@ -107,6 +108,11 @@ class ElasticCallback(transformers.TrainerCallback):
             self._begin = self._progress.epoch, self._progress.updates
             make_workers_without_a_draw(kwargs["train_dataloader"])
             control.should_training_stop = self._progress.finished
+            args.eval_on_start = False  # that of the beginning was made before the first step that was saved
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the arguments as they were given, once training has begun."""
+        args.eval_on_start = self._evaluates_on_start
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the state after the last step, before this one; and pause there if the agent asks for it."""

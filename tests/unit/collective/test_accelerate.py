@@ -190,6 +190,18 @@ def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:
     assert len(seen) == 18 + (26 - 8) + 1 + 26 + 1, "two steps of the second epoch were trained in pairs"
 
 
+def test_model_not_prepared_is_refused(tmp_path: Path) -> None:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    accelerator.prepare(torch.optim.Adam(model.parameters()))
+    loop = ElasticLoop(accelerator, slots=SlotPair(tmp_path / "slots"))
+    with pytest.raises(SettingsError, match=r"Adam changes 2 parameters, one of shape \(1, 4\).*accelerator\.prepare"):
+        next(loop.epochs(1))
+    accelerator.register_for_checkpointing(model)
+    assert list(ElasticLoop(accelerator, slots=SlotPair(tmp_path / "other")).epochs(1)) == [0]
+
+
 def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)

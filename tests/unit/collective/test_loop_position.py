@@ -10,6 +10,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from edl.collective.checkpoint.state.state import State  # noqa: E402
 from edl.collective.loop_position import BoundaryCheckpointer  # noqa: E402
+from edl.errors import SettingsError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No loop has begun in this process."""
+    monkeypatch.setattr(BoundaryCheckpointer, "_opened", False)
 
 
 def boundary_of(folder: Path) -> BoundaryCheckpointer:
@@ -17,7 +24,7 @@ def boundary_of(folder: Path) -> BoundaryCheckpointer:
 
 
 @pytest.mark.parametrize(("ended", "stored"), [(False, 1.0), (True, 777.0)])
-def test_broken_step_is_not_stored(tmp_path: Path, ended: bool, stored: float) -> None:
+def test_broken_step_is_not_stored(tmp_path: Path, ended: bool, stored: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closed in the middle of a step, and after the end."""
     model = torch.nn.Linear(2, 2)
     torch.nn.init.constant_(model.weight, 1.0)
@@ -31,8 +38,26 @@ def test_broken_step_is_not_stored(tmp_path: Path, ended: bool, stored: float) -
         boundary.save_end(3)
     boundary.close()
 
+    monkeypatch.setattr(BoundaryCheckpointer, "_opened", False)  # the next process
     again = torch.nn.Linear(2, 2)
     boundary = boundary_of(tmp_path)
     assert boundary.open(State(model=again))
     boundary.close()
     assert again.weight.flatten().tolist() == [stored] * 4
+
+
+def test_a_second_loop_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would find the end of the first one, which a restart of that is to find, and train nothing."""
+    state = State(model=torch.nn.Linear(2, 2))
+    for _ in range(2):  # nothing is kept
+        boundary = BoundaryCheckpointer({})
+        assert not boundary.open(state)
+        boundary.close()
+    monkeypatch.setenv("EDL_SLOTS", str(tmp_path / "slots"))
+    first = BoundaryCheckpointer({})
+    first.open(state)
+    first.save_end(0)
+    first.close()
+    for second in (BoundaryCheckpointer({}), boundary_of(tmp_path / "stored")):
+        with pytest.raises(SettingsError, match=r"keeps the state of one training loop.*job of its own"):
+            second.open(state)

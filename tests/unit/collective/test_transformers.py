@@ -131,6 +131,21 @@ def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
     assert lines == others
 
 
+def test_evaluation_on_start_is_made_once(tmp_path: Path) -> None:
+    """It would be logged anew, and early stopping would count it, in each restart."""
+    settings = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
+    for name in ("whole", "broken"):
+        (tmp_path / name).mkdir()
+    whole = trainer_of(tmp_path / "whole", **settings)
+    whole.train()
+    with pytest.raises(LookupError):
+        trainer_of(tmp_path / "broken", until=4, **settings).train()
+    broken = trainer_of(tmp_path / "broken", **settings)
+    broken.train()
+    assert logged(broken) == logged(whole)
+    assert broken.args.eval_on_start
+
+
 def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="train samples again"):
         trainer_of(tmp_path, ignore_data_skip=True)

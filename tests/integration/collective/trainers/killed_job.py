@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.collective.job import Job
+from tests.integration.collective.job import ROOT, Job
 
 RUN_S = 250.0  # each worker imports what it trains with, which takes a minute on a busy machine
 
 
-def run(script: str, folder: Path, kill_at: int) -> Path:
+def run(script: str, folder: Path, kill_at: int, *options: str) -> Path:
     """Run a script until it ends well. Returns the folder where it says what it found out."""
     folder.mkdir()
-    command = [str(Path(__file__).with_name(script)), str(folder), str(kill_at)]
-    with Job(folder / "job", ("--nproc-per-node", "2"), command) as job:
+    command = [str(Path(__file__).with_name(script)), str(folder), str(kill_at), *options]
+    with Job(folder / "job", ("--nproc-per-node", "2"), command, environ={"PYTHONPATH": str(ROOT)}) as job:
         node = job.start()
         code, output = node.wait(RUN_S), node.output
     assert code == 0, output

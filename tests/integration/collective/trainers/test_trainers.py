@@ -12,24 +12,31 @@ from tests.integration.collective.trainers.killed_job import run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def compare(script: str, folder: Path, kill_at: int) -> None:
+OPTIONS = [(), ("--fsdp2",), ("--compile", "aot_eager")]  # another backend's C++ would be most of the time
+
+
+def compare(script: str, folder: Path, kill_at: int, options: tuple[str, ...]) -> None:
     """Compare what a script finds out undisturbed with what it does where one of its workers is killed."""
-    folders = [run(script, folder / "whole", -1), run(script, folder / "killed", kill_at)]
+    folders = [run(script, folder / name, moment, *options) for name, moment in (("whole", -1), ("killed", kill_at))]
     whole, killed = (json.loads((each / "result.json").read_text()) for each in folders)
-    assert killed["weights"] == whole["weights"]
-    assert killed["logs"] == whole["logs"]
+    assert (whole["sharded"], whole["compiled"]) == ("--fsdp2" in options, "--compile" in options)
+    for what in ("weights", "optimizer", "logs"):
+        assert killed[what] == whole[what], what
 
 
-def test_transformers_killed_in_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_transformers_killed_in_a_step(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
-    compare("train_transformers.py", tmp_path, 7)  # the third step of four in an epoch
+    compare("train_transformers.py", tmp_path, 7, options)  # the third step of four in an epoch
 
 
-def test_lightning_killed_in_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_lightning_killed_in_a_step(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("lightning", reason="Lightning is not installed")
-    compare("train_lightning.py", tmp_path, 13)  # the fifth batch of eight in an epoch
+    compare("train_lightning.py", tmp_path, 13, options)  # the fifth batch of eight in an epoch
 
 
-def test_accelerate_killed_in_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_accelerate_killed_in_a_step(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    compare("train_accelerate.py", tmp_path, 7)  # the third step of four in an epoch
+    compare("train_accelerate.py", tmp_path, 7, options)  # the third step of four in an epoch

@@ -1,22 +1,18 @@
-"""A loop with Accelerate, which kills itself in one batch, once, if it is told to.
-
-Arguments: a folder for what it finds out; then in which batch rank 1 is killed, or -1.
-"""
+"""A loop with Accelerate, which kills itself in one step, once, if it is told to."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.accelerate import ElasticLoop
+from tests.integration.collective.trainers.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.integration.collective.trainers.outcome import parse_options, write_outcome
 
 ROWS, FEATURES = 44, 4
 
@@ -35,11 +31,17 @@ class Losses:
 
 
 def main() -> None:
-    folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
+    options = parse_options()
+    allow_fsdp_on_cpu()
     torch.manual_seed(3)
     rows = torch.randn(ROWS, FEATURES)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]))
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=4 // int(os.environ["WORLD_SIZE"]),
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if options.fsdp2 else None,
+    )
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = torch.compile(model, backend=options.compile) if options.compile else model
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     loader = DataLoader(TensorDataset(rows, rows.sum(1)), batch_size=3, shuffle=True)
@@ -50,7 +52,7 @@ def main() -> None:
     begun = False
     for epoch in loop.epochs(4):
         if not begun and accelerator.is_main_process:
-            with (folder / "begins").open("a") as file:
+            with (options.folder / "begins").open("a") as file:
                 file.write(f"{epoch}\n")
         begun = True
         for inputs, labels in loop.batches(loader):
@@ -61,16 +63,14 @@ def main() -> None:
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            mark = folder / "killed"
+            mark = options.folder / "killed"
             steps = int(optimizer.optimizer.state[next(model.parameters())]["step"]) if optimizer.optimizer.state else 0
-            if steps == kill_at and accelerator.process_index == 1 and not mark.exists():
+            if steps == options.kill_at and accelerator.process_index == 1 and not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         losses.epochs.append(losses.sum)
         losses.sum = 0.0
-    if accelerator.is_main_process:
-        weights = {name: tensor.tolist() for name, tensor in accelerator.unwrap_model(model).state_dict().items()}
-        (folder / "result.json").write_text(json.dumps({"weights": weights, "logs": losses.epochs}))
+    write_outcome(options.folder / "result.json", accelerator.unwrap_model(model), optimizer.optimizer, losses.epochs)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,38 @@
-"""A script with Lightning's Trainer, which kills itself in one batch, once, if it is told to.
-
-Arguments: a folder for what it finds out; then in which batch rank 1 is killed, or -1.
-"""
+"""A script with Lightning's Trainer, which kills itself in one batch, once, if it is told to."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 
 import lightning.pytorch as lightning
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.lightning import ElasticLightningCallback
+from tests.integration.collective.trainers.outcome import parse_options, write_outcome
 
 ROWS, FEATURES = 44, 4
 
 
 class Model(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool, backend: str) -> None:
         super().__init__()
+        self.sharded = sharded
+        self.backend = backend
         self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.logs: list[dict[str, float]] = []
+
+    def configure_model(self):
+        if self.sharded:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+        if self.backend:
+            self.layers = torch.compile(self.layers, backend=self.backend)
 
     def training_step(self, batch, batch_idx):
         loss = (self.layers(batch[0]).squeeze(-1) - batch[1]).square().mean()
@@ -67,7 +73,8 @@ class Killed(lightning.Callback):
 
 
 def main() -> None:
-    folder, batch = Path(sys.argv[1]), int(sys.argv[2])
+    options = parse_options()
+    folder = options.folder
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     rows = torch.randn(ROWS, FEATURES)
@@ -75,7 +82,7 @@ def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
     trainer = lightning.Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=ModelParallelStrategy(world, 1) if options.fsdp2 else "ddp",
         devices=world,
         max_epochs=4,
         accumulate_grad_batches=4 // world,
@@ -83,13 +90,11 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[Killed(folder, batch), ElasticLightningCallback(interval_steps=1)],
+        callbacks=[Killed(folder, options.kill_at), ElasticLightningCallback(interval_steps=1)],
     )
-    model = Model()
+    model = Model(options.fsdp2, options.compile)
     trainer.fit(model, DataLoader(data, batch_size=3, shuffle=True), DataLoader(data, batch_size=4))
-    if trainer.is_global_zero:
-        weights = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
-        (folder / "result.json").write_text(json.dumps({"weights": weights, "logs": model.logs}))
+    write_outcome(folder / "result.json", model, trainer.optimizers[0], model.logs)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,9 @@
-"""A script with Hugging Face's Trainer, which kills itself in one step, once, if it is told to.
-
-Arguments: a folder for what it finds out; then in which step which rank is killed, or -1.
-"""
+"""A script with Hugging Face's Trainer, which kills itself in one step, once, if it is told to."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from edl.collective.transformers import ElasticCallback
+from tests.integration.collective.trainers.fsdp_on_cpu import allow_fsdp_on_cpu
+from tests.integration.collective.trainers.outcome import parse_options, write_outcome
 
 ROWS, FEATURES = 44, 4
 
@@ -46,7 +43,9 @@ class Killed(TrainerCallback):
 
 
 def main() -> None:
-    folder, step = Path(sys.argv[1]), int(sys.argv[2])
+    options = parse_options()
+    folder = options.folder
+    allow_fsdp_on_cpu()
     torch.manual_seed(3)
     rows = torch.randn(ROWS, FEATURES)
     data = [{"x": row, "labels": row.sum()} for row in rows]
@@ -63,18 +62,20 @@ def main() -> None:
         learning_rate=0.01,
         report_to=[],
         disable_tqdm=True,
+        fsdp=options.fsdp2,
+        fsdp_config={"version": 2} if options.fsdp2 else None,
+        torch_compile=bool(options.compile),
+        torch_compile_backend=options.compile or None,
     )
     trainer = Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[])
     trainer.add_callback(ElasticCallback(trainer, interval_steps=2))
-    trainer.add_callback(Killed(folder, step))
+    trainer.add_callback(Killed(folder, options.kill_at))
     trainer.train()
-    if args.process_index == 0:
-        weights = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
-        logs = [
-            {key: value for key, value in line.items() if "runtime" not in key and "per_second" not in key}
-            for line in trainer.state.log_history
-        ]
-        (folder / "result.json").write_text(json.dumps({"weights": weights, "logs": logs}))
+    logs = [
+        {key: value for key, value in line.items() if "runtime" not in key and "per_second" not in key}
+        for line in trainer.state.log_history
+    ]
+    write_outcome(folder / "result.json", trainer.model, trainer.optimizer.optimizer, logs)
 
 
 if __name__ == "__main__":

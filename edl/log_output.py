@@ -1,6 +1,6 @@
 """Log lines of the commands on standard error: text for people, or JSON for log collectors.
 
-The library logs, and only commands write: each calls one function of this module, which installs one handler.
+The library logs, and only commands write: they call a function of this module, which installs a handler.
 What does not belong here: answers that a command was asked for, which go to standard output.
 """
 

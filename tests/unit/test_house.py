@@ -136,8 +136,7 @@ def test_no_registry_or_machine_is_named() -> None:
 TIDY = (
     *("edl.background", "edl.backoff", "edl.errors", "edl.memory", "edl.notifier", "edl.quoting", "edl.settings"),
     *("edl.cli", "edl.discovery", "edl.distill", "edl.protocol", "edl.testing", "edl_serving"),
-    *("edl.collective.agent.health", "edl.collective.agent.membership", "edl.collective.agent.processes"),
-    *("edl.collective.agent.job_run", "edl.collective.checkpoint", "edl.collective.replica"),
+    *("edl.log_output", "edl.collective.agent", "edl.collective.checkpoint", "edl.collective.replica"),
     *("edl.collective.goodput", "edl.collective.inprocess", "edl.collective.job_records", "edl.collective.ranks"),
     *("edl.collective.unwrapping", "edl.collective.worker_status"),
 )

@@ -1,4 +1,4 @@
-"""One node's part of a job: it keeps the node's record, follows the job's, and runs this node's workers accordingly.
+"""A node's part of a job: it keeps the node's record, follows the job's, and runs this node's workers accordingly.
 
 A single thread acts; the others only put what they learn (a record changed, a worker ended, a signal came) into its
 queue. `context` is what an agent holds, `join` what it does before it joins, `reconciler` what it does from then on.
@@ -31,7 +31,7 @@ _STEP_TIMES_S = 5.0  # a rank is compared by its mean over this time: some tens 
 
 
 class Agent:
-    """Runs one node of a job until the job has ended or this node shall leave.
+    """Runs a node of a job until the job has ended or this node shall leave.
 
     What happens is logged: from INFO on, a person should see it.
 

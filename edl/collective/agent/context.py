@@ -55,7 +55,7 @@ EventQueue = queue.SimpleQueue[AgentEvent]
 
 @dataclass
 class AgentContext:
-    """What one node's agent holds.
+    """What a node's agent holds.
 
     Attributes:
         spec: this node's part of the job.

@@ -1,7 +1,7 @@
-"""The folder in memory that one agent keeps for its workers: status pages, slots of state, logs.
+"""The folder in memory that an agent keeps for its workers: status pages, slots of state, logs.
 
-It outlives the agent. Another agent of the same job on the same host takes the folder of a dead one over, that with the
-newest state if there are several, and knows from the folders' locks that the dead and their workers are no more.
+It outlives the agent. Another agent of the same job on the same host takes the folder of a dead agent over, the folder
+with the newest state if there are several, and knows from the folders' locks that the dead and their workers are gone.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from edl.errors import EDLError
 __all__ = ["HostFolder"]
 
 _ABANDONED_S = 3600.0
+"""How long a state stays for a later start, as messages and documentation say. Longer would keep memory from other jobs
+of the host; less would lose the state of a job whose user looks at the error first."""
 _UNSTORED = "unstored"
-_LOOKING_S = 5.0
-_LOOK_AGAIN_S = 0.01
+_LOCK_TIMEOUT_S = 5.0
+"""How long another agent may look through the folders, which takes milliseconds. An agent that takes longer was
+stopped, and all others would wait for it."""
+_LOCK_POLL_S = 0.01  # agents that start together wait for one after another of them
 
 
 class HostFolder:
@@ -37,29 +41,34 @@ class HostFolder:
     Attributes:
         path: the folder, in memory where the host has `/dev/shm`.
         previous_owner: the node whose folder this was, empty if the folder is new.
-        dead: nodes whose agents have died on this host, that one among them.
+        dead: nodes whose agents have died on this host, the previous owner among them.
+
+    Raises:
+        EDLError: the folder belongs to another user, or cannot be made.
     """
 
     def __init__(self, job: str, node: str) -> None:
         root = _root()
         digest = hashlib.sha256(job.encode()).hexdigest()[:16]
-        _sweep(root, but=digest)
-        with _one_at_a_time(root / digest):
+        _remove_abandoned(root, kept=digest)
+        with _locked_folder(root / digest):
             left = _take_abandoned(root / digest)
             self.dead = frozenset(filter(None, map(_owner, left)))
             if left:
                 self.path = _newest(left)
                 self._lock = left.pop(self.path)
             else:
-                self.path, self._lock = _make(root / digest)
+                path, lock = _make(root / digest)
+                self.path = path
+                self._lock = lock
             for lock in left.values():
                 os.close(lock)
         self.previous_owner = _owner(self.path)
-        self._is_of(node)
+        self._set_owner(node)
 
     @property
     def run(self) -> str:
-        """Which run of the job the state here is of, "" if nobody said so."""
+        """The run of the job that the state here is of, "" if it is not known."""
         return _run_of(self.path)
 
     @run.setter
@@ -68,7 +77,7 @@ class HostFolder:
 
     @property
     def command(self) -> str:
-        """What left the state here ran, as `LaunchSpec.command`; "" where the job's name says it all."""
+        """The command that left the state here, as `LaunchSpec.command`; "" where the job's name says it all."""
         file = self.path / "command"
         return file.read_text() if file.exists() else ""
 
@@ -98,11 +107,11 @@ class HostFolder:
         return self.path / f"board-{local_rank}"
 
     def slots(self, local_rank: int) -> str:
-        """The prefix of the files of a worker's slots."""
+        """Return the prefix of the files of a worker's slots."""
         return str(self.path / f"slots-{local_rank}")
 
     def touch(self) -> None:
-        """Show that this folder's agent lives; call it now and then."""
+        """Show that this folder's agent lives; to be called now and then."""
         with contextlib.suppress(OSError):
             os.utime(self.path / "node")
 
@@ -117,11 +126,11 @@ class HostFolder:
         return self.path / "replicas"
 
     def stacks(self, local_rank: int) -> Path:
-        """Where a worker writes its stacks when it is asked to."""
+        """Return the file in which a worker writes its stacks when it is asked to."""
         return self.path / f"stacks-{local_rank}"
 
     def control(self, local_rank: int) -> Path:
-        """The pipe through which a worker that stays is told of the next generation; made here if it is not there."""
+        """Return the pipe that tells a worker that stays of the next generation; made here if it is not there."""
         path = self.path / f"control-{local_rank}"
         if not path.exists():
             os.mkfifo(path, 0o600)
@@ -132,11 +141,11 @@ class HostFolder:
 
         Args:
             keep: leave the state that is in it to the next agent of this job.
-            used: the state may be of this node, and not only of the one whose folder this was.
-            ended: so has the job, and nobody will want what agents that died on this host have left of it, but for what
-                could not be stored.
+            used: whether the state may be of this node, and not only of the previous owner.
+            ended: whether the job has ended, so that what agents that died on this host have left of it is removed, but
+                for what could not be stored.
         """
-        with _one_at_a_time(self.path.parent):
+        with _locked_folder(self.path.parent):
             if ended:
                 for path, lock in _take_abandoned(self.path.parent).items():
                     if not (path / _UNSTORED).exists():
@@ -147,11 +156,11 @@ class HostFolder:
                 with contextlib.suppress(OSError):
                     self.path.parent.rmdir()
             elif self.previous_owner and not used:
-                self._is_of(self.previous_owner)
+                self._set_owner(self.previous_owner)
             os.close(self._lock)
 
-    def _is_of(self, node: str) -> None:
-        """Write down whose folder it is; whoever reads that sees all of it."""
+    def _set_owner(self, node: str) -> None:
+        """Write down which node's folder this is, in a single step: another agent may read it at any moment."""
         (self.path / "node.new").write_text(node)
         (self.path / "node.new").rename(self.path / "node")
 
@@ -168,9 +177,13 @@ def _root() -> Path:
 
 
 @contextlib.contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Agents that start together do not see each other's folders as taken while one looks which is the newest."""
-    deadline = time.monotonic() + _LOOKING_S
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Lock a job's folder for the block: agents that start together look through it one after another.
+
+    Raises:
+        EDLError: the folder cannot be made or opened.
+    """
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -179,11 +192,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise EDLError(f"{folder}, the job's folder in memory, cannot be used: {exc.strerror}") from exc
             continue
-        # Whoever looks for longer than that was stopped, and what it locked is not abandoned for anybody else.
+        # An agent that looks for longer than that was stopped, and what it locked is not abandoned for this agent.
         if (_locked(file) or time.monotonic() > deadline) and _is(folder, file):
             break
         os.close(file)
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_LOCK_POLL_S)
     try:
         yield
     finally:
@@ -191,7 +204,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _take_abandoned(job: Path) -> dict[Path, int]:
-    """The folders of agents that are no more, each with its lock."""
+    """Lock the folders of agents that are gone. Returns their locks by folder."""
     taken: dict[Path, int] = {}
     try:
         paths = list(job.iterdir())
@@ -208,7 +221,7 @@ def _take_abandoned(job: Path) -> dict[Path, int]:
 
 
 def _newest(folders: Iterable[Path]) -> Path:
-    """That with the newest state. Labels tell within a run; of several runs, the one whose agent died last is meant."""
+    """Return the folder with the newest state: by step within a run, and of the run whose agent died last."""
     died = {path: (path / "node").stat().st_mtime if _owner(path) else 0.0 for path in folders}
     newest = {path: max(labels) for path in died if (labels := _labels(path))}
     if not newest:
@@ -218,13 +231,13 @@ def _newest(folders: Iterable[Path]) -> Path:
 
 
 def _labels(path: Path) -> list[tuple[int, int]]:
-    """Generation and step of each complete state in a folder's slots."""
+    """Return generation and step of the complete states in a folder's slots."""
     prefixes = {file.with_suffix("") for file in path.glob("slots-*")}
     return [(found.header.generation, found.header.step) for prefix in prefixes for found in find_slots(prefix)]
 
 
 def _make(job: Path) -> tuple[Path, int]:
-    """A folder more, with its lock."""
+    """Make a folder more. Returns it, and its lock."""
     number = -1
     while True:
         number += 1
@@ -240,7 +253,7 @@ def _make(job: Path) -> tuple[Path, int]:
 
 
 def _owner(path: Path) -> str:
-    """The node that a folder belongs to, or belonged to last; "" if nobody wrote it down."""
+    """Return the node that a folder belongs to, or belonged to last; "" if it was not written down."""
     file = path / "node"
     return file.read_text() if file.exists() else ""
 
@@ -259,22 +272,22 @@ def _locked(file: int) -> bool:
 
 
 def _is(path: Path, file: int) -> bool:
-    """Whether the open `file` is still the one at `path`: who had the lock before may have removed it."""
+    """Return whether the open `file` is still what is at `path`: an agent that had the lock may have removed it."""
     try:
         return path.samefile(f"/proc/self/fd/{file}")
     except OSError:
         return False
 
 
-def _sweep(root: Path, but: str) -> None:
-    """Remove what agents left that died an hour ago, and whose job nobody took up. Not of the job that begins here."""
+def _remove_abandoned(root: Path, kept: str) -> None:
+    """Remove what agents left that died an hour ago, but for that of the job `kept`, which begins here."""
     for job in root.iterdir():
-        if job.name == but:
+        if job.name == kept:
             continue
-        with contextlib.suppress(OSError):  # of a folder that somebody else removes meanwhile
+        with contextlib.suppress(OSError):  # of a folder that another agent removes meanwhile
             if not any(_abandoned_long_ago(folder) for folder in job.iterdir()) and not _is_old(job):
                 continue
-            with _one_at_a_time(job):
+            with _locked_folder(job):
                 for folder, lock in _take_abandoned(job).items():
                     if _abandoned_long_ago(folder):
                         shutil.rmtree(folder, ignore_errors=True)

@@ -26,9 +26,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1  # until the nodes of a failed job have left; a tenth of the time that a lease takes to end
 _SILENT_S = 2.0  # torch alone is imported in less, and then nothing need be written about it
-_STORAGE_TIMEOUT_S = (
-    20.0  # for an object storage that is far away and wakes up; without an answer the job begins anyway
-)
+_STORAGE_TIMEOUT_S = 20.0  # for an object storage far away; without an answer the job begins all the same
 
 
 def join_job(context: AgentContext) -> int | None:
@@ -130,10 +128,10 @@ def _is_excluded(context: AgentContext) -> bool:
 def _agree_on_script(context: AgentContext) -> None:
     """Record the script's name, or compare it with the other nodes'.
 
-    A job without live nodes may go on with whatever its user calls the script now.
+    A job without live nodes may go on with what its user calls the script now.
 
     Raises:
-        SettingsError: the job's other nodes run another script, so that this one would stop their training.
+        SettingsError: the job's other nodes run another script, so that this node would stop their training.
     """
     job = context.spec.job
     key = prefix(job) + "script"

@@ -21,14 +21,16 @@ from edl.collective.paddle.environment import ReservedPorts, has_gpu_build, padd
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only
 
-__all__ = ["LaunchSpec", "MasterEndpoint", "worker_environment", "worker_forks", "open_master_endpoint"]
+__all__ = ["LaunchSpec", "MasterEndpoint", "error_files", "open_master_endpoint", "worker_environment", "worker_forks"]
 
 
 class MasterEndpoint(Protocol):
-    """Where the ranks of one generation meet; `port` is the one to tell the other nodes."""
+    """Where the ranks of a generation meet: torch's MASTER_PORT, held open for as long as the object lives."""
 
     @property
-    def port(self) -> int: ...
+    def port(self) -> int:
+        """The port, for the other nodes."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class LaunchSpec:
         max_restarts: how often the job goes on after an error of the script's own, whichever node it was on.
         checkpoint: fsspec URL of the storage, empty for none; written every `checkpoint_interval_s`.
         hang: how long workers may go without a step before they are started anew.
-        readmit: join although the job leaves this host out since a GPU of it failed.
+        readmit: whether to join although the job leaves this host out since a GPU of it failed.
         check: how to test the node before it joins, None not to.
         logs: a `torch.distributed.elastic.multiprocessing.LogsSpecs`: where the workers' output goes.
         environ: added to the workers' environment.
@@ -57,7 +59,8 @@ class LaunchSpec:
         command: a digest of the script and its arguments if the job has no name, by which states in memory that another
             command left are told apart; empty if the name does that.
         framework: what the workers train with, `torch` or `paddle`.
-        slurm: this node is a task of a Slurm step, and signals are Slurm's.
+        role: torchrun's `--role`, which begins the lines of `--tee`.
+        slurm: whether this node is a task of a Slurm step, and signals are Slurm's.
     """
 
     job: str
@@ -86,9 +89,13 @@ class LaunchSpec:
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
-    """Where the ranks of one generation meet. Each gets a new one: old addresses must not be found.
+    """Open a place where the ranks of a single generation meet: addresses of an older generation must not be found.
 
-    For torch it is a store, for Paddle, whose first trainer opens one, ports that are kept free.
+    Args:
+        spec: this node's part of the job.
+
+    Returns:
+        A store for torch; for Paddle, whose first trainer opens a store, ports that are kept free.
     """
     if spec.framework == "paddle":
         return ReservedPorts(spec.workers + 1)
@@ -97,7 +104,14 @@ def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:
 
 
 def worker_environment(spec: LaunchSpec, world: World, member: Member, local_rank: int) -> dict[str, str]:
-    """What torchrun sets for one worker, with the generation as the restart count."""
+    """Return the variables that torchrun sets for a worker, with the generation as the restart count.
+
+    Args:
+        spec: this node's part of the job.
+        world: the generation.
+        member: this node in it.
+        local_rank: the worker's.
+    """
     rank = member.first_rank + local_rank
     first = world.nodes[0]
     paddle = spec.framework == "paddle"
@@ -128,8 +142,8 @@ def worker_environment(spec: LaunchSpec, world: World, member: Member, local_ran
 def _threads(world: World, member: Member) -> dict[str, str]:
     """Share a host's cores out among the workers of several nodes on it, where the user has not said how.
 
-    Each would start a thread for each core, and threads of OpenMP wait for one another by spinning: two workers with
-    two threads each on two cores then take ten times as long as with one thread each.
+    A worker would start as many threads as there are cores, and OpenMP's threads wait by spinning: on two cores, two
+    workers of two threads take ten times as long as two workers of a single thread.
     """
     here = sum(node.local_world_size for node in world.nodes if node.addr == member.addr)
     if here == member.local_world_size or "OMP_NUM_THREADS" in os.environ:
@@ -140,10 +154,17 @@ def _threads(world: World, member: Member) -> dict[str, str]:
 def worker_forks(
     spec: LaunchSpec, world: World, member: Member, host: HostFolder, since: int = 0
 ) -> tuple[dict[int, ForkRequest], Any]:
-    """The workers of a generation on this node, and the `LogsDest` that tells where their output goes.
+    """Return the workers of a generation on this node, and where their output goes.
 
     Args:
+        spec: this node's part of the job.
+        world: the generation.
+        member: this node in it.
+        host: the node's folder in memory.
         since: the first generation that this agent takes part in.
+
+    Returns:
+        The workers by local rank, and torch's `LogsDest`.
     """
     environs = {rank: worker_environment(spec, world, member, rank) for rank in range(spec.workers)}
     logs = spec.logs.reify(environs)
@@ -169,5 +190,5 @@ def worker_forks(
 
 
 def error_files(logs: Any) -> dict[int, Path]:
-    """Local rank -> the file in which the worker leaves its exception."""
+    """Return the files in which workers leave their exceptions, by local rank; `logs` is torch's `LogsDest`."""
     return {rank: Path(path) for rank, path in logs.error_files.items()}

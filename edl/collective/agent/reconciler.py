@@ -1,4 +1,4 @@
-"""What one node does as its job's records change: its workers begin, stop and pause, its own record follows.
+"""What a node does as its job's records change: its workers begin, stop and pause, its own record follows.
 
 What should become of the job is decided by `membership.rendezvous.next_world`, what follows from ended workers by
 `health.failures.decide_recovery`.
@@ -38,7 +38,7 @@ then, so the rest is for agents that get no turn on a busy machine."""
 
 
 class NodeReconciler:
-    """Acts for one node that has joined. Used from the agent's thread only.
+    """Acts for a node that has joined. Used from the agent's thread only.
 
     Args:
         context: what the agent holds.
@@ -203,7 +203,7 @@ class NodeReconciler:
             self._next_master = open_master_endpoint(self._spec)
 
     def _handle_absence(self, records: JobRecords) -> int | None:
-        """Stop the workers of a node that is no member now. Returns the exit code if it is not to become one."""
+        """Stop the workers of a node that is no member now. Returns the exit code if it is not to come back."""
         stopping = self._signals.stopping
         if self._worker_group.running and stopping and not self._worker_group.terminate_workers(self._signals.number):
             return None

@@ -1,4 +1,4 @@
-"""The signals that stop an agent: the first asks it to leave the job, a second one to leave at once."""
+"""The signals that stop an agent: the first asks it to leave the job, a second to leave at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StopSignals:
     The handler only counts: code in the middle of something decides itself when to act on a signal.
 
     Args:
-        wake: called with each signal, in the main thread, wherever that is.
+        wake: called with every signal, in the main thread, wherever that is.
         slurm: whether Slurm sends the signals. It repeats SIGTERM (at the begin and at the end of a partition's
             GraceTime, and when a job is cancelled that was asked before), which says nothing of how urgent it is:
             SIGKILL follows by itself. Only SIGINT, which a person sends through `srun`, then hurries.

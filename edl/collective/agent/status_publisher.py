@@ -27,7 +27,7 @@ leader may delay the answer. It is asked on after that, and until it answers suc
 
 
 class StatusPublisher:
-    """Keeps one agent's ledger up to date. Its methods are for the agent's thread, and never wait for the store.
+    """Keeps an agent's ledger up to date. Its methods are for the agent's thread, and never wait for the store.
 
     What cannot be written now, because the store does not answer, is in what is written next.
 

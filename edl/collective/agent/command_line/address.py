@@ -1,4 +1,4 @@
-"""Where other nodes reach this one."""
+"""The address at which other nodes reach this node."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ _SLOW_NAME_S: Final = 2.0
 
 
 def own_address(store_url: str) -> str:
-    """This node's own address on the way to the store, which all nodes can reach.
+    """Find this node's own address on the way to the store, which all nodes can reach.
 
-    Where each host has its own agent of the store, on its loopback, it is the one on the way to other hosts; the
-    loopback's if there is no such way.
+    Where hosts have agents of the store of their own, on their loopback (Consul's), it is the address on the way to
+    other hosts; the loopback's if there is no such way.
 
     Args:
         store_url: as `edl.discovery.open_store` takes it.
+
+    Returns:
+        The address.
 
     Raises:
         SettingsError: there is no way to the store's host.
@@ -57,7 +60,7 @@ def own_address(store_url: str) -> str:
 
 
 def warn_of_slow_name(address: str) -> None:
-    """Look up the name of an address in the form that torch asks for at each connection, and tell if that takes long.
+    """Look up the name of an address in the form that torch asks for at every connection, and warn if that takes long.
 
     torch's stores connect by IPv6, also to IPv4 addresses, and have the address named (`getnameinfo`) for log lines. A
     line of /etc/hosts with the IPv4 address is no answer to that.
@@ -80,7 +83,7 @@ def warn_of_slow_name(address: str) -> None:
 
 
 def _towards(host: str, port: int) -> str:
-    """This node's own address on the way to a host: one of IPv4 if there is such a way, which peers can rather use."""
+    """Return this node's own address on the way to a host: IPv4's if there is such a way, which peers rather reach."""
     ways = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     failure: OSError | None = None
     for family, kind, protocol, _, address in sorted(ways, key=lambda way: way[0] != socket.AF_INET):

@@ -57,6 +57,8 @@ _LOGGERS = ("edl.collective.agent", "edl.collective.replica")
 """What a person should see of these begins at INFO; of the rest of EDL, and of other libraries, at WARNING."""
 
 _STORE_TIMEOUT_S = 2.0
+"""For a request to the store. Longer than the lease: other nodes go on without a node whose store is that slow, and its
+workers are stopped, whether it waits for the answer or not."""
 _SERVED = "edl://"
 _NO_NAME = "none"
 """torchrun's own `--rdzv-id` where none is given."""
@@ -66,7 +68,13 @@ _UNUSED_ANYWHERE = ("node_rank", "start_method")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run an agent with the options `argv`. Returns the exit code.
+    """Run an agent.
+
+    Args:
+        argv: the options.
+
+    Returns:
+        The exit code.
 
     Raises:
         SettingsError: an option cannot be used.
@@ -85,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         endpoint = RendezvousEndpoint.of(options, conf, _nodes(options.nnodes)[1])
         url = _store_url(options, stack) if endpoint is None else endpoint.url
         spec = replace(_launch(options, conf, url, stack), slurm=step is not None)
-        store = stack.enter_context(_opened(options, endpoint, url, spec))
+        store = stack.enter_context(_open_store(options, endpoint, url, spec))
         spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
         start_call("edl-own-name", partial(warn_of_slow_name, spec.addr))
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
@@ -100,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
                 *(step.describe(), spec.job, nodes, url),
                 extra={"job": spec.job, "store": url},
             )
-        _tell_of_unused(options, endpoint, url)
+        _log_unused_options(options, endpoint, url)
         code = Agent(spec, store).run()
         if runs is not None and code in (ExitCode.DONE, ExitCode.NOT_STORED):
             runs.count(stored=code == ExitCode.DONE)
@@ -111,10 +119,10 @@ def main(argv: Sequence[str]) -> int:
         return code
 
 
-def _opened(
+def _open_store(
     options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str, spec: LaunchSpec
 ) -> AbstractContextManager[Store]:
-    """The store, served by one of the nodes or not."""
+    """Open the store, which may be served by a node of the job."""
     credentials = Credentials.of(
         ca=options.tls_ca, cert=options.tls_cert, key=options.tls_key, server_name=options.tls_server_name
     )
@@ -125,10 +133,10 @@ def _opened(
     return served_store(endpoint, credentials, timeout_s=_STORE_TIMEOUT_S, join_timeout_s=spec.join_timeout_s)
 
 
-def _tell_of_unused(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
-    """Tell of torchrun's ways to say where nodes meet, which are accepted so that its command lines work, and not used.
+def _log_unused_options(options: argparse.Namespace, endpoint: RendezvousEndpoint | None, url: str) -> None:
+    """Log which of torchrun's ways to say where nodes meet are not used; they are accepted so that its commands work.
 
-    Where nodes meet at `--rdzv-endpoint` or `--master-addr`, that is only which rank a node shall have.
+    Where nodes meet at `--rdzv-endpoint` or `--master-addr`, only a node's wish for a rank is not used.
     """
     default = parser().get_default
     unused = [name for name in _UNUSED if getattr(options, name, None) != default(name)]
@@ -188,7 +196,7 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
 
 
 def _tls(options: argparse.Namespace) -> PeerTLS | None:
-    """What the options say of TLS between agents, or else the environment, if it says all."""
+    """Return what the options say of TLS between agents, or else the environment, if it says all."""
     given = {"ca": options.tls_ca, "cert": options.tls_cert, "key": options.tls_key}
     credentials = Credentials.of(**given, server_name=options.tls_server_name)
     if any((*given.values(), options.tls_server_name)) or (credentials.ca and credentials.cert):
@@ -209,7 +217,7 @@ def _store_url(options: argparse.Namespace, stack: ExitStack) -> str:
 
 
 def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
-    """The job's name; as with torchrun, a single node needs none, and nodes that meet at an endpoint of their own."""
+    """Return the job's name; as with torchrun, a single node needs none, nor do nodes at an endpoint of their own."""
     name = str(options.rdzv_id)
     if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", ".."):
@@ -226,9 +234,9 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """A digest of what the workers run: the script, wherever it is named from, and its arguments.
+    """Return a digest of what the workers run: the script, wherever it is named from, and its arguments.
 
-    A module is another one in each working folder. A program is found on the PATH as it is when it starts; its first
+    A module depends on the working folder. A program is found on the PATH as it is when it starts; its first
     argument is taken for a script that it runs (`bash train.sh`), a file in the working folder.
     """
     target, arguments = options.training_script, list(options.training_script_args)
@@ -290,8 +298,8 @@ def _logs(options: argparse.Namespace, stack: ExitStack) -> Any:
 
 
 def _any(streams: Std | dict[int, Std]) -> bool:
-    """Whether any worker's output goes to files."""
-    return any(each != Std.NONE for each in (streams.values() if isinstance(streams, dict) else [streams]))
+    """Return whether any worker's output goes to files."""
+    return any(stream != Std.NONE for stream in (streams.values() if isinstance(streams, dict) else [streams]))
 
 
 def _nodes(text: str) -> tuple[int, int]:

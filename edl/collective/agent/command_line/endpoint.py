@@ -36,7 +36,15 @@ class RendezvousEndpoint:
 
     @classmethod
     def of(cls, options: argparse.Namespace, conf: Mapping[str, str], max_nodes: int) -> RendezvousEndpoint | None:
-        """What torchrun's options name, None where they name no place, or another one is named by EDL's.
+        """Read torchrun's options.
+
+        Args:
+            options: of the command line.
+            conf: what `--rdzv-conf` says.
+            max_nodes: how many nodes the job may have.
+
+        Returns:
+            The endpoint; None where torchrun's options name no place, or EDL's name a store.
 
         Raises:
             SettingsError: an option cannot be used.
@@ -72,7 +80,7 @@ class RendezvousEndpoint:
 
     @property
     def own(self) -> bool:
-        """Whether this host is the one that is named."""
+        """Whether the endpoint names this host."""
         return is_own_host(self.host) if self.is_host is None else self.is_host
 
     @property
@@ -85,7 +93,7 @@ class RendezvousEndpoint:
         """Where to listen, if this is the host.
 
         At all addresses, as c10d: its own name may stand for an address of the loopback here (Debian's /etc/hosts),
-        and for another one elsewhere. But where the loopback is named, at that alone.
+        and for another address elsewhere. But where the loopback is named, at that alone.
         """
         if not self.local:
             return ListenAddress("::", self.port)

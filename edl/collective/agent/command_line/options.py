@@ -136,7 +136,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An error is a line, and not behind a page of usage."""
+    """Reports an error in a line, and not behind a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
@@ -162,7 +162,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """torchrun's options, then ours."""
+    """Return a parser of torchrun's options and ours."""
     options = torchrun.get_args_parser()
     options.__class__ = _Parser  # torchrun makes it itself
     options.prog = "edl run"
@@ -182,6 +182,13 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
     """Parse a command line; in a task of a Slurm step, options that are not given follow from the step.
 
     torchrun's own variables (`PET_NNODES` and alike) count as given.
+
+    Args:
+        argv: the command line.
+        step: the Slurm step; None outside of Slurm.
+
+    Returns:
+        The options by name.
 
     Raises:
         SettingsError: the step's GPUs do not say how many workers to run.
@@ -208,6 +215,6 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
 
 
 def _names_store(options: argparse.Namespace, usual_address: str) -> bool:
-    """Whether an option or the environment says where nodes meet."""
+    """Return whether an option or the environment says where nodes meet."""
     named = options.store or options.rdzv_endpoint or options.standalone or read("EDL_DISCOVERY", str)
     return bool(named) or options.master_addr != usual_address

@@ -26,10 +26,11 @@ __all__ = ["keep_for_later", "served_store"]
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S: Final = 0.1
-_SILENT_S: Final = 2.0
+_POLL_S: Final = 0.1  # until the store answers: a node that waits for it joins that much later
+_SILENT_S: Final = 2.0  # nodes that are started together are there within it, and nothing need be written about it
 _PATIENCE_S: Final = 60.0
-"""For another node that could not store the job's last state, and comes back to do so."""
+"""For another node that could not store the job's last state, and comes back to do so: within a minute a person has
+typed the same command. For longer than that the agent of a finished job would only seem to hang."""
 
 
 @contextlib.contextmanager
@@ -40,14 +41,18 @@ def served_store(
     timeout_s: float,
     join_timeout_s: float,
 ) -> Iterator[ServedStore]:
-    """The store at `endpoint`, which this process serves if it is on that host, and no other agent there does.
+    """Open the store at an endpoint, which this process serves if it is on that host and no other agent there does.
 
-    Behind the block this process goes on serving until the other nodes have ended.
+    After the block this process goes on serving until the other nodes have ended.
 
     Args:
+        endpoint: that all nodes name alike.
         credentials: this node's: mutual TLS if they are complete, and tokens.
-        timeout_s: how long one request may take.
-        join_timeout_s: how long to wait for the agent that serves.
+        timeout_s: how long a request may take, in seconds.
+        join_timeout_s: how long to wait for the agent that serves, in seconds.
+
+    Yields:
+        The store, which answers.
 
     Raises:
         SettingsError: another program answers there, or TLS or tokens do not fit, or this host cannot serve.
@@ -66,9 +71,14 @@ def served_store(
 
 
 def keep_for_later(store: Store, job: str, wanted: bool) -> None:
-    """Say that this host has a state of the job which is in no storage yet, or has it no more.
+    """Record that this host has a state of the job which is in no storage yet, or has it no more.
 
-    As long as anybody says so, a served store's file is not removed: the job's record tells that it is done.
+    As long as such a record exists, a served store's file is not removed: the job's record tells that it is done.
+
+    Args:
+        store: the job's.
+        job: its name.
+        wanted: whether there is such a state.
     """
     key = f"{KEPT}{job}/{socket.gethostname()}"
     with contextlib.suppress(DiscoveryError):
@@ -99,7 +109,7 @@ class _Serving:
         self.close()
 
     def leave(self) -> None:
-        """Stop serving as soon as that harms nobody."""
+        """Stop serving as soon as that harms no other node."""
         if self.host is not None:
             self.host.leave(logger.info, _PATIENCE_S)
 
@@ -121,8 +131,14 @@ class _Serving:
 
 
 def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> None:
-    """Wait until the store answers."""
-    began, said = time.monotonic(), ""
+    """Wait until the store answers, and log what it is waited for.
+
+    Raises:
+        DiscoveryError: it does not within `join_timeout_s`.
+        SettingsError: it never will.
+    """
+    began = time.monotonic()
+    logged = ""
     endpoint = store.client.target.endpoint
     while True:
         try:
@@ -143,15 +159,15 @@ def _wait_for(store: ServedStore, serving: _Serving, join_timeout_s: float) -> N
                 f"no store at {endpoint} within {join_timeout_s:g} s (--rdzv-conf join_timeout=SECONDS waits longer): "
                 f"{words}"
             )
-        if words != said and waited_s > _SILENT_S:
-            said = words
+        if words != logged and waited_s > _SILENT_S:
+            logged = words
             logger.info("waiting for the store at %s, which an agent on that host serves: %s", endpoint, words)
-        time.sleep(_AGAIN_S)
+        time.sleep(_POLL_S)
         serving.serve_if_own()
 
 
 def _explain(store: ServedStore, exc: DiscoveryError) -> str:
-    """Why the store does not answer.
+    """Return why the store does not answer, in words.
 
     Raises:
         SettingsError: for a reason that does not pass by itself.

@@ -1,7 +1,7 @@
 """What Slurm says of the step that `srun edl run` is a task of, and the defaults that follow from it.
 
-The variables are those of srun's manual page ("OUTPUT ENVIRONMENT VARIABLES"). One task is one node in EDL's words: an
-agent with its workers. What does not belong here: what the agent does with signals that Slurm sends (`signals`).
+Srun's manual page describes the variables ("OUTPUT ENVIRONMENT VARIABLES"). A task is a node in EDL's words: an agent
+with its workers. What does not belong here: what the agent does with signals that Slurm sends (`signals`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SPECIAL_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """One task of a step of a Slurm job.
+    """A task of a step of a Slurm job.
 
     Attributes:
         cluster: Slurm's name of the cluster, empty if it is not set.
         job: id of the job; it stays when the job is requeued.
-        step: id of the step in the job, which counts anew after each requeue.
+        step: id of the step in the job, which counts anew after a requeue.
         restarts: how often the job was requeued or restarted.
         tasks: how many tasks the step has on all hosts.
         rank: which of them this task is, from 0 on.
@@ -62,6 +62,9 @@ class SlurmStep:
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> SlurmStep | None:
         """Read the environment of a task.
+
+        Args:
+            environ: None for this process's.
 
         Returns:
             None outside of a step, and in a shell that `srun --pty` opened: a person's commands there are no tasks of
@@ -99,17 +102,17 @@ class SlurmStep:
 
     @property
     def name(self) -> str:
-        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after each requeue.
+        """The name of EDL's job (`--rdzv-id`): the same for all tasks of the step, and after a requeue.
 
-        A script that calls `edl run` several times has a job for each: `slurm-CLUSTER-JOB.STEP`, and from the second on
-        `slurm-CLUSTER-JOB.STEP-2`.
+        In a script that calls `edl run` several times the first job is `slurm-CLUSTER-JOB.STEP`, the second
+        `slurm-CLUSTER-JOB.STEP-2`, and so on.
         """
         run = f"-{self.run + 1}" if self.run else ""
         return "-".join(filter(None, ("slurm", self.cluster.replace("/", "_"), f"{self.job}.{self.step}{run}")))
 
     @property
     def first_host(self) -> str:
-        """The name of the host that Slurm counts as the first one; empty if there is no list of hosts."""
+        """The name of the host that Slurm counts as the first; empty if there is no list of hosts."""
         depth, name = 0, ""
         for letter in self.host_list:
             depth += (letter == "[") - (letter == "]")
@@ -129,17 +132,17 @@ class SlurmStep:
 
     @property
     def rendezvous_port(self) -> int:
-        """The port at the first host where the step's tasks meet: other jobs and steps there have other ones, mostly.
+        """The port at the first host where the step's tasks meet: other jobs and steps there have others, mostly.
 
         From torchrun's 29400 on, and below those that the system gives to outgoing connections (32768). A task's next
-        run has another one, since a slower task may still serve the store of the run before: 1000 further, where jobs
+        run has another port, since a slower task may still serve the store of the run before: 1000 further, where jobs
         that Slurm runs at the same time do not meet it by their own numbers.
         """
         return 29400 + (self.job + self.step + 1000 * self.run) % 3000
 
     @property
     def workers(self) -> int:
-        """How many workers this task runs by default: one for each of its GPUs, and one if it has none.
+        """How many workers this task runs by default: as many as it has GPUs, and 1 if it has none.
 
         Raises:
             SettingsError: tasks on this host share GPUs; workers of different tasks would use the same ones.
@@ -154,7 +157,7 @@ class SlurmStep:
         return max(1, visible)
 
     def describe(self) -> str:
-        """Say in words which step this is."""
+        """Return in words which step this is."""
         tasks = f"{self.tasks} task" + "s" * (self.tasks != 1)
         hosts = f"{self.hosts} host" + "s" * (self.hosts != 1)
         again = f", requeued {self.restarts} time" + "s" * (self.restarts != 1) if self.restarts else ""
@@ -171,7 +174,7 @@ def _number(environ: Mapping[str, str], name: str, default: int = 0) -> int:
 
 
 def _tasks_on(environ: Mapping[str, str], host: int) -> int:
-    """How many tasks are on a host: Slurm writes `2(x3),1` for three hosts with two tasks each, and one with one."""
+    """Return how many tasks are on a host: `2(x3),1` stands for three hosts with two tasks, and a fourth with 1."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -184,8 +187,8 @@ def _tasks_on(environ: Mapping[str, str], host: int) -> int:
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> int | None:
-    """How many devices Slurm lets this task see; the variable depends on who made the GPU."""
+    """Return how many devices Slurm lets this task see; the variable depends on the GPU's vendor."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
-            return sum(1 for each in environ[name].split(",") if each.strip() not in ("", "NoDevFiles", "-1"))
+            return sum(1 for device in environ[name].split(",") if device.strip() not in ("", "NoDevFiles", "-1"))
     return None

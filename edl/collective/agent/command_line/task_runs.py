@@ -1,8 +1,8 @@
-"""How often `edl run` has come to its job's end in one task of a Slurm step, so that the next one is another job.
+"""How often `edl run` has come to its job's end in a task of a Slurm step, so that the next run is another job.
 
 A task may be a script that calls `edl run` several times, or a person's notebook. By default all of these would have
 the step's name, and the second would find a job of that name which has ended. What does not belong here: names that
-users give, which mean one job wherever they are given.
+users give, which mean the same job wherever they are given.
 
 A job whose last state was not stored is tried again by the next call with the same command; a call with another command
 is the next job.
@@ -37,7 +37,7 @@ _RECORD_NBYTES: Final = 64
 
 
 class TaskRuns:
-    """The runs of this task until now; the next one from `__enter__` on.
+    """The runs of this task until now, and the next from `__enter__` on.
 
     Args:
         step: the task's.
@@ -96,7 +96,7 @@ class TaskRuns:
         os.close(self._file)
 
     def _read(self) -> tuple[int, str]:
-        """Return how many jobs have ended, and the command of one more that has and is not stored, "" for none."""
+        """Return how many jobs have ended, and the command of a further job that is not stored yet, "" for none."""
         ended, _, unstored = os.pread(self._file, _RECORD_NBYTES, 0).decode().strip().partition(" ")
         return int(ended or 0), unstored
 

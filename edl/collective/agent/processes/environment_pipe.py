@@ -30,7 +30,7 @@ def send_environments(environs: Mapping[Path, Mapping[str, str]], timeout_s: flo
     """Announce the next generation to workers.
 
     Args:
-        environs: each worker's environment, by the path of its pipe.
+        environs: the workers' environments, by the paths of their pipes.
         timeout_s: how long all of them may take to read, in seconds.
 
     Returns:
@@ -80,7 +80,7 @@ class EnvironmentDecoder:
         self._partial_line = b""
 
     def feed_bytes(self, data: bytes) -> list[dict[str, str]]:
-        """Return the environments that `data` completes; a line that is none, but a part of one, is left out."""
+        """Return the environments that `data` completes; a part of a line, which is no environment, is left out."""
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         environs = []
         for line in filter(None, lines):

@@ -27,7 +27,7 @@ _LEASE_GRACE_S = 1.0
 
 
 class GenerationOutcome:
-    """Collects exits and failures of one node's workers, from one generation to the next.
+    """Collects exits and failures of a node's workers, generation by generation.
 
     Args:
         spec: this node's part of the job.
@@ -84,7 +84,7 @@ class GenerationOutcome:
             self.record_failure(WorkerFailure(rank, event.status, text, f"{event} (rank {rank})"))
 
     def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
-        """Record a worker that neither works nor ends as one that `number`, a signal, has killed."""
+        """Record a worker that neither works nor ends, as if `number`, a signal, had killed it."""
         self.record_failure(WorkerFailure(rank, -number, "", description))
 
     def record_failure(self, failure: WorkerFailure) -> None:

@@ -10,7 +10,7 @@ __all__ = ["NodeStatusPages"]
 
 
 class NodeStatusPages:
-    """A page of shared memory for each worker, from now until the host's folder is removed.
+    """The workers' pages of shared memory, from now until the host's folder is removed.
 
     Args:
         host: the node's folder in memory.

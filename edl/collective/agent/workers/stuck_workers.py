@@ -1,4 +1,4 @@
-"""Workers that neither work nor end: stopped, late in the next generation, never begun. Hanging ones: `health`."""
+"""Workers that neither work nor end: stopped, late in the next generation, never begun. Those that hang: `health`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STOPPED_S = 1.0
 
 
 class StuckWorkers:
-    """Finds such workers of one node. Its methods are called several times a second, with process ids by local rank."""
+    """Finds such workers of a node. Its methods are called several times a second, with process ids by local rank."""
 
     def __init__(self) -> None:
         self._stopped_since: dict[int, float] = {}

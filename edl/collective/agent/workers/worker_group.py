@@ -36,12 +36,12 @@ stacks does so within a tenth of it."""
 
 
 class WorkerGroup:
-    """The workers of one node. Used from the agent's thread only.
+    """The workers of a node. Used from the agent's thread only.
 
     Args:
         spec: this node's part of the job.
         host: the node's folder in memory.
-        report: called from another thread with each `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
+        report: called from another thread with every `WorkerExit` and `ZygoteLost`, for `handle_event`; with None
             when the job's records have to be looked at before `allow_heartbeat` can be called again.
         raise_if_stopping: called again and again while imports are waited for; may raise, to wait no longer.
 
@@ -50,7 +50,7 @@ class WorkerGroup:
         first_rank: the rank of the first of them.
         running: whether workers were started and not stopped since.
         pages: their status pages.
-        hangs: finds those that hang.
+        hangs: finds workers that hang.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WorkerGroup:
         return self._pool.import_failures
 
     def start_generation(self, world: World, position: int) -> None:
-        """Run the workers of a new generation: keep those that can go on as they are, and fork the others.
+        """Run the workers of a new generation: keep workers that can go on as they are, and fork the others.
 
         Args:
             world: the generation.
@@ -308,7 +308,7 @@ class WorkerGroup:
         self._stuck_workers.clear_stopped()
 
     def _renew_pool(self) -> None:
-        """Have another process to fork workers from; one that imports nothing where forks did not begin."""
+        """Have another process to fork workers from; it imports nothing where forks did not begin."""
         self._pool.close()
         warm = self._spec.warm if self._forks_begin else replace(self._spec.warm, prewarm=False)
         self._pool = WorkerPool(warm, self._report)

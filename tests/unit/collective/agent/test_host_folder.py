@@ -246,7 +246,7 @@ def test_job_end_leaves_unstored_state(job: str) -> None:
 
 def test_foreign_job_folder_is_an_error(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A jobs folder that is none is an error and no endless wait."""
-    monkeypatch.setattr(host, "_LOOKING_S", 0.2)
+    monkeypatch.setattr(host, "_LOCK_TIMEOUT_S", 0.2)
     probe = HostFolder(job, "probe")
     folder = probe.path.parent
     probe.close(keep=False)

@@ -57,6 +57,25 @@ def test_last_two_states_of_each_worker(tmp_path: Path, server: ReplicaServer) -
     assert steps(folder.slot_prefix("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
 
 
+def test_own_fault_does_not_end_the_server(tmp_path: Path, said: list[str]) -> None:
+    """An error that was not foreseen costs a connection, and the next sender is served."""
+    folder = ReplicaFolder(tmp_path / "replicas")
+    folder.path.mkdir()
+    faults = [LookupError("a fault of our own")]
+
+    def secret() -> bytes:
+        if faults:
+            raise faults.pop()
+        return SECRET
+
+    server = ReplicaServer(folder, secret, said.append, operation_s=3.0)
+    with contextlib.closing(server):
+        with pytest.raises(TemporaryError):
+            send(server, keep(tmp_path / "kept", 1))
+        send(server, keep(tmp_path / "kept", 2))
+    assert steps(folder.slot_prefix("other.host-1", 0)) == [2]
+
+
 def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> None:
     """A state that was given up makes way before an older one."""
     kept = tmp_path / "kept"

@@ -111,6 +111,8 @@ class State:
         SettingsError: a field has a name that means something else here, or is both local and per_rank.
     """
 
+    _meshes: LiveMeshes | None  # attributes go through `__getattr__`, where a type checker sees none
+
     def __init__(
         self, *, rng: bool = True, local: Iterable[str] = (), per_rank: Iterable[str] = (), **fields: Any
     ) -> None:

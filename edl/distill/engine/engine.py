@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from edl.discovery.registry import Instance, Snapshot
@@ -26,6 +27,7 @@ from edl.distill.engine.counters import EngineCounters
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.job import LabelJob, give_up_error
 from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue
+from edl.distill.engine.service_limits import ServiceLimits
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
@@ -63,12 +65,9 @@ class Engine:
     Attributes:
         name: as given.
         output_spec: as given.
-        capacity: requests that all live teachers together want in flight, as of some milliseconds ago.
-        gather_limit: jobs that are better sent together, where all live teachers are quick and on this host; else 0.
-        dispatched: jobs that were sent for the first time, or need not be any more. Written on the loop only.
-        max_rows: rows that every teacher takes in a request, as of when the last teacher came or left; 0 without a
-            limit.
-        max_nbytes: bytes of tensors likewise.
+        limits: of the live teachers. Replaced on the loop, read in any thread.
+        dispatched: jobs that were sent for the first time, or need not be any more. Counted on the loop, read in any
+            thread; apart from `limits`, which are not made anew for each request.
     """
 
     def __init__(
@@ -104,10 +103,8 @@ class Engine:
         self._outage = Outage(teacher_timeout_s, policy.request_timeout_s)
         self._counters = EngineCounters()
         self._closed = False
-        self.capacity = 0
-        self.gather_limit = 0
+        self.limits = ServiceLimits()
         self.dispatched = 0
-        self.max_rows = self.max_nbytes = 0
 
     # Any thread
 
@@ -154,18 +151,19 @@ class Engine:
         Args:
             oversized_rows: rows of a request that is larger than what live teachers take; 0 without such a request.
         """
-        if oversized_rows and (not self.max_rows or oversized_rows <= self.max_rows):
+        limits = self.limits
+        if oversized_rows and (not limits.max_rows or oversized_rows <= limits.max_rows):
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             return NoTeacherError(
                 f"no live teacher for {self.name} took a request of {oversized_rows} rows with {nbytes:,} bytes within "
-                f"{self._timeout_s:g} s, and {self.max_nbytes:,} bytes are what all of them take: set batch_rows "
+                f"{self._timeout_s:g} s, and {limits.max_nbytes:,} bytes are what all of them take: set batch_rows "
                 "(set_teacher_batch_size) to fewer rows, or leave it out; a teacher says what it takes (edl serve "
                 "--max-message), for others it is Options(max_request_bytes=...)"
             )
         if oversized_rows:
             return NoTeacherError(
                 f"no live teacher for {self.name} took a request of {oversized_rows} rows within "
-                f"{self._timeout_s:g} s, and {self.max_rows} rows are what all of them take: set "
+                f"{self._timeout_s:g} s, and {limits.max_rows} rows are what all of them take: set "
                 "batch_rows (set_teacher_batch_size) to that or less, or leave it out"
             )
         found = self._pool.describe()
@@ -257,8 +255,7 @@ class Engine:
         self._counters.remove_teacher(connection.instance.id)
         self._compatibility.forget_teacher(connection.instance.id)
         if self._dispatcher.teachers:  # else the last one may come back, and take no more than before
-            self.max_rows = self._dispatcher.max_rows
-            self.max_nbytes = self._dispatcher.max_nbytes
+            self._update_request_limits()
         self._spawn(connection.close())
         self._set_timer()
 
@@ -271,11 +268,14 @@ class Engine:
         spec = connection.spec
         limits = (spec.max_rows, spec.max_nbytes) if spec is not None else (0, 0)
         actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
-        self.max_rows = self._dispatcher.max_rows
-        self.max_nbytes = self._dispatcher.max_nbytes
+        self._update_request_limits()
         self._spec_known.notify()
         self._apply(actions)
         self._job_queue.send_all()
+
+    def _update_request_limits(self) -> None:
+        dispatcher = self._dispatcher
+        self.limits = replace(self.limits, max_rows=dispatcher.max_rows, max_nbytes=dispatcher.max_nbytes)
 
     def _teacher_unreachable(self, connection: TeacherConnection) -> None:
         if self._pool.connections.get(connection.instance.id) is connection:
@@ -443,13 +443,15 @@ class Engine:
         due: float | None = now + _POLL_EVERY_S
         if now >= self._polled_at + _POLL_EVERY_S:
             self._polled_at = now
-            self.capacity = self._dispatcher.capacity
             bundles = self._dispatcher.low_latency and all(
                 connection.takes_bundles
                 for connection in self._pool.connections.values()
                 if connection.spec is not None
             )
-            self.gather_limit = min(self.capacity // 2, MOST_GATHERED) if bundles else 0
+            capacity = self._dispatcher.capacity
+            gather_limit = min(capacity // 2, MOST_GATHERED) if bundles else 0
+            if capacity != self.limits.capacity or gather_limit != self.limits.gather_limit:
+                self.limits = replace(self.limits, capacity=capacity, gather_limit=gather_limit)
             due, outage_check_at = self._dispatcher.next_event(now), self._check_outage(now)
             due = outage_check_at if due is None else due if outage_check_at is None else min(due, outage_check_at)
         if due is not None and (self._timer is None or due < self._timer.when() - 0.001):

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.job import LabelJob
+from edl.distill.engine.service_limits import ServiceLimits
 
 __all__ = ["TeacherDemand", "JobQueue"]
 
@@ -40,8 +41,8 @@ class TeacherDemand(Protocol):
         """Whether all teachers have something to do, and an answer is on its way."""
 
     @property
-    def gather_limit(self) -> int:
-        """Jobs that are worth waiting for, to be sent together; 0 if none."""
+    def limits(self) -> ServiceLimits:
+        """Of which the jobs that are worth waiting for, to be sent together, are looked at."""
 
 
 class JobQueue:
@@ -96,7 +97,7 @@ class JobQueue:
 
     @property
     def _gathering(self) -> bool:
-        return len(self._jobs) < self._demand.gather_limit and self._gap_s < _PATIENCE_S
+        return len(self._jobs) < self._demand.limits.gather_limit and self._gap_s < _PATIENCE_S
 
     def _wake(self) -> None:
         self._woken = False

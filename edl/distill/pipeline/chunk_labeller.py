@@ -162,7 +162,7 @@ class ChunkLabeller:
     @property
     def depth(self) -> int:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
-        return max(8, 4 * max((engine.capacity for engine in self._engines), default=0))
+        return max(8, 4 * max((engine.limits.capacity for engine in self._engines), default=0))
 
     @property
     def backlog(self) -> float:
@@ -172,7 +172,7 @@ class ChunkLabeller:
         """
         pairs = zip(self._submitted, self._engines, strict=True)
         waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
-        together = max((engine.gather_limit for engine in self._engines), default=0)
+        together = max((engine.limits.gather_limit for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
 
     def check(self) -> None:
@@ -236,15 +236,15 @@ class ChunkLabeller:
 
         Waits for teachers, and fails, as `submit` does.
         """
-        limits = [engine.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
+        limits = [engine.limits.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
         """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""
         fitting = [
-            rows_that_fit(fields, spec, engine.max_nbytes)
+            rows_that_fit(fields, spec, max_nbytes)
             for engine in self._engines
-            if engine.max_nbytes and (spec := engine.await_spec(0)) is not None
+            if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
         ]
         return min(fitting, default=0)
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
-from typing import Protocol
 
-from edl.distill.source.fingerprint import ItemFingerprint, MemoryLocation
+from edl.distill.source.chunk import Item
+from edl.distill.source.fingerprint import MemoryLocation
 from edl.errors import SourceError
 
 __all__ = ["ReuseDetector"]
-
-
-class FingerprintedItem(Protocol):
-    """An item that was looked at."""
-
-    @property
-    def fingerprints(self) -> Sequence[ItemFingerprint]: ...
 
 
 class ReuseDetector:
@@ -31,8 +23,8 @@ class ReuseDetector:
     """
 
     def __init__(self) -> None:
-        self._current: FingerprintedItem | None = None
-        self._released: collections.deque[FingerprintedItem] = collections.deque()  # while the source was at work
+        self._current: Item | None = None
+        self._released: collections.deque[Item] = collections.deque()  # while the source was at work
         self._at_work = False
         self._error: SourceError | None = None
 
@@ -41,7 +33,7 @@ class ReuseDetector:
         self._released.clear()
         self._at_work = True
 
-    def check_drawn(self, item: FingerprintedItem) -> None:
+    def check_drawn(self, item: Item) -> None:
         """Check that a new item does not share changed memory with items in use.
 
         Raises:
@@ -82,7 +74,7 @@ class ReuseDetector:
         if error is not None:
             raise error
 
-    def check_delivered(self, item: FingerprintedItem) -> None:
+    def check_delivered(self, item: Item) -> None:
         """Note that the training loop gets this item next.
 
         Raises:

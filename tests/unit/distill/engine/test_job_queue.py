@@ -14,6 +14,7 @@ import pytest
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.job import LabelJob
 from edl.distill.engine.job_queue import JobQueue
+from edl.distill.engine.service_limits import ServiceLimits
 from edl.distill.transport.request import Payload
 
 TIMEOUT_S = 20
@@ -23,7 +24,7 @@ TIMEOUT_S = 20
 class Demand:
     full: bool = False
     busy: bool = False
-    gather_limit: int = 0
+    limits: ServiceLimits = field(default_factory=ServiceLimits)
 
 
 @dataclass
@@ -79,14 +80,14 @@ def test_job_is_taken_at_once_without_gain(setup: Setup) -> None:
     """A job is taken at once where it does not pay to gather."""
     setup.put(1)
     setup.until_taken(1)
-    setup.demand.gather_limit = 4
+    setup.demand.limits = ServiceLimits(gather_limit=4)
     time.sleep(0.01)  # a slow feeding thread: the next job is not to be expected within a millisecond
     setup.put(2)
     setup.until_taken(1, 2)
 
 
 def test_last_job_is_not_left_behind(setup: Setup) -> None:
-    setup.demand.gather_limit = 4
+    setup.demand.limits = ServiceLimits(gather_limit=4)
     hurry(setup)
     setup.put(1)
     setup.until_taken(1)
@@ -94,7 +95,8 @@ def test_last_job_is_not_left_behind(setup: Setup) -> None:
 
 def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
     """Jobs wait for an answer while the teachers are busy."""
-    setup.demand.gather_limit, setup.demand.busy = 3, True
+    setup.demand.limits = ServiceLimits(gather_limit=3)
+    setup.demand.busy = True
     hurry(setup)
     setup.put(1, 2)
     setup.on_loop(setup.job_queue.send_if_due)
@@ -106,7 +108,8 @@ def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
 
 def test_enough_jobs_wake_the_loop(setup: Setup) -> None:
     """Jobs that are enough wake the loop though the teachers are busy."""
-    setup.demand.gather_limit, setup.demand.busy = 3, True
+    setup.demand.limits = ServiceLimits(gather_limit=3)
+    setup.demand.busy = True
     hurry(setup)
     setup.put(1, 2, 3)
     setup.until_taken(1, 2, 3)
@@ -123,7 +126,8 @@ def test_full_teachers_take_nothing(setup: Setup) -> None:
 
 
 def test_taking_in_is_taking_all(setup: Setup) -> None:
-    setup.demand.gather_limit, setup.demand.busy = 9, True
+    setup.demand.limits = ServiceLimits(gather_limit=9)
+    setup.demand.busy = True
     hurry(setup)
     setup.put(1, 2)
     setup.on_loop(setup.job_queue.send_all)
@@ -133,7 +137,7 @@ def test_taking_in_is_taking_all(setup: Setup) -> None:
 def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
     """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
     count = 20_000
-    setup.demand.gather_limit = 4
+    setup.demand.limits = ServiceLimits(gather_limit=4)
     open_jobs = 0
 
     def take(job: LabelJob) -> None:

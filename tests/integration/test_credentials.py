@@ -119,9 +119,8 @@ def test_shared_memory_with_tls_and_token(tmp_path: Path, ca: Authority) -> None
             reader.set_batch_generator(lambda: ((np.full((4, 40_000), i, np.float32),) for i in range(50)))
             for x, y in reader():
                 assert (x == y).all()
-            regions = next(
-                link.shares_memory for link in reader._session.labeller._engines[0]._pool.connections.values()
-            )  # type: ignore[union-attr]
+            (engine,) = reader._session.labeller._engines  # type: ignore[union-attr]
+            regions = next(link.shares_memory for link in engine._pool.connections.values())
         assert regions, "shared memory was not used"
 
 

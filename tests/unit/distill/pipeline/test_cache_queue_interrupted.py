@@ -49,7 +49,8 @@ def test_event_is_set_before_any_line() -> None:
     """As SIGTERM's handler does in the middle of `edl register`'s wait."""
     for number in itertools.count(1):
         event = ReentrantEvent()
-        timer = threading.Timer(0.05, lambda event=event: interrupt.reached or event.set())
+        # Ends the wait after the last line; a shorter time could be over before a busy machine reaches the first.
+        timer = threading.Timer(1.0, lambda event=event: interrupt.reached or event.set())
         with deadline(10, f"set before line {number} of a wait"):
             timer.start()
             with InterruptAt(number, event.set, "/") as interrupt:

@@ -75,7 +75,7 @@ _SHARED_FUSE = frozenset(
 
 
 def read_mounts() -> str:
-    """This process's mounts as the kernel lists them; empty where it does not."""
+    """Return this process's mounts as the kernel lists them; empty where it does not."""
     try:
         return _MOUNTS.read_text("utf-8", "surrogateescape")
     except OSError:
@@ -83,7 +83,7 @@ def read_mounts() -> str:
 
 
 def file_system(path: str, mounts: str) -> str:
-    """The type of the file system that `path` lies on, as in `proc(5)`; empty if `mounts` does not say.
+    """Return the type of the file system that `path` lies on, as in `proc(5)`; empty if `mounts` does not say.
 
     Args:
         path: absolute, without symbolic links; what it names need not exist.

@@ -44,7 +44,7 @@ _ALIASES = {
 
 
 def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None = None) -> T | None:
-    """The variable `name`, or its old name, parsed; None where neither is set.
+    """Return the variable `name`, or its old name, parsed; None where neither is set.
 
     Raises:
         SettingsError: `parse` refused the value with a ValueError.
@@ -64,7 +64,7 @@ def read(name: str, parse: Callable[[str], T], environ: Mapping[str, str] | None
 
 
 def _outside() -> int:
-    """The `stacklevel`, in the caller of this, of the first caller outside of EDL."""
+    """Return the `stacklevel`, in the caller of this, of the first caller outside of EDL."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         level, frame = level + 1, frame.f_back
@@ -72,7 +72,7 @@ def _outside() -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number above zero."""
+    """Parse a whole number above zero."""
     value = int(text)
     if value <= 0:
         raise ValueError("must be above 0")
@@ -80,7 +80,7 @@ def positive_int(text: str) -> int:
 
 
 def positive_float(text: str) -> float:
-    """A finite number above zero."""
+    """Parse a finite number above zero."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError("must be a finite number above 0")
@@ -103,7 +103,7 @@ def is_share(value: object) -> bool:
 
 
 def boolean(text: str) -> bool:
-    """True for 1, true and yes; False for 0, false and no."""
+    """Return true for 1, true and yes; False for 0, false and no."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in words:
         raise ValueError("must be 1 or 0")
@@ -183,7 +183,7 @@ class TeacherSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> TeacherSettings:
-        """What the environment says."""
+        """Return what the environment says."""
         endpoints = read("EDL_TEACHERS", str, environ) or ""
         return cls(
             discovery=read("EDL_DISCOVERY", str, environ),

@@ -22,7 +22,7 @@ class Change:
 
 
 def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
-    """What leads from `before` (None: nothing was known) to `after`, in order of ids.
+    """Yield what leads from `before` (None: nothing was known) to `after`, in order of ids.
 
     While the registry does not answer, `after` repeats what was known last, so that no teacher seems to leave.
     """
@@ -93,12 +93,12 @@ def printable(text: str) -> str:
 
 
 def instance_as_dict(instance: Instance) -> dict[str, Any]:
-    """An instance as JSON shows it."""
+    """Return an instance as JSON shows it."""
     return {**asdict(instance), "meta": dict(instance.meta), "endpoint": instance.endpoint}
 
 
 def snapshot_as_dict(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot as JSON shows it."""
+    """Return a snapshot as JSON shows it."""
     return {
         "service": snapshot.service,
         "stale": snapshot.stale,

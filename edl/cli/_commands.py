@@ -58,7 +58,7 @@ class Command:
         return command
 
     def summary(self) -> str:
-        """What the command does, in a line; where it comes from if its source cannot be read."""
+        """Return what the command does, in a line; where it comes from if its source cannot be read."""
         spec = _locate(self.target.partition(":")[0])
         try:
             source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
@@ -105,7 +105,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def explain_missing(exc: ModuleNotFoundError) -> str | None:
-    """What to install for a missing module; None where the module is EDL's own, which is a bug to be seen whole."""
+    """Return what to install for a missing module; None for a module of EDL's own, which is a bug to be seen whole."""
     missing = (exc.name or "").partition(".")[0]
     if missing in ("", "edl", "edl_serving"):
         return None

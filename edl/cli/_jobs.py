@@ -34,7 +34,7 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
 
 
 def look(store: Store, job: str) -> Summary:
-    """The job as it is now.
+    """Return the job as it is now.
 
     Raises:
         SettingsError: there is no such job.
@@ -44,5 +44,5 @@ def look(store: Store, job: str) -> Summary:
 
 
 def console(width: int) -> Console:
-    """Standard output; `width` columns where it is no terminal, which has a width of its own."""
+    """Return standard output; `width` columns where it is no terminal, which has a width of its own."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else width)

@@ -139,7 +139,7 @@ def _at_least_one(name: str, value: int) -> int:
 
 @contextlib.contextmanager
 def _shown(whom: str) -> Iterator[Callable[[LabelProgress], None]]:
-    """Shows progress on standard error: a bar in a terminal, else a line from time to time."""
+    """Show progress on standard error: a bar in a terminal, else a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines()

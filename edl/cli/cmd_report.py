@@ -93,7 +93,7 @@ def _print_timeline(summary: Summary, console: Console) -> None:
 
 
 def _print_steps(summary: Summary, console: Console) -> None:
-    """The last step over time, and the job's events below."""
+    """Draw the last step over time, and the job's events below."""
     import plotext
 
     ledger = summary.ledger

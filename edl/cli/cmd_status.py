@@ -205,7 +205,7 @@ def _ranks(ranks: range) -> str:
 
 
 def _duration(amount_us: int) -> str:
-    """A person's way to say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
+    """Return a person's way to say it: 0.35 s, 12 s, 4 min 05 s, 3 h 20 min."""
     seconds = amount_us / 1e6
     if seconds < 10:
         return f"{seconds:.2f} s"

@@ -80,7 +80,7 @@ def to_json(instance: Instance) -> str:
 
 
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
-    """What was registered, or why it cannot be used."""
+    """Read a record: what was registered, or why it cannot be used."""
     if len(text) > MAX_RECORD:
         return Rejected(shown(instance_id, MAX_META_BYTES), f"{len(text):,} characters, more than {MAX_RECORD:,}")
     try:
@@ -93,7 +93,7 @@ def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | R
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:
-    """The instance that `fields` describe, or why it cannot be used."""
+    """Return the instance that `fields` describe, or why it cannot be used."""
     try:
         return from_fields(service, instance_id, fields)
     except ValueError as exc:
@@ -101,7 +101,7 @@ def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instanc
 
 
 def from_fields(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance:
-    """The instance that `fields` describe; unknown fields are ignored.
+    """Return the instance that `fields` describe; unknown fields are ignored.
 
     Raises:
         ValueError: a field is missing or makes no sense.

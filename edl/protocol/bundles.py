@@ -27,12 +27,12 @@ _RESPONSE = kserve.ModelInferResponse(parameters=_PARAMETERS).SerializeToString(
 
 
 def join_requests(messages: Sequence[Buffer]) -> bytes:
-    """A bundle of serialized `ModelInferRequest`s."""
+    """Return a bundle of serialized `ModelInferRequest`s."""
     return codec.join_request(_REQUEST, messages)
 
 
 def join_responses(messages: Sequence[Buffer]) -> bytes:
-    """A bundle of serialized `ModelStreamInferResponse`s."""
+    """Return a bundle of serialized `ModelStreamInferResponse`s."""
     return codec.join_streamed_response(_RESPONSE, messages)
 
 

@@ -21,7 +21,7 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
-    """A channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
+    """Return a channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
     material = files.current(now=True) if files is not None and files.tls else None
     if files is None or material is None:
         return grpc.aio.insecure_channel(endpoint, options=[*DIRECT, *options])
@@ -29,7 +29,7 @@ def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options =
 
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
-    """A channel of gRPC's threads, otherwise as `aio_channel`."""
+    """Return a channel of gRPC's threads, otherwise as `aio_channel`."""
     material = files.current(now=True) if files is not None and files.tls else None
     if files is None or material is None:
         return grpc.insecure_channel(endpoint, options=[*DIRECT, *options])
@@ -71,7 +71,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
     known = [material.version]
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
-        """Called by gRPC before every handshake, from a thread of its own."""
+        """Return the certificates; gRPC calls this before every handshake, in a thread of its own."""
         material = files.current(now=True)
         if material.version == known[0]:
             return None

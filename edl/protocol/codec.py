@@ -66,7 +66,7 @@ _layouts = LayoutCache()  # of streamed responses
 
 @functools.lru_cache(maxsize=1024)  # lengths are the same request after request
 def varint(value: int) -> bytes:
-    """A number as protobuf writes it."""
+    """Return a number as protobuf writes it."""
     out = bytearray()
     while value > 0x7F:
         out.append((value & 0x7F) | 0x80)
@@ -76,7 +76,7 @@ def varint(value: int) -> bytes:
 
 
 def read_varint(data: memoryview, at: int) -> tuple[int, int]:
-    """The number at `at`, and the index just behind it."""
+    """Return the number at `at`, and the index just behind it."""
     value = shift = 0
     while True:
         if at >= len(data) or shift > 63:
@@ -146,7 +146,7 @@ def _join(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> bytes:
 
 
 def _parts(header: bytes, raw_field: int, raw: Sequence[Buffer]) -> list[Buffer]:
-    """What to join, with the GIL: to let go of it and wait for it again costs more than others gain by it."""
+    """Return what to join, with the GIL: to let go of it and wait for it again costs more than others gain by it."""
     tag = varint(raw_field << 3 | _LENGTH_DELIMITED)
     parts: list[Buffer] = [header]
     for tensor in raw:
@@ -162,12 +162,12 @@ def encode_request(header: kserve.ModelInferRequest, raw: Sequence[Buffer]) -> b
 
 
 def request_parts(header: bytes, raw: Sequence[Buffer]) -> list[Buffer]:
-    """What `join_request` joins."""
+    """Return what `join_request` joins."""
     return _parts(header, _RAW_INPUT, raw)
 
 
 def raw_input_head(nbytes: int) -> bytes:
-    """What goes before a raw tensor of so many bytes in a request."""
+    """Return what goes before a raw tensor of so many bytes in a request."""
     return varint(_RAW_INPUT << 3 | _LENGTH_DELIMITED) + varint(nbytes)
 
 
@@ -177,7 +177,7 @@ def join_request(header: bytes, raw: Sequence[Buffer]) -> bytes:
 
 
 def encode_response(header: kserve.ModelInferResponse, raw: Sequence[Buffer]) -> bytes:
-    """A `ModelInferResponse` with `raw` as its `raw_output_contents`."""
+    """Return a `ModelInferResponse` with `raw` as its `raw_output_contents`."""
     return _join(header.SerializeToString(), _RAW_OUTPUT, raw)
 
 
@@ -187,7 +187,7 @@ def join_response(header: bytes, raw: Sequence[Buffer]) -> bytes:
 
 
 def id_field(request_id: str) -> bytes:
-    """The field `id` alone. Before or behind the bytes of a request or response, it becomes that message's id."""
+    """Return the field `id` alone. Before or behind a serialized request or response, it becomes that message's id."""
     data = request_id.encode()
     return varint(_ID << 3 | _LENGTH_DELIMITED) + varint(len(data)) + data
 
@@ -206,7 +206,7 @@ def join_streamed_response(header: bytes, raw: Sequence[Buffer], id_bytes: bytes
 
 
 def split_request(data: Buffer) -> tuple[bytes, list[memoryview]]:
-    """The header of a `ModelInferRequest`, still serialized, and its `raw_input_contents` as views of `data`.
+    """Return the header of a `ModelInferRequest`, still serialized, and its `raw_input_contents` as views of `data`.
 
     Raises:
         ProtocolError: `data` is no protobuf message.
@@ -282,7 +282,7 @@ def _text(data: memoryview | None) -> str:
 
 
 def parse_request(header: bytes) -> kserve.ModelInferRequest:
-    """A header that `split_request` found.
+    """Parse a header that `split_request` found.
 
     Raises:
         ProtocolError: it is no `ModelInferRequest`.
@@ -294,7 +294,7 @@ def parse_request(header: bytes) -> kserve.ModelInferRequest:
 
 
 def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryview]]:
-    """The header of a `ModelInferRequest` and its `raw_input_contents` as views of `data`.
+    """Return the header of a `ModelInferRequest` and its `raw_input_contents` as views of `data`.
 
     Raises:
         ProtocolError: `data` is no such message.
@@ -304,7 +304,7 @@ def decode_request(data: Buffer) -> tuple[kserve.ModelInferRequest, list[memoryv
 
 
 def decode_response(data: Buffer) -> tuple[kserve.ModelInferResponse, list[memoryview]]:
-    """The header of a `ModelInferResponse` and its `raw_output_contents` as views of `data`.
+    """Return the header of a `ModelInferResponse` and its `raw_output_contents` as views of `data`.
 
     Raises:
         ProtocolError: `data` is no such message.
@@ -314,7 +314,7 @@ def decode_response(data: Buffer) -> tuple[kserve.ModelInferResponse, list[memor
 
 
 def split_response(data: Buffer) -> tuple[bytes, list[memoryview]]:
-    """The header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
+    """Return the header of a `ModelInferResponse`, still serialized, and its `raw_output_contents` as views of `data`.
 
     Raises:
         ProtocolError: `data` is no protobuf message.
@@ -333,7 +333,7 @@ def split_identified_response(data: Buffer) -> tuple[bytes, list[memoryview], st
 
 
 def parse_response(header: bytes) -> kserve.ModelInferResponse:
-    """A header that `split_streamed_response` found.
+    """Parse a header that `split_streamed_response` found.
 
     Raises:
         ProtocolError: it is no `ModelInferResponse`.

@@ -113,7 +113,7 @@ RETRY_AFTER_MS = "grpc-retry-pushback-ms"
 
 
 def method(name: str) -> str:
-    """The full path of a method of the service, as gRPC wants it."""
+    """Return the full path of a method of the service, as gRPC wants it."""
     return f"/{SERVICE}/{name}"
 
 

@@ -78,7 +78,7 @@ _WIDE = {"i": np.dtype(np.int64), "u": np.dtype(np.uint64)}
 
 
 def dtype_of(datatype: str) -> np.dtype[Any]:
-    """The numpy dtype in which EDL hands over a tensor of KServe's `datatype` (BF16 becomes float32)."""
+    """Return the numpy dtype in which EDL hands over a tensor of KServe's `datatype` (BF16 becomes float32)."""
     if datatype == "BF16":
         return np.dtype("<f4")
     try:
@@ -151,7 +151,7 @@ def _from_length_prefixed(shape: Sequence[int], raw: memoryview) -> Array:
 
 
 def from_contents(datatype: str, shape: Sequence[int], contents: kserve.InferTensorContents) -> Array:
-    """A tensor sent as typed `contents` rather than raw bytes.
+    """Return a tensor sent as typed `contents` rather than raw bytes.
 
     Raises:
         ProtocolError: the element count and the shape do not agree, a value is out of range, or the type
@@ -274,13 +274,13 @@ def to_bfloat16(array: Array) -> Array:
 
 
 def from_bfloat16(array: Array) -> Array:
-    """The same numbers as float32."""
+    """Return the same numbers as float32."""
     result: Array = (array.view("<u2").astype("<u4") << 16).view("<f4")
     return result
 
 
 def to_raw(array: Array) -> Buffer:
-    """An array's elements in raw form, little-endian, C order; a view of the array where it is so already.
+    """Return an array's elements in raw form, little-endian, C order; a view of the array where it is so already.
 
     Raises:
         ProtocolError: an element of an array of objects is neither bytes nor text, or see `with_objects`.

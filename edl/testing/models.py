@@ -78,7 +78,7 @@ class Model:
         return self._delay_s == self._row_s == 0
 
     def __call__(self, inputs: Arrays) -> Arrays:
-        """Outputs for a batch."""
+        """Return outputs for a batch."""
         started = time.monotonic()
         outputs = self._function(inputs)
         takes_s = self._delay_s + self._row_s * len(next(iter(inputs.values())))
@@ -207,7 +207,7 @@ def _faulty(
     above: float = -math.inf,
     **options: Any,
 ) -> Model:
-    """A model that echoes, and misbehaves when all of these say so.
+    """Return a model that echoes, and misbehaves when all of these say so.
 
     Args:
         spoil: makes a wrong answer of a right answer.

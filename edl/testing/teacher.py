@@ -229,7 +229,7 @@ class LocalTeacher:
 
 
 def _without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """A student's CA would have its teacher look for a certificate."""
+    """Return a student's CA would have its teacher look for a certificate."""
     return {key: value for key, value in environ.items() if not key.startswith(("EDL_TLS_", "EDL_TOKEN"))}
 
 
@@ -238,7 +238,7 @@ def _as_json(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as the command line has them. With `=`, so that a value may begin with a dash."""
+    """Return flags as the command line has them. With `=`, so that a value may begin with a dash."""
     arguments: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):

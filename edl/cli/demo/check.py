@@ -26,7 +26,7 @@ class Delivered:
         self.plan = plan
 
     def add(self, *fields: np.ndarray[Any, Any]) -> None:
-        """A batch: images, labels, numbers of the samples, logits."""
+        """Add a batch: images, labels, numbers of the samples, logits."""
         self._parts.append(fields)
 
     def columns(self) -> tuple[np.ndarray[Any, Any], ...]:

@@ -36,13 +36,13 @@ class Digits:
     test_labels: Tensor
 
     def share(self, seed: int, size: int) -> Tensor:
-        """Indices of the training images that a seed's students have."""
+        """Return indices of the training images that a seed's students have."""
         generator = torch.Generator().manual_seed(1000 + seed)
         return torch.randperm(len(self.images), generator=generator)[:size]
 
 
 def load() -> Digits:
-    """The images, always split in the same way."""
+    """Return the images, always split in the same way."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)

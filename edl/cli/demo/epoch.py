@@ -86,7 +86,7 @@ class _Troubles:
         self._done: set[str] = set()
 
     def at(self, fraction: float) -> None:
-        """The epoch is at `fraction`."""
+        """Note that the epoch is at `fraction`."""
         if fraction >= self._plan.kill_at and self._once("kill"):
             self._screen.event("kill", f"{self._killed} gets SIGKILL in the middle of its work")
             self._timeline.mark("kill", self._killed)

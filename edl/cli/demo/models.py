@@ -51,17 +51,17 @@ class Teacher(nn.Module):
 
 
 def teacher(pause_ms: float = 0.0) -> nn.Module:
-    """What `edl serve --torch-factory edl.cli.demo.models:teacher` builds, before it loads the checkpoint."""
+    """Return what `edl serve --torch-factory edl.cli.demo.models:teacher` builds, before it loads the checkpoint."""
     return Teacher(float(pause_ms))
 
 
 def student() -> nn.Module:
-    """A network of 4,810 parameters, 1/31 of the teacher's."""
+    """Return a network of 4,810 parameters, 1/31 of the teacher's."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def size(model: nn.Module) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 

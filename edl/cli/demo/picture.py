@@ -84,6 +84,6 @@ def show(timeline: Timeline, console: Console) -> None:
 
 
 def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`."""
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)

@@ -30,7 +30,7 @@ class Screen:
         self._step = 0
 
     def step(self, text: str) -> None:
-        """What comes next."""
+        """Say what comes next."""
         self._step += 1
         self.console.print(Text(f"{self._step}. {text}", "bold"))
 

@@ -22,7 +22,7 @@ RETRY_S = 0.2
 
 
 def election_key(name: str) -> str:
-    """The key that the leader of `name` holds."""
+    """Return the key that the leader of `name` holds."""
     return f"elections/{name}"
 
 

@@ -82,7 +82,7 @@ class RenewedLease(Resource, Lease):
         return self._late_at
 
     def forfeit(self) -> None:
-        """The store says that the lease is gone."""
+        """Note that the store says that the lease is gone."""
         self._forfeited = True
 
     def _record_lateness(self) -> None:

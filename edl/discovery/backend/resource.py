@@ -80,4 +80,4 @@ class Resource:
         """End what other threads wait for, before the parts are closed."""
 
     def _release(self) -> None:
-        """What is left to do after the parts are closed."""
+        """Do what is left after the parts are closed."""

@@ -58,7 +58,7 @@ class ServiceView:
         return self._settled_at if self._last.stale else None
 
     def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
-        """The registry answered."""
+        """Return what to hand out now that the registry has answered."""
         self._log_rejected(snapshot.rejected)
         if self._failing:
             self._failing = False
@@ -70,7 +70,7 @@ class ServiceView:
         return self._last
 
     def failed(self, reason: str) -> Snapshot:
-        """The registry did not answer."""
+        """Return what to hand out now that the registry did not answer."""
         if not self._failing:
             self._failing = True
             self._settled_at = None

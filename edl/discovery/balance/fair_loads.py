@@ -89,7 +89,7 @@ def _price(capacities: Floats, takers: Ints) -> float:
 
 
 def _violated(capacities: Floats, takers: Ints, low: Ints, high: Ints) -> int:
-    """The number of teachers from the front that got most beyond what students can give them; 0 if none did.
+    """Return the number of teachers from the front that got most beyond what students can give them; 0 if none did.
 
     Judged are the flattest of all loads within the bounds, so that the front, when it got too much, got it in all of
     them. Only borders between capacities need a look: within a run of equal capacities the excess, with its loads

@@ -212,7 +212,7 @@ class _Flow:
                 self.marks[node] = distance
 
     def _steps(self, node: int, mark: int) -> Iterator[int]:
-        """The nodes with this mark that a step leads to whose cost is the difference of the levels."""
+        """Yield the nodes with this mark that a step leads to whose cost is the difference of the levels."""
         if node < self.students:
             return self._steps_of_student(node, mark)
         return self._steps_of_teacher(node, mark) if node < self.spare_node else self.spare_steps

@@ -116,7 +116,7 @@ class BalanceGroup(Resource, Watch):
         self._teachers.close()
 
     def _decide(self) -> Snapshot | None:
-        """What to give out; None while nothing is known, or a better answer is about to come."""
+        """Return what to give out; None while nothing is known, or a better answer is about to come."""
         if self._seen is None:
             return None
         links, reason = self._known_links()
@@ -142,7 +142,7 @@ class BalanceGroup(Resource, Watch):
         )
 
     def _known_links(self) -> tuple[frozenset[str] | None, str]:
-        """The links if they are valid now, or the reason why not."""
+        """Return the links if they are valid now, or the reason why not."""
         if self._links is None:
             return None, self._member.error
         if reason := self._links.stale or self._member.over:

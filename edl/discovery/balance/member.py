@@ -66,7 +66,7 @@ class GroupMember(Resource):
         return self._links is not None
 
     def take_links(self) -> StoreSnapshot | None:
-        """What the store says of this student's links, None if that is nothing new. Does not wait."""
+        """Return what the store says of this student's links, None if that is nothing new. Does not wait."""
         return None if self._links is None else self._links.get(0)
 
     def _step(self) -> float | None:

@@ -69,7 +69,7 @@ class GroupKeys:
         return self.links + _part(student)
 
     def student_in(self, key: str) -> str:
-        """The student that a key below `students` or `links` belongs to.
+        """Return the student that a key below `students` or `links` belongs to.
 
         Raises:
             ValueError: it belongs to none.
@@ -91,12 +91,12 @@ def _part(student: str) -> str:
 
 
 def pack_limit(limit: int) -> bytes:
-    """The value of a student's key."""
+    """Return the value of a student's key."""
     return json.dumps({"limit": limit}).encode()
 
 
 def unpack_limit(value: bytes) -> int:
-    """The limit in a student's key.
+    """Return the limit in a student's key.
 
     Raises:
         ValueError: the value makes no sense.
@@ -108,12 +108,12 @@ def unpack_limit(value: bytes) -> int:
 
 
 def pack_links(teachers: Iterable[str]) -> bytes:
-    """The value of a student's links."""
+    """Return the value of a student's links."""
     return json.dumps({"teachers": sorted(teachers)}, separators=(",", ":")).encode()
 
 
 def unpack_links(value: bytes) -> frozenset[str]:
-    """The teachers in a student's links.
+    """Return the teachers in a student's links.
 
     Raises:
         ValueError: the value makes no sense.

@@ -96,7 +96,7 @@ class ConsulClient(Resource):
     # Services
 
     def instances(self, service: str, index: int | None = None, wait_s: float = 0.0) -> tuple[int, list[ConsulService]]:
-        """The instances of `service`; with an index, as soon as they differ from what they were then."""
+        """Return the instances of `service`; with an index, as soon as they differ from what they were then."""
         with self._translated():
             found = self._api.health.service(service, index=index, wait=f"{wait_s:g}s")
             if not found[1]:
@@ -187,7 +187,7 @@ class ConsulClient(Resource):
     # Sessions
 
     def create_session(self, service_id: str, ttl_s: float) -> str:
-        """A session that ends as soon as the service is not alive, and takes the keys that it locks with it.
+        """Create a session that ends as soon as the service is not alive, and takes the keys that it locks with it.
 
         A session's own TTL is ten seconds at least, and may be exceeded twice, so the service's check does the work.
         The TTL stays behind it for the case that the agent disappears, and does not run the check.

@@ -138,7 +138,7 @@ class ConsulStore(Resource, Store):
         return self._client.transact({"Verb": "cas", "Key": path, "Value": value, "Index": index})
 
     def _session(self, lease: Lease | None) -> str:
-        """The lease's session, empty without a lease."""
+        """Return the lease's session, empty without a lease."""
         if lease is None:
             return ""
         if not isinstance(lease, RenewedLease) or not isinstance(lease.claim, SessionClaim):

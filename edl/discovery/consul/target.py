@@ -41,7 +41,7 @@ class ConsulTarget:
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> ConsulTarget:
-        """What a split URL and the environment say.
+        """Return what a split URL and the environment say.
 
         Raises:
             SettingsError: something in it is unusable. The message repeats no password, token or query.

@@ -186,7 +186,7 @@ class EtcdClient(Resource):
     # Leases
 
     def grant(self, ttl_s: float) -> int:
-        """A new lease. etcd counts in whole seconds, and grants more where its elections take longer."""
+        """Grant a lease. etcd counts in whole seconds, and grants more where its elections take longer."""
         lease = self._call(_GRANT, wire.LeaseGrantRequest(TTL=math.ceil(ttl_s))).ID
         if not lease:
             raise DiscoveryError(f"{self.target}: the answer is not what etcd answers: a lease without a number")

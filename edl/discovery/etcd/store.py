@@ -108,7 +108,7 @@ class EtcdStore(Resource, Store):
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
 
     def _number(self, lease: Lease | None) -> int:
-        """The lease's id, 0 without a lease."""
+        """Return the lease's id, 0 without a lease."""
         if lease is None:
             return _NO_LEASE
         claim = lease.claim if isinstance(lease, RenewedLease) else None

@@ -51,7 +51,7 @@ class EtcdTarget:
 
     @classmethod
     def of(cls, parts: SplitResult, timeout_s: float, environ: Mapping[str, str] | None = None) -> EtcdTarget:
-        """What a split URL and the environment say.
+        """Return what a split URL and the environment say.
 
         Raises:
             SettingsError: something in it is unusable. The message repeats no password.

@@ -126,7 +126,7 @@ class StoreClient(Resource):
         return DiscoveryError(f"{self.target}: {words or code.name}")
 
     def _explained(self, words: str) -> str:
-        """What is wrong with TLS or certificates, where no call was answered yet; else gRPC's words."""
+        """Return what is wrong with TLS or certificates, where no call was answered yet; else gRPC's words."""
         if self._answered or not looks_like_handshake(words):
             return words
         try:

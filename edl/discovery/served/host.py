@@ -225,7 +225,7 @@ class _Lock:
 
 
 def _folder() -> Path:
-    """A folder of this user's in memory, where the host has `/dev/shm`."""
+    """Return a folder of this user's in memory, where the host has `/dev/shm`."""
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK):
         base = Path(tempfile.gettempdir())

@@ -99,7 +99,7 @@ class StoreServicer:
         self._notify()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What gRPC's server wants to know."""
+        """Return what gRPC's server wants to know."""
         unary: dict[str, tuple[Callable[..., Any], Any, Any]] = {
             "Hello": (self._hello, messages.HelloRequest, messages.HelloReply),
             "Get": (self._get, messages.GetRequest, messages.GetReply),

@@ -114,7 +114,7 @@ class ServedStore(Resource, Store):
         raise DiscoveryError(f"{self._target} gave an answer that this version of EDL does not know: {reply.outcome}")
 
     def _number(self, lease: Lease | None) -> int | None:
-        """The lease's number at the server, None without a lease."""
+        """Return the lease's number at the server, None without a lease."""
         if lease is None:
             return None
         claim = lease.claim if isinstance(lease, RenewedLease) else None

@@ -20,7 +20,7 @@ DEFAULT_PORT: Final = 29400
 
 
 def store_credentials(credentials: Credentials) -> Credentials:
-    """What of a process's credentials is for a served store: mutual TLS, where all of it is set, and tokens.
+    """Return what of a process's credentials is for a served store: mutual TLS, where all of it is set, and tokens.
 
     A CA alone, or a certificate alone, is for teachers.
     """

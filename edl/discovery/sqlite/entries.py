@@ -19,7 +19,7 @@ _LIVE = (
 
 
 def read_entry(connection: sqlite3.Connection, key: str) -> Entry | None:
-    """The entry of `key`, None if there is none."""
+    """Return the entry of `key`, None if there is none."""
     now = time.monotonic()
     row = connection.execute(f"SELECT value, version FROM {_LIVE} AND key = ?", (now, now, key)).fetchone()
     return None if row is None else Entry(key, row[0], row[1])
@@ -38,7 +38,7 @@ def live_entries(connection: sqlite3.Connection, prefix: str) -> tuple[list[Entr
 
 
 def version_of(connection: sqlite3.Connection, key: str) -> int | None:
-    """The version of `key`, None if there is no such key."""
+    """Return the version of `key`, None if there is no such key."""
     row = connection.execute("SELECT version FROM entry WHERE key = ?", (key,)).fetchone()
     return None if row is None else int(row[0])
 

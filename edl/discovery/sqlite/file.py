@@ -100,7 +100,7 @@ class SqliteFile(Resource):
     def write(
         self, before: Callable[[sqlite3.Connection], None] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes; none else writes at the same time. Expired leases are gone when it begins.
+        """Run a transaction that writes; none else writes meanwhile. Expired leases are gone when it begins.
 
         Args:
             before: called in the transaction while expired leases are still there.
@@ -112,7 +112,7 @@ class SqliteFile(Resource):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads a consistent state; expired leases may still be there.
+        """Run a transaction that reads a consistent state; expired leases may still be there.
 
         The state is that of the beginning. Ask for the time inside: by an earlier time, a lease that was renewed in
         between would end later than it can.
@@ -122,7 +122,7 @@ class SqliteFile(Resource):
             yield connection
 
     def data_version(self) -> tuple[int, int, int]:
-        """Changes whenever another connection has written; the first number when the file was removed or replaced.
+        """Return a number that is another after a write of another connection, or when the file was replaced.
 
         Costs no more than a look at shared memory.
         """

@@ -39,7 +39,7 @@ def supersede(connection: sqlite3.Connection, service: str, instance_id: str) ->
 
 
 def grant(connection: sqlite3.Connection, ttl_s: float) -> int:
-    """A new lease's id."""
+    """Grant a lease; return its id."""
     lease, expires = secrets.randbits(62), time.monotonic() + ttl_s
     connection.execute("INSERT INTO lease (id, ttl_s, expires) VALUES (?, ?, ?)", (lease, ttl_s, expires))
     return lease
@@ -53,7 +53,7 @@ def renew(connection: sqlite3.Connection, lease: int) -> bool:
 
 
 def first_expiry(connection: sqlite3.Connection) -> float:
-    """The monotonic time at which the first lease is over unless it is renewed; infinite without leases."""
+    """Return the monotonic time at which the first lease is over unless it is renewed; infinite without leases."""
     found = connection.execute("SELECT min(expires) FROM lease").fetchone()[0]
     return float("inf") if found is None else float(found)
 

@@ -104,7 +104,7 @@ class SqliteStore(Resource, Store):
         return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
 
     def _number(self, connection: sqlite3.Connection, lease: Lease | None) -> int | None:
-        """The lease's row, None without a lease."""
+        """Return the lease's row, None without a lease."""
         if lease is None:
             return None
         if (

@@ -100,7 +100,7 @@ class Window:
             self.size = max(self.size - 1, 1)
 
     def overloaded(self) -> None:
-        """The teacher refused a request for want of room."""
+        """Note that the teacher refused a request for want of room."""
         self.size = max(self.size // 2, 1)
         self._since_change = 0
 

@@ -202,7 +202,7 @@ def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> Cer
 
 
 def identity_of(found: dict[str, Any]) -> CertificateIdentity:
-    """What `SSLSocket.getpeercert` gave, in short."""
+    """Return what `SSLSocket.getpeercert` gave, in short."""
     names = tuple(str(value) for kind, value in found.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     return CertificateIdentity(names, str(found.get("notAfter", "")))
 
@@ -216,7 +216,7 @@ def without_identity() -> ssl.SSLContext:
 
 
 def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: bool) -> ssl.SSLContext:
-    """A context of the standard library that trusts and shows the same as gRPC does with these."""
+    """Return a context of the standard library that trusts and shows the same as gRPC does with these."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serving else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca is not None:
@@ -300,7 +300,7 @@ def _check_lines(pem: bytes, what: str) -> None:
 
 
 def _kind_of(chain: bytes) -> str:
-    """The kind of the first certificate's key if gRPC does not take it, or nothing."""
+    """Return the kind of the first certificate's key if gRPC does not take it, or nothing."""
     try:
         return kind_not_in_grpc(base64.b64decode(split(chain)[0]))
     except (IndexError, ValueError):
@@ -312,7 +312,7 @@ def _no_password() -> str:
 
 
 def split(bundle: bytes) -> list[bytes]:
-    """The certificates of a PEM file, without what stands around and between them."""
+    """Return the certificates of a PEM file, without what stands around and between them."""
     return [b"".join(found.split()) for found in _CERTIFICATE.findall(bundle)]
 
 

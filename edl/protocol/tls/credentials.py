@@ -102,7 +102,7 @@ class CredentialFiles:
         return bool(self.settings.cert if self.serving else self.settings.ca)
 
     def current(self, *, now: bool = False) -> Material:
-        """What the files hold, as of `CHECK_EVERY_S` ago or newer.
+        """Return what the files hold, as of `CHECK_EVERY_S` ago or newer.
 
         Files that cannot be used, or read, are logged, and what was read before stays. Never raises for them.
 

@@ -102,7 +102,7 @@ async def _explain_certificate(
 
 
 def _explain_refusal(endpoint: str, files: CredentialFiles, material: Material, alert: str) -> str:
-    """The server ended the connection instead of speaking; gRPC's servers do not say why."""
+    """Say why a server ended the connection instead of speaking: gRPC's servers do not."""
     if material.pair is None:
         return (
             f"{endpoint} wants a client certificate (mutual TLS), and this side shows none: set one (EDL_TLS_CERT and "

@@ -26,7 +26,7 @@ _OID, _VERSION = 0x06, 0xA0  # tags of DER
 
 
 def kind_not_in_grpc(certificate: bytes) -> str:
-    """The kind of a certificate's key, if a handshake of gRPC cannot use it.
+    """Return the kind of a certificate's key, if a handshake of gRPC cannot use it.
 
     Args:
         certificate: DER (RFC 5280).

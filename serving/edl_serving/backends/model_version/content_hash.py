@@ -311,7 +311,7 @@ class _SamplePair(NamedTuple):
 
 
 def _generated_code(kind: type, value: Any) -> types.CodeType | None:
-    """The code of a method that a dataclass or a named tuple makes of its fields, which are hashed themselves."""
+    """Return the code of a method that a dataclass or named tuple makes of its fields, which are hashed themselves."""
     value = value.__func__ if isinstance(value, staticmethod) else value  # as Python keeps `__new__`
     if not isinstance(value, types.FunctionType) or not value.__name__.startswith("__"):
         return None

@@ -47,6 +47,7 @@ def plain_log_to_stderr(command: str, loggers: Collection[str], log_format: str 
     handler = logging.StreamHandler(sys.stderr)
     plain = logging.Formatter(f"{command}: %(message)s")
     handler.setFormatter(JsonFormatter(command) if log_format == "json" else plain)
+    handler.addFilter(_NamedOrWarning(loggers))
     levels = {name: logging.getLogger(name).level for name in loggers}
     root = logging.getLogger()
     root.addHandler(handler)
@@ -91,6 +92,17 @@ class JsonFormatter(logging.Formatter):
 
 _RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message", "taskName"}
 """What every record has; `logging` refuses these names in `extra=`, but for `taskName`, which Python 3.12 adds."""
+
+
+class _NamedOrWarning(logging.Filter):
+    """Passes what loggers and those below them log; of others, which may have levels of their own, warnings."""
+
+    def __init__(self, loggers: Collection[str]) -> None:
+        super().__init__()
+        self._prefixes = tuple(f"{name}." for name in loggers)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or f"{record.name}.".startswith(self._prefixes)
 
 
 class _Quiet(logging.Filter):

@@ -236,10 +236,11 @@ class State:
             prepare_loader(loader)
 
     def _check_restorable(self, entries: Iterable[TensorEntry], layouts: Sequence[ShardLayout]) -> None:
+        meshes: LiveMeshes | None = self._meshes
         for name, value in self._fields.items():
             check_loadable(name, value)
         for entry in entries:
-            if entry.layout >= 0 and self._meshes is not None and self._meshes.find_mesh(layouts[entry.layout]) is None:
+            if entry.layout >= 0 and meshes is not None and meshes.find_mesh(layouts[entry.layout]) is None:
                 raise unrestorable_error(entry, layouts[entry.layout])
 
     def _live_tensors(self, wanted: Collection[str]) -> LiveTensors:
